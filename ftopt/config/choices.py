@@ -1,0 +1,27 @@
+"""The sections whose ``name`` picks a dataclass. Nothing else has to know a new method, model or schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ftopt.config import schema
+from ftopt.methods.diloco import DiLoCo
+from ftopt.methods.local_sgd import LocalSGD
+from ftopt.methods.outer_optimizers import SGD
+
+CHOICES: Mapping[str, Mapping[str, type]] = {
+    "model": {"gpt": schema.Gpt, "factory": schema.Factory},
+    "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text},
+    "inner": {"adamw": schema.AdamW, "sgd": schema.Sgd},
+    "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
+    "method": {"diloco": DiLoCo, "local_sgd": LocalSGD},
+    "method.outer": {"sgd": SGD},
+}
+"""Path of a section -> name -> dataclass. The first name is meant when a recipe gives none; `REQUIRED` ones ask."""
+
+REQUIRED = frozenset({"method"})
+
+
+def name_of(path: str, instance: object) -> str:
+    """The name under which ``instance`` stands in the section ``path``."""
+    return next(name for name, cls in CHOICES[path].items() if type(instance) is cls)

@@ -1,0 +1,228 @@
+"""YAML and ``key=value`` to a checked `Recipe`, with every error at once. The one file that imports OmegaConf.
+
+A section is built bottom up: unknown keys are told with the nearest valid one, each leaf is checked against its type by
+an OmegaConf structured config of its own, then the dataclass checks its values. A section with an error is not built,
+its siblings are, so that one pass finds all there is to find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ftopt.config.choices import CHOICES, REQUIRED, name_of
+from ftopt.config.schema import Recipe
+from ftopt.config.shipped import locate
+from ftopt.errors import UserError
+from ftopt.faults.spec import Fault
+
+
+def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        source: a shipped name or a path.
+        overrides: ``key=value``, dotted keys, values as in YAML; ``1e-3`` is a number.
+
+    Raises:
+        UserError: what is wrong, everything at once.
+    """
+    path = locate(source)
+    file = _read(path)
+    recipe, errors = build(_merged(file, _dotted(overrides)))
+    if recipe is None:
+        count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
+        raise UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
+    return recipe
+
+
+def build(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
+    """A recipe of nested mappings, or None and what is wrong with it."""
+    errors: list[str] = []
+    recipe = _section(Recipe, raw, "", errors)
+    if recipe is not None:
+        assert isinstance(recipe, Recipe)
+        errors += recipe.problems()
+    return (None if errors else recipe), errors
+
+
+def dump(recipe: Recipe) -> str:
+    """The resolved recipe as YAML; `load` reads it back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.create(as_dict(recipe)))
+
+
+def as_dict(recipe: Recipe) -> dict[str, Any]:
+    """The resolved recipe as nested dicts, each choice with its ``name``."""
+    return _plain(recipe, "")
+
+
+def _plain(instance: Any, path: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"name": name_of(path, instance)} if path in CHOICES else {}
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if dataclasses.is_dataclass(value):
+            result[field.name] = _plain(value, _join(path, field.name))
+        elif isinstance(value, list | tuple):
+            result[field.name] = [_plain(v, "faults[]") if isinstance(v, Fault) else v for v in value]
+        else:
+            result[field.name] = value
+    return result
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}; a recipe is a mapping; `ftopt cp diloco_bytes` gives one")
+    return {str(key): value for key, value in raw.items()}
+
+
+def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
+    for item in overrides:
+        if "=" not in item or item.startswith("="):
+            raise UserError(f"{item!r} is not an override; write key=value, e.g. train.inner_steps=200")
+    try:
+        raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise UserError(f"an override cannot be read ({' '.join(overrides)}): {error}") from error
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
+
+
+def _merged(file: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """``over`` on top of ``file``. Another name in a choice drops the settings that the new choice does not have."""
+    model = over.get("model")
+    if isinstance(model, dict) and "factory" in model:
+        model.setdefault("name", "factory")
+    return _merge(file, over, "")
+
+
+def _merge(base: Any, over: Any, path: str) -> Any:
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    name = over.get("name")
+    if path in CHOICES and name is not None and name != base.get("name"):
+        cls = CHOICES[path].get(str(name))
+        keep = {field.name for field in dataclasses.fields(cls)} if cls else set(base)
+        base = {key: value for key, value in base.items() if key in keep}
+    merged = dict(base)
+    for key, value in over.items():
+        merged[key] = _merge(base.get(key), value, _join(path, key)) if key in base else value
+    return merged
+
+
+def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
+    """An instance of ``cls``, or None when there are errors in it; they are appended to ``errors``."""
+    if not isinstance(raw, Mapping):
+        errors.append(f"{path}={raw!r}; must be a section with keys: {', '.join(_names(cls))}")
+        return None
+    before = len(errors)
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        where = _join(path, str(key))
+        if key == "name" and path in CHOICES:
+            continue
+        if key not in _names(cls):
+            errors.append(_unknown(str(key), path, [*_names(cls), *(["name"] if path in CHOICES else [])]))
+        elif where in CHOICES:
+            values[key] = _choice(value, where, errors)
+        elif dataclasses.is_dataclass(hints[key]):
+            assert isinstance(hints[key], type)
+            values[key] = _section(hints[key], value, where, errors)
+        elif hints[key] == list[Fault]:
+            values[key] = _faults(value, errors)
+        else:
+            values[key] = _leaf(hints[key], value, where, errors)
+    for field in dataclasses.fields(cls):
+        if field.name not in raw and _without_default(field):
+            errors.append(f"{_join(path, field.name)} is missing; a recipe must give it")
+    if len(errors) > before:
+        return None
+    try:
+        return cls(**values)
+    except ValueError as error:
+        errors.append(_placed(str(error), path))
+        return None
+
+
+def _placed(message: str, path: str) -> str:
+    """``message`` under the section it is about: a dataclass may or may not name its own section."""
+    parent, _, last = path.rpartition(".")
+    if not path or message.startswith(path):
+        return message
+    return f"{parent}.{message}" if message.startswith(f"{last}.") else f"{path}: {message}"
+
+
+def _choice(raw: Any, path: str, errors: list[str]) -> Any | None:
+    choices = CHOICES[path]
+    if not isinstance(raw, Mapping):
+        errors.append(f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
+        return None
+    name = raw.get("name", None if path in REQUIRED else next(iter(choices)))
+    if name not in choices:
+        near = difflib.get_close_matches(str(name), choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        errors.append(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
+        return None
+    return _section(choices[name], raw, path, errors)
+
+
+def _faults(raw: Any, errors: list[str]) -> list[Any] | None:
+    if not isinstance(raw, list):
+        errors.append(f"faults={raw!r}; must be a list, e.g. [{{replica: 1, at_step: 120, point: reduce, do: kill}}]")
+        return None
+    return [_section(Fault, item, f"faults[{index}]", errors) for index, item in enumerate(raw)]
+
+
+def _leaf(hint: Any, value: Any, path: str, errors: list[str]) -> Any:
+    """``value`` as ``hint``, converted as OmegaConf does (``1e-3``, ``"5"``, ``true``)."""
+    leaf = dataclasses.make_dataclass("leaf", [("value", hint)])
+    try:
+        node = OmegaConf.structured(leaf)
+        OmegaConf.update(node, "value", value)
+        return OmegaConf.to_container(node, resolve=True)["value"]  # type: ignore[index,call-overload]
+    except OmegaConfBaseException:
+        got = type(value).__name__ if value is not None else "null"
+        errors.append(f"{path}={value!r} ({got}); must be {_words(hint)}")
+        return None
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", type(None): "null"}
+
+
+def _words(hint: Any) -> str:
+    if typing.get_origin(hint) is list:
+        return f"a list, each item {_words(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        return "a mapping"
+    parts = typing.get_args(hint) or (hint,)
+    return " or ".join(_WORDS.get(part, str(part)) for part in parts)
+
+
+def _unknown(key: str, path: str, valid: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {_join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"
+    return f"{_join(path, key)}: unknown key; {hint}"
+
+
+def _names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _without_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,271 @@
+"""The recipe: every section a frozen dataclass, the same words as in YAML.
+
+A section that has a ``name`` is a choice: the name picks the dataclass whose fields are its settings (`CHOICES`), so a
+setting that the choice does not have is refused as an unknown key and is never ignored. Each dataclass checks its own
+values; `Recipe` checks what concerns several sections. Torch is not needed here, the methods are looked up in
+`ftopt.config.choices`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.faults.spec import Fault
+from ftopt.sync.settings import Sync
+
+
+def _at_least(section: str, low: float, **values: float) -> None:
+    for name, value in values.items():
+        if not value >= low:
+            raise ValueError(f"{section}.{name}={value:g}; must be at least {low:g}")
+
+
+def _above_zero(section: str, **values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{section}.{name}={value:g}; must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpt:
+    """The byte-level GPT of `ftopt.job.model` (``model.name: gpt``)."""
+
+    layers: int = 2
+    heads: int = 4
+    width: int = 64
+    context: int = 64
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least("model", 1, layers=self.layers, heads=self.heads, width=self.width, context=self.context)
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"model.width={self.width} with heads={self.heads}; the width must be a multiple of 2 * heads; "
+                f"use width={max(1, round(self.width / (2 * self.heads))) * 2 * self.heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout={self.dropout:g}; must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factory:
+    """A model of the user's own (``model.name: factory``).
+
+    Args:
+        factory: ``package.module:function``, called with ``args``; returns a module that maps bytes (batch, time),
+            int64, to logits (batch, time, 256).
+        args: its keyword arguments.
+        context: bytes a window.
+    """
+
+    factory: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+    context: int = 64
+
+    def __post_init__(self) -> None:
+        module, _, function = self.factory.partition(":")
+        if not (module and function):
+            raise ValueError(
+                f"model.factory={self.factory!r}; must be package.module:function, a function that returns the model"
+            )
+        _at_least("model", 1, context=self.context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StdlibBytes:
+    """The source of Python's own library (``data.name: stdlib_bytes``)."""
+
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        _at_least("data", 1, batch_size=self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """The user's own text files (``data.name: text``); ``path`` is a file, a folder, or a glob pattern."""
+
+    path: str = ""
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("data.path is empty; data.name=text needs it: a text file, a folder, or a glob pattern")
+        _at_least("data", 1, batch_size=self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Linear warm-up over ``warmup`` inner steps, then a cosine down to ``floor`` times the rate."""
+
+    warmup: int = 0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _at_least("inner.schedule", 0, warmup=self.warmup, floor=self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """Linear warm-up over ``warmup`` inner steps, then the rate itself."""
+
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("inner.schedule", 0, warmup=self.warmup)
+
+
+Schedule = Cosine | Constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """``torch.optim.AdamW`` (``inner.name: adamw``)."""
+
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: Schedule = field(default_factory=Constant)
+
+    def __post_init__(self) -> None:
+        _above_zero("inner", lr=self.lr)
+        _at_least("inner", 0, eps=self.eps, weight_decay=self.weight_decay)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"inner.betas={list(self.betas)}; must be two numbers, each at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd:
+    """``torch.optim.SGD`` (``inner.name: sgd``)."""
+
+    lr: float = 1e-2
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    schedule: Schedule = field(default_factory=Constant)
+
+    def __post_init__(self) -> None:
+        _above_zero("inner", lr=self.lr)
+        _at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        if self.nesterov and not self.momentum:
+            raise ValueError("inner.nesterov=true with momentum=0; Nesterov needs a momentum; set inner.momentum=0.9")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How long and how each replica trains.
+
+    Args:
+        inner_steps: the job ends when the committed inner step reaches this.
+        seed: of the model (alike in all replicas), of data and dropout (with replica and incarnation).
+        eval_every: committed inner steps between two evaluations by the first replica; 0 for the first and last only.
+        clip_norm: L2 norm that the gradients are clipped to; null for none.
+        autocast: ``bf16`` or null.
+        accumulate: micro-batches an inner step.
+        threads: torch threads a replica.
+    """
+
+    inner_steps: int = 600
+    seed: int = 0
+    eval_every: int = 100
+    clip_norm: float | None = 1.0
+    autocast: str | None = None
+    accumulate: int = 1
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("train", 1, inner_steps=self.inner_steps, accumulate=self.accumulate, threads=self.threads)
+        _at_least("train", 0, eval_every=self.eval_every, seed=self.seed)
+        if self.clip_norm is not None:
+            _above_zero("train", clip_norm=self.clip_norm)
+        if self.autocast not in (None, "bf16"):
+            raise ValueError(f"train.autocast={self.autocast!r}; allowed: null, bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Snapshots of the committed state; ``every`` counts outer steps."""
+
+    dir: str | None = None
+    every: int = 5
+    keep: int = 2
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dir", "resume"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"checkpoint.{name}={getattr(self, name)!r}; checkpoints are not available yet; leave it null"
+                )
+        _at_least("checkpoint", 1, every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """Where the runs go, and whether wandb follows: ``auto`` is online with a key, else offline."""
+
+    dir: str = "runs"
+    wandb: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.wandb not in ("auto", "off", "online", "offline"):
+            raise ValueError(f"log.wandb={self.wandb!r}; allowed: auto, off, online, offline")
+
+
+Model = Gpt | Factory
+Data = StdlibBytes | Text
+Inner = AdamW | Sgd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole job. ``method`` is one of the methods' own dataclasses (`ftopt.DiLoCo`, `ftopt.LocalSGD`)."""
+
+    name: str
+    method: Any
+    replicas: int = 1
+    model: Model = field(default_factory=Gpt)
+    data: Data = field(default_factory=StdlibBytes)
+    inner: Inner = field(default_factory=AdamW)
+    sync: Sync = field(default_factory=Sync)
+    train: Train = field(default_factory=Train)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+    faults: list[Fault] = field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """What is wrong between sections; every message at once."""
+        found = []
+        if not self.name or not all(part.isalnum() for part in self.name.replace("-", "_").split("_") if part):
+            found.append(f"name={self.name!r}; letters, digits, - and _ only, it names a folder")
+        if self.replicas < 1:
+            found.append(f"replicas={self.replicas}; must be at least 1")
+        for key in ("min_replicas", "start_replicas"):
+            value = getattr(self.sync, key)
+            if value is not None and value > self.replicas >= 1:
+                found.append(
+                    f"sync.{key}={value} with replicas={self.replicas}; the job would wait for ever; "
+                    f"use at most {self.replicas}, or more replicas"
+                )
+        if self.inner.schedule.warmup > self.train.inner_steps:
+            found.append(
+                f"inner.schedule.warmup={self.inner.schedule.warmup} with train.inner_steps={self.train.inner_steps}; "
+                f"the warm-up must end within the run; use at most {self.train.inner_steps}"
+            )
+        ids = self.replica_ids()
+        for index, fault in enumerate(self.faults):
+            if fault.target(ids) is None:
+                found.append(
+                    f"faults[{index}].replica={fault.replica!r}; allowed: 0 to {self.replicas - 1}, "
+                    f"{ids[0]} to {ids[-1]}, or coordinator"
+                    if ids
+                    else f"faults[{index}].replica={fault.replica!r}; there are no replicas"
+                )
+        return found
+
+    def replica_ids(self) -> list[str]:
+        """The ids that ``ftopt run`` gives its replicas; their order as strings is their order as numbers."""
+        digits = len(str(max(self.replicas - 1, 0)))
+        return [f"r{index:0{digits}d}" for index in range(self.replicas)]

@@ -1,0 +1,44 @@
+"""Where the shipped recipes lie: inside the package when installed from a wheel, beside it in a checkout."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from ftopt.errors import UserError
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shipped() -> dict[str, Path]:
+    """Name -> file of every shipped recipe, sorted by name."""
+    for folder in (_PACKAGE / "recipes", _PACKAGE.parent / "recipes"):
+        found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+        if found:
+            return found
+    return {}
+
+
+def locate(source: str) -> Path:
+    """The file of ``source``, a shipped name or a path.
+
+    Raises:
+        UserError: there is neither.
+    """
+    recipes = shipped()
+    if source in recipes:
+        return recipes[source]
+    path = Path(source)
+    if path.is_file():
+        return path
+    near = difflib.get_close_matches(source, recipes, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`ftopt ls` lists the shipped ones"
+    raise UserError(
+        f"no recipe {source!r}; it is neither a file nor a shipped recipe ({', '.join(recipes) or 'none'}); {hint}"
+    )
+
+
+def title(path: Path) -> str:
+    """The first comment line of a recipe: what it is."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""

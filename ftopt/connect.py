@@ -1,0 +1,145 @@
+"""How a replica gets its group: over the network (`connect`), alone (`solo`), or several in one process (`local_groups`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from ftopt.errors import UserError
+from ftopt.events import Event, OnEvent, ignore
+from ftopt.sync.client import Client
+from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.local import LocalHub, LocalLink, LocalState, LocalStates
+from ftopt.sync.loop import LoopThread
+from ftopt.sync.protocol.settings import Sync
+from ftopt.transport.local import LocalTransport
+
+_log = logging.getLogger(__name__)
+
+
+def connect(
+    url: str | None = None,
+    replica: str | None = None,
+    *,
+    job: str | None = None,
+    token: str | None = None,
+    sync: Sync | None = None,
+    host: str | None = None,
+    on_event: OnEvent = ignore,
+    connect_s: float = 10.0,
+) -> ReplicaGroup:
+    """This replica's membership in a job. The connection is opened when the wrapped optimizer starts.
+
+    Args:
+        url: the coordinator, ``http://host:port``. Default: ``FTOPT_COORDINATOR``.
+        replica: this replica's id, unique in the job. Default: ``FTOPT_REPLICA``, else host name and process id.
+        job: the job's name. Default: ``FTOPT_JOB``, else ``default``.
+        token: the job's token. Default: ``FTOPT_TOKEN``, else none.
+        sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
+        host: this machine's address as peers reach it. Default: the one that reaches the coordinator.
+        on_event: is told what happens, on several threads.
+        connect_s: seconds to wait for a coordinator that does not answer. Default 10.
+
+    Raises:
+        UserError: no address is given, or it is none.
+    """
+    # Here and not above: `import ftopt` brings neither aiohttp nor the process groups.
+    from ftopt.http_state import HttpState
+    from ftopt.sync.websocket import WebSocketLink
+    from ftopt.transport.gloo import GlooTransport
+
+    url = (url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise UserError(
+            f"coordinator {url!r}; must be http://HOST:PORT; give url=, or set FTOPT_COORDINATOR, to the address that "
+            "`ftopt coordinator` prints"
+        )
+    replica = replica or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
+    job = job or os.environ.get("FTOPT_JOB") or "default"
+    token = token or os.environ.get("FTOPT_TOKEN")
+    sync = sync or Sync()
+    host = host or _own_address(parts.hostname, parts.port or 80)
+    if on_event is ignore:
+        on_event = _tell_the_log()
+    return Client(
+        replica,
+        job,
+        sync,
+        link=WebSocketLink(url, token=token, dead_after_s=sync.dead_after_s),
+        transport=GlooTransport(host, sync.dead_after_s),
+        state=HttpState(host, token),
+        network=LoopThread(),
+        on_event=on_event,
+        connect_s=connect_s,
+    )
+
+
+def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:
+    """A group of one: every method runs, nothing is sent."""
+    return local_groups(1, on_event=on_event)[0]
+
+
+def local_groups(
+    n: int, *, sync: Sync | None = None, on_event: OnEvent = ignore, names: Sequence[str] | None = None
+) -> list[ReplicaGroup]:
+    """``n`` groups of one job in this process, for as many threads: tests, notebooks.
+
+    Payloads are summed in rank order, so that results are bit-equal to a plain loop over the replicas.
+
+    Args:
+        n: replicas.
+        sync: settings; ``start_replicas`` is ``n`` unless given.
+        on_event: is told what happens.
+        names: the replicas' ids, default ``r0 .. r{n-1}``.
+    """
+    if n < 1:
+        raise UserError(f"local_groups({n}); must be at least 1")
+    sync = sync or Sync()
+    if sync.start_replicas is None:
+        sync = replace(sync, start_replicas=n)
+    hub, states, network = LocalHub("local", on_event), LocalStates(), LoopThread()
+    transport = LocalTransport(sync.dead_after_s)
+    return [
+        Client(
+            name,
+            "local",
+            sync,
+            link=LocalLink(hub),
+            transport=transport,
+            state=LocalState(states, name),
+            network=network,
+            on_event=on_event,
+        )
+        for name in (names or [f"r{i}" for i in range(n)])
+    ]
+
+
+def _tell_the_log() -> OnEvent:
+    """Without an ``on_event``: what a user must know goes to the log, each text once in a row."""
+    last = ""
+
+    def on_event(event: Event) -> None:
+        nonlocal last
+        if event.event in ("hold", "reborn", "fetch_failed"):
+            text = str(event.data.get("text") or event.data.get("reason") or "")
+            if text != last:
+                last = text
+                _log.warning("%s: %s: %s", event.replica, event.event, text)
+
+    return on_event
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address of the interface that reaches ``host``; nothing is sent."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"coordinator host {host!r}: {error.strerror or error}; check the address") from None

@@ -1,0 +1,48 @@
+"""Random windows of a corpus: every batch starts at places that a seeded generator draws."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from ftopt.data.corpus import Bytes
+from ftopt.errors import UserError
+
+
+def seed_of(*parts: object) -> int:
+    """A seed of 63 bits from anything that prints, e.g. seed, replica and incarnation; no two are near each other."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+
+
+class Windows:
+    """Batches of ``context`` bytes and the bytes that follow each.
+
+    Args:
+        data: uint8, 1-D.
+        context: bytes a window.
+        batch_size: windows a batch.
+        seed: of the generator that draws where they start.
+
+    Raises:
+        UserError: ``data`` is shorter than one window.
+    """
+
+    def __init__(self, data: Bytes, *, context: int, batch_size: int, seed: int) -> None:
+        if data.size <= context:
+            raise UserError(
+                f"the corpus has {data.size} bytes and a window needs {context + 1}; "
+                "give more text in data.path or a smaller model.context"
+            )
+        self._data = torch.tensor(data) if not data.flags.writeable else torch.from_numpy(data)
+        self._offsets = torch.arange(context + 1)
+        self._batch_size = batch_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, (batch_size, context), int64."""
+        last = self._data.numel() - self._offsets.numel()
+        starts = torch.randint(last + 1, (self._batch_size, 1), generator=self._generator)
+        rows = self._data[starts + self._offsets].long()
+        return rows[:, :-1], rows[:, 1:]

@@ -1,0 +1,44 @@
+"""What happens in a job, told through one injected function.
+
+Every part of ftopt takes an ``on_event`` and calls it synchronously, on the thread where the thing happens, just
+*before* the thing takes effect. Telemetry writes the events down; fault injection strikes at them: a fault point is an
+event. ``on_event`` may be called from several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happens.
+
+    Args:
+        event: what happens, one word of ``docs/events.md`` (``propose``, ``commit``, ...).
+        replica: whose event it is; ``coordinator`` for the coordinator's.
+        incarnation: the life of the replica's process, 0 before the coordinator has given one.
+        fragment: the fragment concerned, None when the event is about none.
+        version: the version that the round works towards, None outside of a round.
+        attempt: the attempt, None outside of one.
+        inner_step: the replica's inner step (the coordinator's: the committed one).
+        data: whatever else belongs to it; JSON values only.
+    """
+
+    event: str
+    replica: str
+    incarnation: int = 0
+    fragment: int | None = None
+    version: int | None = None
+    attempt: int | None = None
+    inner_step: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+OnEvent = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The ``on_event`` that does nothing."""

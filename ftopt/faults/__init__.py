@@ -1,0 +1,3 @@
+"""Faults that hit the real processes: what they are, and the subscriber that strikes."""
+
+from ftopt.faults.spec import Fault as Fault

@@ -1,0 +1,92 @@
+"""One replica's process: puts telemetry, faults, the group and the trainer together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import ftopt
+from ftopt.config.loader import as_dict
+from ftopt.config.schema import Recipe
+from ftopt.faults.injector import FaultInjector
+from ftopt.job.subscribers import StepLog, StepRecord, fan_out
+from ftopt.job.supervised import FinishUp
+from ftopt.job.train import Trainer, leaving_on_signals
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.jsonl import EventLog, JsonLines
+from ftopt.telemetry.wandb import WandbMirror, resolve
+
+_WANDB_S = 10.0
+_ALONE_S = 60.0
+
+
+def run_replica(
+    recipe: Recipe,
+    *,
+    url: str,
+    replica: str,
+    job: str,
+    token: str | None,
+    folder: Path,
+    started: float,
+    supervised: bool,
+) -> bool:
+    """Trains one replica in this process until the job ends or a signal says so; True at the job's end.
+
+    Args:
+        recipe: the job.
+        url: the coordinator's address.
+        replica: this replica's id.
+        job: the job's name.
+        token: the job's token.
+        folder: the run's folder.
+        started: the run's start, as ``time.time()`` gives it.
+        supervised: started by `ftopt.job.runner`, which says when to end.
+
+    Raises:
+        ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
+    """
+    finish_up = FinishUp(patience_s=2 * _ALONE_S) if supervised else None
+    torch.set_num_threads(recipe.train.threads)
+    files = RunFolder(folder)
+    files.create()
+    events = EventLog(JsonLines(files.events, started))
+    record = StepRecord()
+    mode = resolve(recipe.log.wandb)
+    mirror = (
+        None
+        if mode == "off"
+        else WandbMirror(mode, folder, job=folder.name, replica=replica, config=as_dict(recipe))
+    )
+
+    def mirror_step(step: StepRecord, inner_step: int) -> None:
+        if mirror is not None:
+            mirror.step(inner_step, loss=step.loss, lr=step.lr)
+
+    steps = StepLog(JsonLines(files.steps(replica), started), record, mirror_step)
+    ids = recipe.replica_ids()
+    faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
+    injector = FaultInjector(faults, events)
+    on_event = fan_out(events, steps, *([mirror] if mirror is not None else []), injector)
+    group = ftopt.connect(url, replica, job=job, token=token, sync=recipe.sync, on_event=on_event)
+    trainer = Trainer(
+        recipe,
+        group,
+        on_event,
+        record=record,
+        evaluates=replica == ids[0],
+        wait_for_others=(lambda: _wait(finish_up)) if finish_up is not None else lambda: None,
+    )
+    if finish_up is not None:
+        finish_up.on_asked(trainer.stop)
+    with leaving_on_signals(trainer):
+        done = trainer.run()
+    if mirror is not None:
+        mirror.finish(_WANDB_S)
+    return done
+
+
+def _wait(finish_up: FinishUp) -> None:
+    """Until the runner says that every replica is at the end."""
+    finish_up.asked.wait(_ALONE_S)

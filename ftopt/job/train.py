@@ -1,0 +1,222 @@
+"""One replica's training loop.
+
+The model seed is the same in all replicas; the seeds of data and dropout come from the recipe's seed, the replica and
+its incarnation, so that a successor does not train on its predecessor's batches again. The learning rate follows the
+job's inner step. The first replica in the order of ids evaluates now and then; at the end each one does, so that the
+final loss does not hang on one replica's life.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+import ftopt
+from ftopt.config.schema import AdamW, Inner, Recipe, Text
+from ftopt.data.corpus import Bytes, Corpus, stdlib_bytes, text
+from ftopt.data.windows import Windows, seed_of
+from ftopt.events import Event, OnEvent
+from ftopt.job.model import build
+from ftopt.job.schedule import factor
+from ftopt.job.subscribers import StepRecord
+from ftopt.sync.group import ReplicaGroup
+
+_EVALUATION_WINDOWS = 128
+_FINAL_WINDOWS = 512
+_LEAVE_S = 30.0
+
+
+class Trainer:
+    """A replica from its model to its end.
+
+    Args:
+        recipe: what to train, and how.
+        group: who takes part.
+        on_event: is told ``evaluate`` and ``end``.
+        record: is kept up to date for those who hear of ``stepped``.
+        evaluates: whether this replica evaluates at the start and in between.
+        wait_for_others: called when the job has ended, before leaving: so long this replica serves its state to those
+            that come late.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        group: ReplicaGroup,
+        on_event: OnEvent,
+        *,
+        record: StepRecord,
+        evaluates: bool,
+        wait_for_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._recipe = recipe
+        self._group = group
+        self._on_event = on_event
+        self._record = record
+        self._evaluates = evaluates
+        self._wait_for_others = wait_for_others
+        self._stop = False
+        self._corpus = load_corpus(recipe)
+        torch.manual_seed(recipe.train.seed)
+        self._model = build(recipe.model)
+        self._inner = inner_optimizer(recipe.inner, self._model)
+        self._optimizer = ftopt.wrap(self._inner, self._model, recipe.method, group=group)
+
+    def stop(self) -> None:
+        """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
+        self._stop = True
+
+    def run(self) -> bool:
+        """Trains until the job's end or `stop`; True at the job's end."""
+        train, optimizer = self._recipe.train, self._optimizer
+        with optimizer:
+            seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
+            torch.manual_seed(seed)
+            windows = self._windows(self._corpus.train, self._recipe.data.batch_size, seed)
+            scheduler = LambdaLR(
+                optimizer, lambda _: factor(self._recipe.inner.schedule, optimizer.inner_step, train.inner_steps)
+            )
+            evaluated_at = optimizer.committed.inner_step
+            if self._evaluates and evaluated_at == 0:
+                self._evaluate(_FINAL_WINDOWS, final=False)
+            while not self._stop and optimizer.committed.inner_step < train.inner_steps:
+                self._step(windows)
+                scheduler.step()
+                now = optimizer.committed.inner_step
+                if self._evaluates and train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
+                    evaluated_at = now
+                    if now < train.inner_steps:
+                        self._evaluate(_EVALUATION_WINDOWS, final=False)
+            done = optimizer.committed.inner_step >= train.inner_steps
+            if done:
+                with optimizer.busy("done"):
+                    self._evaluate(_FINAL_WINDOWS, final=True)
+                    self._tell_end("done")
+                    self._wait_for_others()
+            optimizer.close(flush=not done, timeout_s=_LEAVE_S)
+            if not done:
+                self._tell_end("left")
+        return done
+
+    def _step(self, windows: Windows) -> None:
+        train, optimizer, record = self._recipe.train, self._optimizer, self._record
+        total = 0.0
+        for _ in range(train.accumulate):
+            loss = self._loss(*windows.batch()) / train.accumulate
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss)
+        if train.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), train.clip_norm)
+        record.loss, record.lr = total, optimizer.param_groups[0]["lr"]
+        record.local_step = optimizer.local_steps + 1
+        optimizer.count(tokens=train.accumulate * self._recipe.data.batch_size * self._recipe.model.context)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        autocast = (
+            torch.autocast("cpu", dtype=torch.bfloat16) if self._recipe.train.autocast == "bf16" else nullcontext()
+        )
+        with autocast:
+            logits = self._model(inputs)
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def _evaluate(self, windows: int, *, final: bool) -> None:
+        """The loss of the committed parameters on fixed held-out windows, alike in every replica."""
+        optimizer = self._optimizer
+        batches = self._windows(self._corpus.held_out, 32, seed_of("held out", self._recipe.train.seed))
+        with optimizer.busy("evaluating"), optimizer.outer_parameters(), _evaluating(self._model):
+            losses = [float(self._loss(*batches.batch())) for _ in range(windows // 32)]
+        loss = sum(losses) / len(losses)
+        self._tell("evaluate", {"loss": round(loss, 5), "final": final, "windows": windows})
+
+    def _tell_end(self, reason: str) -> None:
+        optimizer = self._optimizer
+        data: dict[str, object] = {
+            "reason": reason,
+            "local_steps": optimizer.local_steps,
+            "pending_steps": optimizer.pending_steps,
+            "counted_step": optimizer.committed.counted_step,
+            "anchor_digest": optimizer.anchor_digest(),
+        }
+        self._tell("end", data)
+
+    def _tell(self, event: str, data: dict[str, object]) -> None:
+        group, committed = self._group, self._optimizer.committed
+        self._on_event(
+            Event(
+                event,
+                group.replica,
+                group.incarnation,
+                fragment=0,
+                version=committed.version,
+                inner_step=committed.inner_step,
+                data=data,
+            )
+        )
+
+    def _windows(self, data: Bytes, batch_size: int, seed: int) -> Windows:
+        return Windows(data, context=self._recipe.model.context, batch_size=batch_size, seed=seed)
+
+
+def load_corpus(recipe: Recipe) -> Corpus:
+    """The bytes that the recipe names."""
+    return text(recipe.data.path) if isinstance(recipe.data, Text) else stdlib_bytes()
+
+
+def inner_optimizer(settings: Inner, model: nn.Module) -> torch.optim.Optimizer:
+    """The recipe's inner optimizer over all parameters of ``model`` that train."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if isinstance(settings, AdamW):
+        return torch.optim.AdamW(
+            parameters,
+            lr=settings.lr,
+            betas=(settings.betas[0], settings.betas[1]),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=settings.lr,
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        weight_decay=settings.weight_decay,
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def leaving_on_signals(trainer: Trainer) -> Iterator[None]:
+    """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        trainer.stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,222 @@
+"""The wrapper's one mutable object: counting, starting, leaving, and the anchor in the model for a while.
+
+`OuterOptimizer` holds nothing but a `Core`. Trainers subclass wrappers on the fly and copy their
+``__dict__``; whatever the wrapper stored on itself would then live twice.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ftopt.methods import Method
+from ftopt.optimizer.flat import FlatView, check_covered
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer_step import OuterStep
+from ftopt.sync.group import ReplicaGroup
+
+_SMOOTHING = 0.9
+_POLL_S = 0.005
+
+
+class Core:
+    """The state of an `OuterOptimizer`.
+
+    Args:
+        inner: the inner optimizers.
+        model: the module that holds all parameters; None in a copy.
+        method: what is computed; None in a copy.
+        group: who takes part; None in a copy: steps are then the inner optimizers' alone.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        inner: Inner,
+        model: nn.Module | None = None,
+        method: Method | None = None,
+        *,
+        group: ReplicaGroup | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.inner = inner
+        self.model = model
+        self.method = method
+        self.group = group
+        self.outer: OuterStep | None = None
+        self.start_step = 0
+        self.suspended = 0
+        self.closed = False
+        self._clock = clock
+        self._before_outer: list[list[Tensor]] | None = None
+        self._ended_at: float | None = None
+        self._said_detached = False
+        # Counted for the step to come.
+        self._tokens = 0
+        self._samples = 0
+
+    # Stepping.
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """One inner step, and whatever outer work is due behind it."""
+        if self.suspended:
+            return self.inner.step(closure)
+        if self.group is None:
+            return self._step_detached(closure)
+        outer = self.outer
+        if (outer is None or outer.local_steps == 0) and self.inner.is_empty_step():
+            return self.inner.step(closure)
+        if self.closed or self._before_outer is not None:
+            raise RuntimeError(self._no_step_now())
+        if outer is None:
+            if self.start() and closure is None:
+                return None  # The gradient belongs to the parameters that the fetched ones have replaced.
+            outer = self.started()
+        return self._step(outer, self.group, closure)
+
+    def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
+        group.emit("inner", inner_step=outer.inner_step() + 1)
+        outer.before_inner_step()
+        loss = self.inner.step(closure)
+        ended = self._clock()
+        outer.local_steps += 1
+        outer.tokens += self._tokens
+        counted = (
+            {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
+        )
+        self._tokens = self._samples = 0
+        if self._ended_at is not None:
+            step_s = ended - self._ended_at
+            outer.step_s = outer.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if outer.step_s else step_s
+        group.emit("stepped", inner_step=outer.inner_step(), data=counted)
+        if outer.boundary():
+            self._after_outer_work(outer)
+            stall_s = self._clock() - ended
+            group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
+        outer.report("training")
+        self._ended_at = self._clock()
+        return loss
+
+    def _step_detached(self, closure: Callable[[], Any] | None) -> Any:
+        if not self._said_detached:
+            self._said_detached = True
+            warnings.warn(
+                "this OuterOptimizer is a copy (deepcopy or pickle): it steps its inner optimizer and takes "
+                "no part in the job; call ftopt.wrap() to make one that does",
+                stacklevel=5,
+            )
+        return self.inner.step(closure)
+
+    def _no_step_now(self) -> str:
+        if self.closed:
+            return "step() after close(): this replica has left the job; call ftopt.wrap() again to join anew"
+        return "step() while the outer parameters are in the model; call exit_outer() first"
+
+    def _after_outer_work(self, outer: OuterStep) -> None:
+        if outer.nonfinite_drops:
+            outer.nonfinite_drops = 0
+            self.inner.forget_nonfinite_state()
+
+    def sync(self) -> bool:
+        """A round now; see `OuterOptimizer.sync`."""
+        if self.outer is None:
+            self.start()
+        outer = self.started()
+        if self.closed or self._before_outer is not None:
+            raise RuntimeError(self._no_step_now().replace("step()", "sync()"))
+        decided = outer.sync()
+        self._after_outer_work(outer)
+        self._ended_at = None
+        return decided
+
+    # Starting and leaving.
+
+    def start(self) -> bool:
+        """Joins the job unless that is done; True when the parameters came from another replica."""
+        if self.outer is not None:
+            return False
+        if self.group is None or self.model is None or self.method is None:
+            raise RuntimeError(
+                "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to "
+                "make one that takes part in a job"
+            )
+        if self.closed:
+            raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
+        check_covered(self.model, self.inner.param_groups)
+        outer = OuterStep([FlatView(self.model)], self.method, self.group)
+        fetched = outer.start()
+        self.outer = outer
+        self.start_step = outer.fragments[0].state.meta.inner_step
+        outer.report("training")
+        return fetched
+
+    def started(self) -> OuterStep:
+        """The outer step's state; RuntimeError before the start."""
+        if self.outer is None:
+            raise RuntimeError("not started: use `with optimizer:`, or take a first step")
+        return self.outer
+
+    def close(self, *, flush: bool, timeout_s: float) -> None:
+        """Leaves the job; see `OuterOptimizer.close`."""
+        if self.closed or self.group is None:
+            return
+        self.closed = True
+        try:
+            self.exit_outer()
+            if self.outer is None:
+                return
+            deadline = self._clock() + timeout_s
+            if flush:
+                self._flush(self.outer, self.group, deadline)
+            self.outer.report("leaving")
+            self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
+            self.outer.take_over()
+            self._after_outer_work(self.outer)
+        finally:
+            self.group.close()
+
+    def _flush(self, outer: OuterStep, group: ReplicaGroup, deadline: float) -> None:
+        # Not group.wait(): that has no deadline, and a user who leaves has one.
+        for fragment in outer.fragments:
+            while group.outstanding(fragment.index) and self._clock() < deadline:
+                time.sleep(_POLL_S)
+            outer.take_over()
+            outer.propose_pending(fragment.index)
+
+    def count(self, *, tokens: int, samples: int) -> None:
+        """Adds to what the next step uses."""
+        self._tokens += tokens
+        self._samples += samples
+
+    # What the user is doing, and the anchor in the model.
+
+    def report(self, state: str) -> None:
+        """Tells the group a state of the user's; nothing before the start or after the end."""
+        self._ended_at = None
+        if self.outer is not None and not self.closed:
+            self.outer.report(state)
+
+    def enter_outer(self) -> None:
+        """See `OuterOptimizer.enter_outer`."""
+        if self._before_outer is not None:
+            raise RuntimeError("the outer parameters are in the model already; call exit_outer() first")
+        if self.outer is None:
+            self.start()
+        fragments = self.started().fragments
+        self._before_outer = [fragment.view.clones() for fragment in fragments]
+        for fragment in fragments:
+            fragment.view.write(fragment.state.anchor)
+        self.report("evaluating")
+
+    def exit_outer(self) -> None:
+        """See `OuterOptimizer.exit_outer`."""
+        if self._before_outer is None:
+            return
+        for fragment, clones in zip(self.started().fragments, self._before_outer, strict=True):
+            fragment.view.restore(clones)
+        self._before_outer = None
+        self.report("training")

@@ -1,0 +1,161 @@
+"""The parameters of one fragment as one flat fp32 tensor, and back.
+
+A `FlatView` holds references to the parameters and knows where each lies in a flat tensor. Parameters of one
+dtype lie together, so that rounding a whole flat tensor to the parameters' precision is one operation a
+dtype. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.errors import UserError
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILED_PREFIX = "_orig_mod."
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A run of a flat tensor that holds all parameters of one dtype."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that train: tied ones once, frozen ones not, names as before `torch.compile`."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name.replace(_COMPILED_PREFIX, ""), parameter
+
+
+def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuses a model and an inner optimizer that do not hold the same parameters.
+
+    Raises:
+        UserError: parameters that train but are in no inner optimizer (named), parameters of the inner
+            optimizer that the model does not have, or a dtype that has no exact place in fp32.
+    """
+    optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    named = dict(trainable(model))
+    left_out = [name for name, p in named.items() if id(p) not in optimized]
+    if left_out:
+        raise UserError(
+            f"{len(left_out)} parameters train but are in no inner optimizer: {_some(left_out)}; "
+            "every trainable parameter must be in one; add them, or freeze them with requires_grad_(False)"
+        )
+    strangers = len(optimized - {id(p) for p in named.values()})
+    if strangers:
+        raise UserError(
+            f"the inner optimizer trains {strangers} parameters that are not in the model; replicas would "
+            "drift apart there; pass wrap() the module that holds them all, e.g. nn.ModuleList([model, head])"
+        )
+    odd = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in _DTYPES]
+    if odd:
+        raise UserError(
+            f"parameters of a dtype that the fp32 anchor cannot hold: {_some(odd)}; "
+            f"allowed: {', '.join(str(d) for d in _DTYPES)}; convert the model with .float()"
+        )
+    if not named:
+        raise UserError("the model has no parameter that trains; nothing to wrap")
+
+
+class FlatView:
+    """References to a fragment's parameters, with their places in a flat fp32 tensor.
+
+    Made when training starts, not before: ``.to(device)`` and FSDP2 wrapping come after an optimizer is
+    built. A sharded parameter (DTensor) stands for its local shard, whose storage `to_local` aliases.
+
+    Args:
+        model: whose trainable parameters are viewed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = sorted(trainable(model), key=lambda item: _DTYPES.index(item[1].dtype))
+        self.names: list[str] = [name for name, _ in named]
+        self._parameters = [p for _, p in named]
+        tensors = self._locals()
+        self._shapes = [t.shape for t in tensors]
+        self._sizes = [t.numel() for t in tensors]
+        self.numel: int = sum(self._sizes)
+        self.device: torch.device = tensors[0].device
+        self._spans: list[_Span] = []
+        place = 0
+        for tensor in tensors:
+            if not self._spans or self._spans[-1].dtype != tensor.dtype:
+                self._spans.append(_Span(tensor.dtype, place, place))
+            place += tensor.numel()
+            self._spans[-1] = _Span(tensor.dtype, self._spans[-1].start, place)
+
+    def empty(self) -> Tensor:
+        """A flat fp32 tensor of the fragment's length, with nothing written to it."""
+        return torch.empty(self.numel, dtype=torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def read(self, out: Tensor) -> Tensor:
+        """Copies the parameters into ``out``, a flat fp32 tensor, exactly; returns it."""
+        torch._foreach_copy_(self._views(out), self._locals())
+        return out
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Writes ``flat`` (fp32) into the parameters, rounded to their dtypes."""
+        torch._foreach_copy_(self._locals(), self._views(flat))
+
+    @torch.no_grad()
+    def cast(self, flat: Tensor) -> Tensor:
+        """``flat`` rounded to the parameters' dtypes, again as fp32: what `write` leaves in the parameters.
+
+        Returns:
+            ``flat`` itself when all parameters are fp32, else a new tensor.
+        """
+        if all(span.dtype == torch.float32 for span in self._spans):
+            return flat
+        out = flat.clone()
+        for span in self._spans:
+            if span.dtype != torch.float32:
+                out[span.start : span.stop] = flat[span.start : span.stop].to(span.dtype)
+        return out
+
+    def clones(self) -> list[Tensor]:
+        """Copies of the parameters in their own dtypes, for `restore`."""
+        return [t.clone() for t in self._locals()]
+
+    @torch.no_grad()
+    def restore(self, clones: Sequence[Tensor]) -> None:
+        """Puts `clones` back, bit for bit."""
+        torch._foreach_copy_(self._locals(), list(clones))
+
+    def describe(self) -> str:
+        """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on
+        it."""
+        lines = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(self.names, self._locals(), strict=True)]
+        short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        return f"{len(self.names)} tensors, {self.numel:,} parameters, {short}"
+
+    def _locals(self) -> list[Tensor]:
+        # Looked up each time: `.data` of a parameter may have been replaced since.
+        return [_local(p) for p in self._parameters]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    to_local = getattr(parameter, "to_local", None)
+    with torch.no_grad():
+        return to_local() if to_local is not None else parameter.detach()
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

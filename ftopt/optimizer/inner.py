@@ -1,0 +1,155 @@
+"""One face for one or several inner optimizers: groups, state and state dicts, combined and taken apart
+again.
+
+With a single inner optimizer everything is its own object, untouched. With several (Muon for matrices, AdamW
+for the rest) groups follow each other in the order of the list, and parameters are numbered through.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Inner:
+    """The inner optimizers as one.
+
+    Args:
+        optimizers: at least one; what is stepped, in this order.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+
+    @property
+    def single(self) -> Optimizer | None:
+        """The inner optimizer, if there is just one."""
+        return self.optimizers[0] if len(self.optimizers) == 1 else None
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """Steps them all. With several, the closure runs once, first."""
+        if self.single is not None:
+            # Without one, no argument: some optimizers' step() takes none.
+            return self.single.step() if closure is None else self.single.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Clears all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The very group dicts of the inner optimizers, as they are now."""
+        if self.single is not None:
+            return self.single.param_groups
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        for optimizer, part in zip(self.optimizers, self._split(groups), strict=True):
+            optimizer.param_groups = part
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """Parameter -> its inner state."""
+        if self.single is not None:
+            return self.single.state
+        return ChainMap(*(optimizer.state for optimizer in self.optimizers))
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        for optimizer in self.optimizers:
+            own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            part = state if self.single is not None else {p: s for p, s in state.items() if id(p) in own}
+            optimizer.state = defaultdict(dict, part)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The first one's; schedulers look here for ``momentum`` and ``betas``."""
+        return self.optimizers[0].defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizers[0].defaults = defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"state", "param_groups"}`` in torch's format; tensors by reference."""
+        if self.single is not None:
+            return dict(self.single.state_dict())
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        offset = 0
+        for optimizer in self.optimizers:
+            part = optimizer.state_dict()
+            state |= {offset + number: value for number, value in part["state"].items()}
+            groups += [
+                {**g, "params": [offset + number for number in g["params"]]} for g in part["param_groups"]
+            ]
+            offset += sum(len(group["params"]) for group in optimizer.param_groups)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of `state_dict`.
+
+        Raises:
+            ValueError: another number of groups or parameters.
+        """
+        if self.single is not None:
+            self.single.load_state_dict(state_dict)
+            return
+        offset = 0
+        for optimizer, groups in zip(self.optimizers, self._split(state_dict["param_groups"]), strict=True):
+            count = sum(len(group["params"]) for group in groups)
+            numbers = range(offset, offset + count)
+            state = {n - offset: value for n, value in state_dict["state"].items() if n in numbers}
+            local = [{**group, "params": [n - offset for n in group["params"]]} for group in groups]
+            optimizer.load_state_dict({"state": state, "param_groups": local})
+            offset += count
+
+    def is_empty_step(self) -> bool:
+        """Whether `step` would only set up state: no state yet, every rate and every gradient 0.
+
+        `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
+        it: a warm-up from rate 0 has gradients.
+        """
+        if any(optimizer.state for optimizer in self.optimizers):
+            return False
+        if any(group.get("lr", 1.0) != 0 for group in self.param_groups):
+            return False
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return not any(bool(gradient.any()) for gradient in gradients)
+
+    def forget_nonfinite_state(self) -> None:
+        """Starts the inner state of each parameter anew whose state holds a NaN or Inf; the others keep
+        theirs."""
+        for optimizer in self.optimizers:
+            for values in optimizer.state.values():
+                tensors = [value for value in values.values() if isinstance(value, Tensor)]
+                if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                    for tensor in tensors:
+                        tensor.zero_()
+
+    def _split(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
+        if len(groups) != sum(counts):
+            raise ValueError(
+                f"{len(groups)} parameter groups for {len(counts)} inner optimizers that have {sum(counts)}; "
+                "load a state dict of the same optimizers in the same order"
+            )
+        parts, start = [], 0
+        for count in counts:
+            parts.append(list(groups[start : start + count]))
+            start += count
+        return parts

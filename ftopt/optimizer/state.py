@@ -1,0 +1,152 @@
+"""What an outer step holds for one fragment, and which thread may change it.
+
+============  ================  ========================================================================
+``state``     network, worker   the committed state; replaced as a whole, never changed
+``snapshot``  all, under lock   the frozen contribution with the parameters it was taken from (FREEZE)
+``result``    reducer           what `reduce` computed and no one has decided yet
+``taken``     training          the committed state that the model's parameters are based on
+``start``     training          ``cast(taken.anchor)``
+``base``      all, under lock   what the pending work is measured from: at every step boundary
+                                ``params - base`` is exactly the work of ``base_step + 1 .. local_steps``
+============  ================  ========================================================================
+
+``base`` moves in three cases: to the snapshot when that was counted, to ``cast(anchor)`` when a state is
+taken up (the parameters move by the same amount), and to ``cast(anchor)`` with the parameters when steps are
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ftopt.optimizer.digest import digest
+from ftopt.optimizer.flat import FlatView
+from ftopt.sync.group import Committed, Contribution
+
+_OUTER = "outer."
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A fragment's committed state. Immutable: peers may be reading it at any time.
+
+    Args:
+        meta: version, committed inner step, this replica's counted step.
+        anchor: flat fp32.
+        outer: the outer optimizer's state, flat fp32 tensors.
+        digest: of `tensors`.
+        fetched: it came from a peer.
+    """
+
+    meta: Committed
+    anchor: Tensor
+    outer: Mapping[str, Tensor]
+    digest: str
+    fetched: bool = False
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by the names under which peers fetch them."""
+        return name_tensors(self.anchor, self.outer)
+
+
+def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``anchor`` and ``outer.<name>``."""
+    return {"anchor": anchor, **{_OUTER + name: tensor for name, tensor in outer.items()}}
+
+
+def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> State:
+    """A fetched state as a `State` on the device of ``held``, in memory of its own.
+
+    Raises:
+        ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
+    """
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in held.tensors().items()}
+    got = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    if expected != got:
+        wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
+        raise ValueError(
+            f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
+            + "; ".join(
+                f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong
+            )
+        )
+    own = {name: t.detach().clone().to(held.anchor.device) for name, t in tensors.items()}
+    found = digest(own)
+    if found != claimed:
+        raise ValueError(
+            f"fetched state of fragment {meta.fragment}, version {meta.version} has digest {found[:12]}, "
+            f"expected {claimed[:12]}; it was damaged on the way; fetch it again"
+        )
+    outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
+    return State(meta, own["anchor"], outer, found, fetched=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A frozen contribution: what the protocol knows of it, and the tensors to compute its payload from.
+
+    Args:
+        contribution: as proposed.
+        params: the parameters at ``contribution.last_step``, flat fp32.
+        start: ``cast(anchor)`` that they started from.
+        tokens: all tokens counted by then.
+    """
+
+    contribution: Contribution
+    params: Tensor
+    start: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one attempt made, until it is decided."""
+
+    attempt: int
+    anchor: Tensor
+    outer: Mapping[str, Tensor]
+    digest: str
+
+
+class Fragment:
+    """The variables of one fragment; the module's table says who writes them.
+
+    Args:
+        view: its parameters.
+        state: its initial committed state, of the parameters as they are.
+    """
+
+    def __init__(self, view: FlatView, state: State) -> None:
+        self.view = view
+        self.state = state
+        self.snapshot: Snapshot | None = None
+        self.result: Result | None = None
+        self.taken = state
+        self.start = view.cast(state.anchor)
+        self.base = self.start
+        self.base_step = 0
+        self.base_tokens = 0
+        self.reborn = False
+        # Local steps at the last proposal or take-over: what triggers count from. Training thread.
+        self.marked_step = 0
+        # Buffers to use again: one of the training thread's, one of the reducer's.
+        self.spare: Tensor | None = None
+        self.work: Tensor | None = None
+
+    @property
+    def index(self) -> int:
+        """Its number."""
+        return self.state.meta.fragment
+
+    def advance(self, state: State) -> None:
+        """A newer committed state. The snapshot has learnt its fate: counted (it is the new base), or not.
+        Under lock."""
+        snapshot, self.snapshot, self.result = self.snapshot, None, None
+        if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
+            self.base = snapshot.params
+            self.base_step = snapshot.contribution.last_step
+            self.base_tokens = snapshot.tokens
+        self.state = state

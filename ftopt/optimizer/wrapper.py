@@ -1,0 +1,373 @@
+"""`OuterOptimizer`: a `torch.optim.Optimizer` around the inner one, and `wrap`, which makes it.
+
+It is an `Optimizer` in every way that schedulers, GradScaler, checkpointing, deepcopy and trainers test:
+groups, state and defaults are the inner optimizer's own objects, looked up each time; hooks fire once; its
+state dict is the inner one's with one key more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ftopt.errors import UserError
+from ftopt.methods import Method
+from ftopt.optimizer.core import Core
+from ftopt.optimizer.digest import digest
+from ftopt.optimizer.flat import check_covered
+from ftopt.optimizer.inner import Inner
+from ftopt.sync.group import Committed, ReplicaGroup
+
+STATE_KEY = "ftopt"
+_FORMAT = 1
+
+
+def wrap(
+    inner: Optimizer | Sequence[Optimizer], model: nn.Module, method: Method, *, group: ReplicaGroup
+) -> OuterOptimizer:
+    """Makes one replica's optimizer take part in a job.
+
+    Nothing is sent and no parameter is touched until ``with optimizer:`` or the first ``step()``.
+
+    Args:
+        inner: the optimizer to wrap, or several that share out the model (Muon for matrices, AdamW for the
+            rest). Any `torch.optim.Optimizer`; it goes on to hold rates, groups and its own state.
+        model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be
+            mixed.
+        method: `ftopt.DiLoCo`, `ftopt.LocalSGD`.
+        group: `ftopt.connect`'s, or `ftopt.solo()`.
+
+    Returns:
+        The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
+
+    Raises:
+        ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no
+        inner
+            optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold.
+    """
+    optimizers = [inner] if isinstance(inner, Optimizer) else list(inner)
+    if not optimizers:
+        raise UserError("inner is an empty list; give at least one torch.optim.Optimizer")
+    for optimizer in optimizers:
+        if isinstance(optimizer, OuterOptimizer):
+            raise UserError("inner is wrapped already; wrap the inner optimizer once")
+        if not isinstance(optimizer, Optimizer):
+            raise UserError(
+                f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them"
+            )
+    joined = Inner(optimizers)
+    check_covered(model, joined.param_groups)
+    wrapper = OuterOptimizer.__new__(OuterOptimizer)
+    wrapper._adopt(Core(joined, model, method, group=group))
+    return wrapper
+
+
+class OuterOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose replica meets the others in outer steps. Made by `wrap`.
+
+    ``step()`` is the inner optimizer's step and, when the method says so, an outer step behind it. Everything
+    else of an optimizer (groups, state, rates, hooks, state dicts) is the inner one's.
+
+    A deepcopy or an unpickled copy is *detached*: it steps its (copied) inner optimizer, belongs to no job,
+    and says so at its first step.
+    """
+
+    _core: Core
+
+    def __init__(self) -> None:
+        raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
+
+    def _adopt(self, core: Core) -> None:
+        self._core = core
+        Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
+
+    # What a torch.optim.Optimizer has, delegated.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups, the very dicts."""
+        return self._core.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._core.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # Without a type: several inner optimizers' is no defaultdict.
+        """The inner optimizer's state; the fp32 anchor is not in it."""
+        return self._core.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._core.inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The inner optimizer's defaults (of several: the first one's)."""
+        return self._core.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._core.inner.defaults = defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"inner": self._core.inner.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._adopt(Core(Inner(state["inner"])))
+
+    def __repr__(self) -> str:
+        core = self._core
+        inner = ", ".join(repr(optimizer) for optimizer in core.inner.optimizers)
+        where = "a detached copy" if core.group is None else f"{core.method}, replica={core.group.replica!r}"
+        return f"OuterOptimizer({where}, inner={inner})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One inner step; then, if it is time, this replica's part in an outer step.
+
+        The first step joins the job unless ``with optimizer:`` has. If that brought parameters from another
+        replica, the gradient at hand belongs to other parameters and is not applied (with a closure it is
+        computed anew).
+
+        Args:
+            closure: computes the loss, as for the inner optimizer.
+
+        Returns:
+            What the inner optimizer returns.
+
+        Raises:
+            RuntimeError: after `close`, or while the outer parameters are in the model.
+            ftopt.errors.Refused: the job has refused this replica.
+        """
+        return self._core.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters."""
+        self._core.inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the inner optimizer; only before training has started, and to a single inner
+        optimizer.
+
+        Raises:
+            ftopt.errors.UserError: started already, or several inner optimizers.
+        """
+        if self._core.outer is not None:
+            raise UserError(
+                "add_param_group() after the start: the replicas have agreed on the parameters; add groups "
+                "before the first step, with lr=0 until they shall train"
+            )
+        if self._core.inner.single is None:
+            raise UserError(
+                "add_param_group() with several inner optimizers; call it on one of them, before wrap()"
+            )
+        self._core.inner.single.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict and a key ``ftopt`` of plain numbers. Tensors by reference,
+        nothing copied.
+
+        The anchor and the outer optimizer's state are not in it: a job's checkpoint holds them.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        result = self._core.inner.state_dict()
+        result[STATE_KEY] = self._summary()
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = hook(self, result)
+            result = result if replaced is None else replaced
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the inner optimizer's state. Parameters, anchor and versions are the job's and stay.
+
+        Args:
+            state_dict: of an `OuterOptimizer`, or (with a warning) of a bare inner optimizer.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else dict(replaced)
+        ours = state_dict.pop(STATE_KEY, None)
+        if ours is None:
+            warnings.warn(
+                f"the state dict has no key {STATE_KEY!r}: it is a bare inner optimizer's, or a checkpointer "
+                "has dropped the key; the inner state is loaded",
+                stacklevel=2,
+            )
+        elif self._core.method is not None and ours.get("method") not in (None, self._core.method.name):
+            warnings.warn(
+                f"the state dict is of method {ours['method']!r}, this job runs {self._core.method.name!r}; "
+                "the inner state is loaded",
+                stacklevel=2,
+            )
+        self._core.inner.load_state_dict(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _summary(self) -> dict[str, Any]:
+        core = self._core
+        return {
+            "format": _FORMAT,
+            "method": None if core.method is None else core.method.name,
+            "versions": list(self.versions),
+            "inner_step": self.inner_step,
+            "local_steps": self.local_steps,
+            "pending_steps": self.pending_steps,
+        }
+
+    # Where training stands.
+
+    @property
+    def start_step(self) -> int:
+        """The job's inner step at which this replica started (0 at a cold start): where schedulers begin."""
+        return self._core.start_step
+
+    @property
+    def inner_step(self) -> int:
+        """The job's committed inner step plus this replica's pending steps."""
+        return 0 if self._core.outer is None else self._core.outer.inner_step()
+
+    @property
+    def local_steps(self) -> int:
+        """Inner steps that this replica has executed in this life."""
+        return 0 if self._core.outer is None else self._core.outer.local_steps
+
+    @property
+    def pending_steps(self) -> int:
+        """Inner steps of this replica that are in no committed state yet."""
+        return 0 if self._core.outer is None else self._core.outer.pending_steps()
+
+    @property
+    def committed(self) -> Committed:
+        """Where the committed state of fragment 0 stands."""
+        return self._core.started().fragments[0].state.meta
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Each fragment's version; empty before the start."""
+        outer = self._core.outer
+        return () if outer is None else tuple(fragment.state.meta.version for fragment in outer.fragments)
+
+    def anchor_digest(self) -> str:
+        """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date
+        replicas."""
+        fragments = self._core.started().fragments
+        if len(fragments) == 1:
+            return fragments[0].state.digest
+        states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in fragments]
+        return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
+
+    def private_state(self) -> dict[str, Any]:
+        """What this replica alone holds, for its own checkpoint: counters, and what its pending work is
+        measured from.
+
+        Tensors by reference; clone them to keep them.
+        """
+        outer = self._core.started()
+        return {
+            "local_steps": outer.local_steps,
+            "tokens": outer.tokens,
+            "fragments": [
+                {"base": fragment.base, "base_step": fragment.base_step, "error_feedback": None}
+                for fragment in outer.fragments
+            ],
+        }
+
+    # What a training loop may say.
+
+    def sync(self) -> bool:
+        """Proposes a round now, with the steps at hand, and waits for it.
+
+        Returns:
+            True when everything proposed is decided; False when this replica is cut off or too few others are
+            there: it keeps its steps and trains on.
+        """
+        return self._core.sync()
+
+    def count(self, *, tokens: int = 0, samples: int = 0) -> None:
+        """Counts what the next ``step()`` uses; call it before. Tokens go along with the contribution.
+
+        Raises:
+            ValueError: a negative number.
+        """
+        if tokens < 0 or samples < 0:
+            raise ValueError(f"count(tokens={tokens}, samples={samples}); both must be 0 or more")
+        self._core.count(tokens=tokens, samples=samples)
+
+    @contextmanager
+    def busy(self, state: str = "busy") -> Iterator[None]:
+        """While the loop does something else than train: peers wait no longer than the grace, and do not hold
+        it for hung.
+
+        Args:
+            state: what to show in the status: ``busy``, ``evaluating``, ``checkpointing``, ``compiling``, ...
+        """
+        self._core.report(state)
+        try:
+            yield
+        finally:
+            self._core.report("training")
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Steps inside are the inner optimizer's alone: nothing is counted, nothing proposed.
+
+        For code that calls ``step()`` without training. What they change in the parameters counts as pending
+        work.
+        """
+        self._core.suspended += 1
+        try:
+            yield
+        finally:
+            self._core.suspended -= 1
+
+    def enter_outer(self) -> None:
+        """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept
+        aside.
+
+        Raises:
+            RuntimeError: it is there already.
+        """
+        self._core.enter_outer()
+
+    def exit_outer(self) -> None:
+        """Puts the replica's parameters back, bit for bit. Nothing happens when they are there."""
+        self._core.exit_outer()
+
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """The committed anchor in the model: to evaluate and export."""
+        self._core.enter_outer()
+        try:
+            yield
+        finally:
+            self._core.exit_outer()
+
+    # Coming and leaving.
+
+    def close(self, *, flush: bool = True, timeout_s: float = 30.0) -> None:
+        """Leaves the job in good order. Idempotent.
+
+        Args:
+            flush: propose the pending steps once, and wait until they are decided.
+            timeout_s: for at most so many seconds, in all.
+        """
+        self._core.close(flush=flush, timeout_s=timeout_s)
+
+    def __enter__(self) -> OuterOptimizer:
+        """Joins the job: afterwards the parameters are the committed ones."""
+        self._core.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves in good order; on an exception at once, without waiting for a round."""
+        self._core.close(flush=kind is None, timeout_s=30.0)

@@ -1,0 +1,194 @@
+"""ReplicaGroup: the one face of the outer-sync layer that ``ftopt.optimizer`` sees, and what it asks in return.
+
+Two directions, one Protocol each:
+
+- the optimizer calls a `ReplicaGroup` from the training thread: *here is a contribution*, *wait until it is decided*,
+  *am I called in?*;
+- the group calls a `Host` (the optimizer's side) from its own threads: *reduce and prepare this attempt* on the reducer
+  thread, *it is committed* on the network thread. A host never touches the model's parameters in these calls: taking a
+  result up is the training thread's, at a step boundary.
+
+Tensors stay with the host. Versions, chain, ``counted`` and the committed ``inner_step`` are the protocol's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ftopt.sync.protocol.messages import Contribution as Contribution
+from ftopt.sync.protocol.settings import Sync as Sync
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try of a round, as a host sees it (step 3).
+
+    Args:
+        fragment: the fragment.
+        version: the version that it makes.
+        attempt: its number, unique in the job.
+        rank: this replica's place among the members, which are ranked by id.
+        size: members.
+        weight: this replica's weight.
+        total_weight: sum of all members' weights, > 0. A member's share in the mean is ``weight / total_weight``.
+        contributors: members of positive weight. 1 and ``weight > 0``: this replica's payload is the result.
+    """
+
+    fragment: int
+    version: int
+    attempt: int
+    rank: int
+    size: int
+    weight: float
+    total_weight: float
+    contributors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Where a fragment's committed state stands, as the holder of ``counted_step`` sees it.
+
+    Args:
+        fragment: the fragment.
+        version: committed outer steps of the fragment.
+        inner_step: the job's committed inner step.
+        counted_step: COUNT: this incarnation's last inner step that is in the committed state (0: none).
+    """
+
+    fragment: int
+    version: int
+    inner_step: int
+    counted_step: int
+
+
+class Collective(Protocol):
+    """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
+
+    Raises (all methods): InterruptedError when stopped; ConnectionError when a peer is gone; TimeoutError when no piece
+    has moved for the time-out. After any of them the collective, and each tensor given to it, must not be used again
+    (a piece may still be written to).
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce_(self, flat: Tensor) -> None:
+        """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members."""
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Every member's row of int64 (the same length everywhere), in rank order."""
+
+    def stop(self) -> None:
+        """Ends a call in progress within milliseconds; all later calls raise InterruptedError."""
+
+    def close(self) -> None:
+        """Puts the group away without blocking, also when a peer hangs."""
+
+
+class Host(Protocol):
+    """What a group asks of the optimizer."""
+
+    def reduce(self, attempt: Attempt, collective: Collective) -> str:
+        """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
+
+        Called again for a retry, with the same contribution. Returns the digest (hex) of the result and of the scrubbed
+        part of the committed state. Raises what ``collective`` raises.
+        """
+
+    def commit(self, attempt: Attempt, committed: Committed) -> None:
+        """Step 6, on the network thread: the result of `reduce` for ``attempt`` becomes the committed state. O(1)."""
+
+    def discard(self, fragment: int) -> None:
+        """The last attempt of ``fragment`` ended without a commit: its result may be dropped, the contribution not."""
+
+    def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
+        """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread."""
+
+    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
+        """A fetched state becomes the committed one; a worker thread, one call at a time.
+
+        ``reborn``: this replica was declared gone; its pending steps are dropped when the state is taken up.
+
+        Raises:
+            ValueError: ``tensors`` do not match ``digest``, or not the model; nothing is changed.
+        """
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must agree among the replicas of a job: a refused replica is told which line differs.
+
+    Args:
+        lines: name -> value, e.g. ``{"model": "28 tensors, 135,424 parameters, 9f3c..", "method.sync_every": "50"}``.
+        initial: digest of the initial committed state (version 0), to spare the fetch where it is equal.
+        fragments: number of fragments.
+    """
+
+    lines: Mapping[str, str]
+    initial: str
+    fragments: int = 1
+
+
+class ReplicaGroup(Protocol):
+    """One replica's membership in a job. Methods are for the training thread unless said otherwise."""
+
+    replica: str
+    sync: Sync
+
+    @property
+    def incarnation(self) -> int:
+        """This process' life, given by the coordinator; 0 before `start`."""
+
+    def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
+        """Connects and returns once this replica holds a committed state of every fragment (cold start or fetch).
+
+        Raises:
+            ftopt.errors.Refused: the coordinator refuses this replica; the message says why and what to do.
+            ftopt.errors.Unreachable: no coordinator answers.
+        """
+
+    def propose(self, contribution: Contribution) -> None:
+        """Step 1: offers a contribution. At most one outstanding a fragment."""
+
+    def wait(self, fragment: int) -> bool:
+        """Step 2 to 5: blocks until the outstanding contribution of ``fragment`` is decided (True).
+
+        False when the replica shall train on meanwhile: cut off from the coordinator, or too few replicas. The
+        contribution then stays outstanding and is decided later. Also returns when none is outstanding (True).
+        Raises `Refused` when the job has refused this replica meanwhile.
+        """
+
+    def outstanding(self, fragment: int) -> bool:
+        """Whether a contribution of ``fragment`` is not decided yet. Free to call every step."""
+
+    def called_in(self, fragment: int) -> bool:
+        """Whether the job waits for this replica's contribution now. Free to call every step."""
+
+    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
+        """What the training thread is doing: goes out with the next heartbeat. Free to call every step.
+
+        ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving`` or a state of the user's (``busy``,
+        ``evaluating``, ...); ``step_s`` is a moving average of the seconds an inner step takes.
+        """
+
+    def leave(self, *, timeout_s: float) -> None:
+        """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye."""
+
+    def close(self) -> None:
+        """Ends threads and connections at once; idempotent."""
+
+    def emit(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tells an event in this replica's name. Any thread."""

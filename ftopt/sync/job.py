@@ -1,0 +1,144 @@
+"""One job of a coordinator: performs the machine's effects, keeps its timer, and the rendezvous keys of its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ftopt.events import Event, OnEvent
+from ftopt.sync.journal import Journal
+from ftopt.sync.protocol import effects as e
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import Coordinator
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.02
+"""The timer's resolution; whatever is due is never looked at more often."""
+
+
+class Peer:
+    """One connection, as a job sees it. ``send`` and ``close`` come from whoever owns the socket."""
+
+    def __init__(self, send: Callable[[str], None], close: Callable[[], None]) -> None:
+        self.send = send
+        self.close = close
+
+
+class Job:
+    """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups."""
+
+    GROUPS = 64
+    """Process groups whose rendezvous keys are kept."""
+
+    def __init__(self, name: str, journal: Journal, on_event: OnEvent) -> None:
+        self.machine = Coordinator(name, saved=journal.load(name))
+        self._journal = journal
+        self._on_event = on_event
+        self._peers: dict[int, Peer] = {}
+        self._next = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._keys: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._waiting: dict[str, set[int]] = {}
+
+    def open(self, peer: Peer) -> int:
+        """A new connection; returns its number."""
+        self._next += 1
+        self._peers[self._next] = peer
+        return self._next
+
+    def receive(self, conn: int, message: m.FromReplica) -> None:
+        """A message arrived."""
+        match message:
+            case m.StoreSet():
+                self._set(message)
+            case m.StoreGet(key=key):
+                self._get(conn, key)
+            case _:
+                self._perform(self.machine.receive(time.monotonic(), conn, message))
+
+    def lost(self, conn: int) -> None:
+        """A connection ended."""
+        if self._peers.pop(conn, None) is None:
+            return
+        for waiting in self._waiting.values():
+            waiting.discard(conn)
+        self._perform(self.machine.lost(time.monotonic(), conn))
+
+    def end(self) -> None:
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /status`` tells of the job."""
+        return self.machine.status(time.monotonic())
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._perform(self.machine.tick(time.monotonic()))
+
+    def _perform(self, effects: list[e.Effect]) -> None:
+        if entries := [x for x in effects if isinstance(x, e.Journalled)]:
+            self._journal.write(self.machine.job, entries)  # before anybody is told
+        for effect in effects:
+            match effect:
+                case e.Send(conn=conn, message=message):
+                    if peer := self._peers.get(conn):
+                        peer.send(m.encode(message))
+                case e.Close(conn=conn):
+                    if peer := self._peers.pop(conn, None):
+                        peer.close()
+                case e.Tell():
+                    self._tell(effect)
+                case e.Halt(reason=reason):
+                    _log.error("job %s: %s; this coordinator stops", self.machine.job, reason)
+                    for peer in list(self._peers.values()):
+                        peer.close()
+                    self._peers.clear()
+        self._set_timer()
+
+    def _tell(self, tell: e.Tell) -> None:
+        self._on_event(
+            Event(
+                tell.event, tell.replica, tell.incarnation, tell.fragment, tell.version, tell.attempt,
+                tell.inner_step if tell.inner_step is not None else self._inner_step(), tell.data,
+            )
+        )  # fmt: skip
+
+    def _inner_step(self) -> int | None:
+        return self.machine.rounds[0].inner_step if self.machine.rounds else None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self.machine.deadline_s() - time.monotonic()
+        if due_s < 1e6:
+            self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
+
+    def _set(self, message: m.StoreSet) -> None:
+        group = message.key.partition("/")[0]
+        keys = self._keys.setdefault(group, {})
+        keys[message.key] = message.value
+        while len(self._keys) > self.GROUPS:
+            self._keys.popitem(last=False)
+        for conn in self._waiting.pop(message.key, ()):
+            self._answer(conn, message.key, message.value)
+
+    def _get(self, conn: int, key: str) -> None:
+        value = self._keys.get(key.partition("/")[0], {}).get(key)
+        if value is not None:
+            self._answer(conn, key, value)
+            return
+        self._waiting.setdefault(key, set()).add(conn)
+        while len(self._waiting) > 16 * self.GROUPS:
+            self._waiting.pop(next(iter(self._waiting)))
+
+    def _answer(self, conn: int, key: str, value: str) -> None:
+        if peer := self._peers.get(conn):
+            peer.send(m.encode(m.StoreValue(key, value)))

@@ -1,0 +1,126 @@
+"""A coordinator and its replicas in one process: the same machines and the same client, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from ftopt.events import OnEvent
+from ftopt.sync.client import Meta, Provider
+from ftopt.sync.job import Job, Peer
+from ftopt.sync.journal import Journal
+from ftopt.sync.link import Channel
+from ftopt.sync.protocol import messages as m
+
+
+class LocalHub:
+    """The coordinator of one job of this process; lives on the loop that its replicas share."""
+
+    def __init__(self, name: str, on_event: OnEvent) -> None:
+        self.name = name
+        self._on_event = on_event
+        self._job: Job | None = None
+        self._users = 0
+
+    @property
+    def job(self) -> Job:
+        """The job; made on the loop's thread."""
+        if self._job is None:
+            self._job = Job(self.name, Journal(None), self._on_event)
+        return self._job
+
+    def end(self) -> None:
+        """Stops the job's timer."""
+        if self._job is not None:
+            self._job.end()
+
+
+class LocalLink:
+    """A `Link` to a `LocalHub`."""
+
+    def __init__(self, hub: LocalHub) -> None:
+        self._hub = hub
+        hub._users += 1
+
+    async def open(self, receive: Callable[[str], None]) -> Channel:
+        return _LocalChannel(self._hub.job, receive)
+
+    async def end(self) -> None:
+        self._hub._users -= 1
+        if self._hub._users == 0:
+            self._hub.end()
+
+
+class _LocalChannel:
+    def __init__(self, job: Job, receive: Callable[[str], None]) -> None:
+        self._job = job
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._conn = job.open(Peer(self._deliver, self._end))
+
+    def send(self, text: str, sent: Callable[[], None] | None = None) -> None:
+        self._loop.call_soon(self._pass_on, text)
+        if sent is not None:
+            sent()
+
+    async def closed(self) -> None:
+        await self._ended.wait()
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)  # what was sent goes first
+        self._job.lost(self._conn)
+        self._ended.set()
+
+    def _pass_on(self, text: str) -> None:
+        message = m.decode(text)
+        if not self._ended.is_set() and isinstance(message, m.FromReplica):
+            self._job.receive(self._conn, message)
+
+    def _deliver(self, text: str) -> None:
+        self._loop.call_soon(self._hand_over, text)
+
+    def _hand_over(self, text: str) -> None:
+        if not self._ended.is_set():
+            self._receive(text)
+
+    def _end(self) -> None:
+        self._loop.call_soon(self._ended.set)
+
+
+class LocalStates:
+    """Where replicas of one process find each other's committed state: a `StateTransfer` without bytes on a wire."""
+
+    def __init__(self) -> None:
+        self.providers: dict[str, Provider] = {}
+
+
+class LocalState:
+    """One replica's part of `LocalStates`."""
+
+    def __init__(self, states: LocalStates, address: str) -> None:
+        self._states = states
+        self._address = address
+
+    async def start(self, provider: Provider, on_serve: Callable[[int, Meta], None]) -> str:
+        self._states.providers[self._address] = provider
+        return self._address
+
+    async def fetch(
+        self, sources: Sequence[str], fragment: int, *, timeout_s: float, expect: Callable[[Meta], None]
+    ) -> tuple[Meta, Mapping[str, Tensor]]:
+        answers = []
+        for source in sources:
+            try:
+                meta, tensors = self._states.providers[source](fragment)
+                expect(meta)
+            except (LookupError, ValueError) as error:
+                answers.append(f"{source}: {error}")
+            else:
+                return meta, tensors
+        raise ConnectionError("; ".join(answers))
+
+    async def stop(self) -> None:
+        self._states.providers.pop(self._address, None)

@@ -1,0 +1,73 @@
+"""The network thread: one asyncio loop on a daemon thread, for all that must go on while the trainer computes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own. Shared by counting: it ends when the last user has released it."""
+
+    def __init__(self, name: str = "ftopt-network") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._users = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def acquire(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """One user less; the last one ends the thread."""
+        with self._lock:
+            self._users -= 1
+            last = self._users <= 0
+        if last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the loop and its thread; what is still pending is cancelled. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def soon(self, call: Callable[..., object], *args: object) -> bool:
+        """Calls ``call`` on the loop's thread; False when the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs ``coroutine`` on the loop; the result can be waited for on another thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            pending = asyncio.all_tasks(self._loop)
+            for task in pending:
+                task.cancel()
+            if pending:
+                self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()

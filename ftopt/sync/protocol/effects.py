@@ -1,0 +1,104 @@
+"""What the coordinator machine asks of its shell, in order: a decision is journalled before it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.sync.protocol import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` on connection ``conn``."""
+
+    conn: int
+    message: m.FromCoordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close connection ``conn``; nothing more comes from it."""
+
+    conn: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Journal: a version was committed. ``members``: replica, incarnation, steps, last_step, weight, finite."""
+
+    fragment: int
+    version: int
+    attempt: int
+    digest: str
+    chain: str
+    inner_step: int
+    members: tuple[tuple[str, int, int, int, float, bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Journal: an incarnation is on the roster."""
+
+    replica: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Journal: an incarnation, and all before it, is gone for good."""
+
+    replica: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Journal: this coordinator's epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Journal: the job goes on from ``version`` (-1: from nothing); later decisions of ``fragment`` are void."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """An event for telemetry."""
+
+    event: str
+    replica: str = "coordinator"
+    incarnation: int = 0
+    fragment: int | None = None
+    version: int | None = None
+    attempt: int | None = None
+    inner_step: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """EPOCH: another coordinator has taken over; this one must stop."""
+
+    reason: str
+
+
+Journalled = Decided | Known | Gone | Epoch | Rollback
+Effect = Send | Close | Journalled | Tell | Halt
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a journal gives back after a restart."""
+
+    epoch: int
+    roster: tuple[m.Mark, ...] = ()
+    gone: tuple[m.Mark, ...] = ()
+    decided: tuple[Decided, ...] = ()
+    """The last decisions of each fragment, oldest first."""

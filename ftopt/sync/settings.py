@@ -1,0 +1,1 @@
+from ftopt.sync.protocol.settings import Sync as Sync

@@ -1,0 +1,126 @@
+"""JSON lines that survive a kill: each line is one ``write`` to a file opened for appending.
+
+Several processes append to one file. A line of a killed process is whole or absent, except on a full disk; readers skip
+what does not parse. Telemetry never stops training: a write that fails is counted and said once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ftopt.events import Event
+
+_log = logging.getLogger("ftopt.telemetry")
+
+EVERY_STEP = frozenset({"inner", "stepped"})
+"""Events too frequent for the log; the replicas' own files have them, a line a step."""
+
+
+class JsonLines:
+    """An append-only file of JSON objects. Any thread.
+
+    Args:
+        path: the file; made when it is not there.
+        started: the run's start, as ``time.time()`` gives it; every line gets ``t_s``, the seconds since.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, path: Path, started: float, *, clock: Callable[[], float] = time.time) -> None:
+        self.lines_lost = 0
+        self._path = path
+        self._started = started
+        self._clock = clock
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends ``{"t_s": ..., **record}``."""
+        line = {"t_s": round(self._clock() - self._started, 4), **record}
+        try:
+            text = json.dumps(line, separators=(",", ":"), allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(line), separators=(",", ":"))
+        try:
+            os.write(self._fd, text.encode() + b"\n")
+        except OSError as error:
+            self.lines_lost += 1
+            if self.lines_lost == 1:
+                _log.warning("%s: %s; lines are lost, training goes on", self._path, error)
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+
+class EventLog:
+    """Writes each event of this process to the run's ``events.jsonl``, but for those of every inner step."""
+
+    def __init__(self, lines: JsonLines) -> None:
+        self._lines = lines
+
+    def __call__(self, event: Event) -> None:
+        if event.event not in EVERY_STEP:
+            self._lines.write(record_of(event))
+
+
+def record_of(event: Event) -> dict[str, Any]:
+    """An event as a JSON object: its fields, those that are None left out, ``data`` when there is any."""
+    record: dict[str, Any] = {"event": event.event, "replica": event.replica, "incarnation": event.incarnation}
+    for name in ("fragment", "version", "attempt", "inner_step"):
+        value = getattr(event, name)
+        if value is not None:
+            record[name] = value
+    if event.data:
+        record["data"] = dict(event.data)
+    return record
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a file; none when it is not there."""
+    return Tail(path).more()
+
+
+class Tail:
+    """Reads what has been appended to a file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+
+    def more(self) -> list[dict[str, Any]]:
+        """The new whole lines, parsed; what is no JSON object is skipped."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [record for line in whole if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for what JSON cannot say (NaN, infinities)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,173 @@
+"""The figures of a run, computed from its events and inner-step lines by one pure function.
+
+On fragment 0 every executed inner step is in exactly one place::
+
+    executed = committed + pending + dead + discarded + survivors' lost
+
+``executed`` counts the replicas' own lines, ``committed`` the coordinator's decisions, ``pending`` what each survivor
+says at its end, ``dead`` the rest of the incarnations that died. So ``survivor_inner_steps_lost`` is a check: nothing
+makes it 0 but each step being counted once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Record = Mapping[str, Any]
+Mark = tuple[str, int]
+
+
+def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
+    """The content of ``summary.json``.
+
+    Args:
+        events: the lines of ``events.jsonl``.
+        steps: replica -> the lines of its file.
+    """
+    by_name: dict[str, list[Record]] = defaultdict(list)
+    for event in events:
+        by_name[event["event"]].append(event)
+    dead = {_mark(event) for event in by_name["death"]}
+    decided = _decisions(by_name["decide"])
+    executed = Counter(
+        {_life(replica, line): 0 for replica, lines in steps.items() for line in lines}
+    )
+    for replica, lines in steps.items():
+        executed.update(_life(replica, line) for line in lines)
+    committed, twice = _committed(decided.values())
+    dropped = _discarded(by_name["discarded"])
+    ends = {_mark(event): event for event in by_name["end"]}
+    survivors_end = {mark: event for mark, event in ends.items() if mark not in dead}
+    pending = sum(_data(event).get("pending_steps", 0) for event in survivors_end.values())
+    lost_by_dead = dropped["reborn"].total()
+    for mark in dead:
+        lost_by_dead += executed[mark] - committed[mark] - dropped["nonfinite"][mark] - dropped["reborn"][mark]
+    discarded = {"nonfinite": dropped["nonfinite"].total(), "mixed": dropped["mixed"].total()}
+    accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
+    last = max(decided.values(), key=lambda event: int(event["version"]), default=None)
+    return {
+        "outer_steps": len(decided),
+        "attempts": len(by_name["quorum"]),
+        "attempts_aborted": len(by_name["abort"]),
+        "inner_step": last["inner_step"] if last is not None else 0,
+        "inner_steps_executed": executed.total(),
+        "inner_steps_committed": committed.total(),
+        "inner_steps_pending": pending,
+        "survivor_inner_steps_lost": executed.total() - accounted,
+        "dead_inner_steps_lost": lost_by_dead,
+        "inner_steps_discarded": discarded,
+        "inner_steps_counted_twice": twice,
+        "chain_conflicts": _conflicts(by_name["decide"]),
+        "samples_committed": None,
+        "samples_duplicated": None,
+        "samples_lost": None,
+        **_losses(by_name["evaluate"], dead),
+        "anchor_digests": {
+            mark[0]: _data(event).get("anchor_digest") for mark, event in sorted(survivors_end.items())
+            if _data(event).get("reason") == "done"
+        },
+        "stall_s": _spread([_data(event)["stall_s"] for event in by_name["stall"] if _mark(event) not in dead]),
+        "wire_bytes": _wire_bytes(events),
+        "joins": [{"t_s": event["t_s"], "replica": mark[0], "incarnation": mark[1]} for event, mark in _joins(by_name)],
+        "deaths": [
+            {
+                "t_s": event["t_s"],
+                "replica": event["replica"],
+                "incarnation": event["incarnation"],
+                "status": _data(event).get("status"),
+            }
+            for event in by_name["death"]
+        ],
+        "wall_s": max((event["t_s"] for event in events), default=0.0),
+    }
+
+
+def _data(event: Record) -> Record:
+    data: Record = event.get("data", {})
+    return data
+
+
+def _mark(event: Record) -> Mark:
+    return event["replica"], event["incarnation"]
+
+
+def _life(replica: str, line: Record) -> Mark:
+    return replica, line["incarnation"]
+
+
+def _decisions(events: Iterable[Record]) -> dict[int, Record]:
+    """Version -> decision of fragment 0; a restarted coordinator may tell one again, the last word counts."""
+    return {event["version"]: event for event in events if event.get("fragment", 0) == 0}
+
+
+def _conflicts(events: Iterable[Record]) -> list[int]:
+    """Versions of fragment 0 that were decided with more than one chain: a fork."""
+    chains: dict[int, set[str]] = defaultdict(set)
+    for event in events:
+        if event.get("fragment", 0) == 0:
+            chains[event["version"]].add(_data(event).get("chain", ""))
+    return sorted(version for version, seen in chains.items() if len(seen) > 1)
+
+
+def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:
+    """Committed inner steps of each incarnation, and how many of all were counted before."""
+    committed: Counter[Mark] = Counter()
+    last: dict[Mark, int] = {}
+    twice = 0
+    for decision in sorted(decisions, key=lambda event: int(event["version"])):
+        for replica, incarnation, steps, last_step, weight, finite in _data(decision)["members"]:
+            mark = (replica, incarnation)
+            if finite and weight > 0:
+                committed[mark] += steps
+                twice += max(0, steps - (last_step - last.get(mark, 0)))
+            last[mark] = max(last_step, last.get(mark, 0))
+    return committed, twice
+
+
+def _discarded(events: Iterable[Record]) -> dict[str, Counter[Mark]]:
+    dropped: dict[str, Counter[Mark]] = {"nonfinite": Counter(), "mixed": Counter(), "reborn": Counter()}
+    for event in events:
+        if event.get("fragment", 0) == 0:
+            dropped[_data(event)["reason"]][_mark(event)] += _data(event)["steps"]
+    return dropped
+
+
+def _losses(events: Sequence[Record], dead: set[Mark]) -> dict[str, float | None]:
+    """The first evaluation, and the final one of the first survivor in the order of ids."""
+    final = [event for event in events if _data(event).get("final") and _mark(event) not in dead]
+    first = min(events, key=lambda event: float(event["t_s"]), default=None)
+    last = min(final, key=lambda event: str(event["replica"]), default=None)
+    return {
+        "val_loss_initial": _data(first)["loss"] if first is not None else None,
+        "val_loss_final": _data(last)["loss"] if last is not None else None,
+    }
+
+
+def _joins(by_name: Mapping[str, list[Record]]) -> list[tuple[Record, Mark]]:
+    """The first ``join`` of each incarnation: one that reconnects does not join again."""
+    first: dict[Mark, Record] = {}
+    for event in by_name["join"]:
+        first.setdefault(_mark(event), event)
+    return [(event, mark) for mark, event in first.items()]
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    p99 = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    return {"median": round(statistics.median(ordered), 4), "p99": round(p99, 4), "max": round(ordered[-1], 4)}
+
+
+def _wire_bytes(events: Iterable[Record]) -> int | None:
+    """What each incarnation sent over the wire, in all; each says its running total."""
+    totals: dict[Mark, int] = {}
+    for event in events:
+        sent = _data(event).get("wire_bytes")
+        if sent is not None:
+            totals[_mark(event)] = max(totals.get(_mark(event), 0), int(sent))
+    return sum(totals.values()) if totals else None

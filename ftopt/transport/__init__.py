@@ -1,0 +1,1 @@
+"""How bytes move: reductions that can be stopped, their rendezvous, and the transfer of committed state."""

@@ -1,0 +1,176 @@
+"""The transport of groups that live in one process: tests, notebooks, the oracle for bit-for-bit comparisons.
+
+Members are threads. Sums go in rank order, ``((rank 0 + rank 1) + rank 2) + ...``, in the payload's own
+dtype: any loop over replicas written plainly gives the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+
+class _Call:
+    """One collective call: what each rank brought, and the sum once all have."""
+
+    def __init__(self) -> None:
+        self.brought: dict[int, Tensor] = {}
+        self.total: Tensor | None = None
+        self.left = 0  # members that have not taken the sum yet
+
+
+class _Meeting:
+    """Where the members of one key meet. Everything is guarded by ``changed``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.here: set[int] = set()
+        self.gone: set[int] = set()
+        self.calls: dict[int, _Call] = {}
+
+
+class LocalTransport:
+    """Connects members that are threads of this process and hold this very object.
+
+    Args:
+        timeout_s: seconds without a member's coming after which a call fails.
+    """
+
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._meetings: dict[str, _Meeting] = {}
+
+    def connect(self, *, key: str, rank: int, size: int, ops: object = None) -> LocalCollective:
+        """Joins the group ``key``, and returns at once; `LocalCollective.open` waits for the others.
+
+        Args:
+            key: names the group; the same for all members, never used twice.
+            rank: this member's place, 0 to ``size - 1``.
+            size: members.
+            ops: not used; there for the other transports' sake.
+        """
+        assert 0 <= rank < size, (rank, size)
+        with self._lock:
+            meeting = self._meetings.setdefault(key, _Meeting(size))
+        assert meeting.size == size, f"group {key!r} has {meeting.size} members, not {size}"
+        with meeting.changed:
+            assert rank not in meeting.here, f"rank {rank} of group {key!r} is taken"
+            meeting.here.add(rank)
+            meeting.changed.notify_all()
+        return LocalCollective(meeting, rank, timeout_s=self.timeout_s, forget=lambda: self._forget(key))
+
+    def _forget(self, key: str) -> None:
+        with self._lock:
+            self._meetings.pop(key, None)
+
+
+class LocalCollective:
+    """The in-process group of one quorum. Made by `LocalTransport.connect`.
+
+    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls
+    raise:
+
+        InterruptedError: stopped.
+        ConnectionError: another member has stopped or failed before it brought its part.
+        TimeoutError: another member did not come within ``timeout_s``.
+
+    After any of them the collective is closed, and the others fail, too.
+    """
+
+    def __init__(self, meeting: _Meeting, rank: int, *, timeout_s: float, forget: Callable[[], None]) -> None:
+        self.rank = rank
+        self.size = meeting.size
+        self._meeting = meeting
+        self._timeout_s = timeout_s
+        self._forget = forget
+        self._calls = 0
+        self._stopped = False
+
+    def open(self) -> None:
+        """Waits until all members have joined."""
+        meeting = self._meeting
+        with meeting.changed:
+            self._wait(lambda: len(meeting.here) == self.size, lambda: meeting.gone - {self.rank})
+
+    def all_reduce_(self, flat: Tensor) -> None:
+        """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order."""
+        assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
+        meeting = self._meeting
+        number, self._calls = self._calls, self._calls + 1
+        with meeting.changed:
+            self._check()
+            call = meeting.calls.setdefault(number, _Call())
+            call.brought[self.rank] = flat.detach()
+            if len(call.brought) == self.size:
+                call.total = _sum_in_rank_order(call.brought)
+                call.left = self.size
+                call.brought.clear()
+                meeting.changed.notify_all()
+            try:
+                self._wait(lambda: call.total is not None, lambda: meeting.gone - call.brought.keys())
+            finally:
+                call.brought.pop(self.rank, None)  # nobody reads the tensor of a member that has failed
+            assert call.total is not None
+            call.left -= 1
+            if call.left == 0:
+                del meeting.calls[number]
+        flat.detach().copy_(call.total)  # nobody writes to the sum any more
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """Every member's row of int64 (the same length everywhere), in rank order."""
+        rows = torch.zeros(self.size, len(row), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(list(row), dtype=torch.int64)
+        self.all_reduce_(rows.view(-1))
+        return cast(list[list[int]], rows.tolist())
+
+    def stop(self) -> None:
+        """Ends a call in progress at once; all later calls raise InterruptedError."""
+        meeting = self._meeting
+        with meeting.changed:
+            self._stopped = True
+            meeting.gone.add(self.rank)
+            meeting.changed.notify_all()
+            empty = len(meeting.gone) == self.size
+        if empty:
+            self._forget()
+
+    def close(self) -> None:
+        """Leaves the group; idempotent."""
+        self.stop()
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise InterruptedError("the reduction was stopped")
+
+    def _wait(self, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
+        """Waits on the meeting's condition until ``done``, or one of those ``missing`` is gone for good."""
+        meeting = self._meeting
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            self._check()
+            if done():
+                return
+            gone = missing()
+            left_s = deadline - time.monotonic()
+            if gone or left_s <= 0:
+                self._stopped = True
+                meeting.gone.add(self.rank)
+                meeting.changed.notify_all()
+                if gone:
+                    raise ConnectionError(f"rank {min(gone)} is gone")
+                raise TimeoutError(f"not all of {self.size} members came within {self._timeout_s:g} s")
+            meeting.changed.wait(left_s)
+
+
+def _sum_in_rank_order(brought: dict[int, Tensor]) -> Tensor:
+    total = brought[0].clone()
+    for rank in range(1, len(brought)):
+        total += brought[rank]
+    return total

@@ -1,0 +1,88 @@
+"""A torch.distributed store whose keys live at the coordinator: there a quorum's members find each other.
+
+A process group needs a place where each member leaves its address and reads the others'. ftopt opens no
+further port and starts no further server for that: the store's calls travel on the connection that each
+replica has to the coordinator anyway. This file knows neither; whoever builds a group injects the two
+operations as `StoreOps`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+from torch.distributed.distributed_c10d import Store
+
+
+class StoreOps(Protocol):
+    """The two operations of the coordinator's key-value store. Blocking; any thread."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leaves ``value`` at ``key``.
+
+        Raises:
+            ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
+        """
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value at ``key``; waits until it is there.
+
+        Raises:
+            ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
+            TimeoutError: nothing was left at ``key`` within ``timeout_s`` seconds.
+        """
+
+
+class RendezvousStore(Store):
+    """The store of one process group in the making. Keys are prefixed: groups never read each other's.
+
+    Args:
+        ops: the coordinator's store.
+        key: prefix of all keys: job, fragment and attempt. An aborted attempt's addresses cannot reach the
+            next one.
+        timeout_s: seconds from construction after which a `get` still waiting raises TimeoutError.
+        stopped: asked before each operation; True makes it raise InterruptedError.
+
+    Errors of ``ops`` come out of the group's constructor as they are (Gloo passes Python's exceptions
+    through).
+    """
+
+    def __init__(
+        self, ops: StoreOps, key: str, *, timeout_s: float, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        super().__init__()
+        self._ops = ops
+        self._prefix = key
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._stopped = stopped
+        self.values: dict[str, bytes] = {}
+        """What has been read, by key without prefix: Gloo's ``../rank``, holding that rank's address."""
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Leaves ``value`` at ``key`` (Gloo hands over bytes, whatever the stub says)."""
+        self._check()
+        self._ops.set(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        """The value at ``key``; waits for it until the deadline."""
+        if key not in self.values:
+            self._check()
+            left_s = max(0.0, self._deadline - time.monotonic())
+            try:
+                self.values[key] = self._ops.get(f"{self._prefix}/{key}", left_s)
+            except TimeoutError:
+                who = f"rank {key.rpartition('/')[2]}"
+                raise TimeoutError(f"{who} has not come to the group within {self._timeout_s:g} s") from None
+        return self.values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all ``keys`` are there. ``timeout`` is not heeded: the deadline is."""
+        for key in keys:
+            self.get(key)
+
+    def _check(self) -> None:
+        if self._stopped():
+            raise InterruptedError("the group was stopped while it was connecting")

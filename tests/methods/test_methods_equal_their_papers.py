@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+from ftopt.methods import SGD, DiLoCo, LocalSGD
+from tests.optimizer.running import train
+from tests.problems import problem
+from tests.reference.diloco import diloco
+from tests.reference.local_sgd import local_sgd
+
+REPLICAS, STEPS, SYNC_EVERY = 4, 100, 10
+CASES = pytest.mark.parametrize(
+    ("model", "inner"), [("linear", "sgd"), ("linear", "adamw"), ("mlp", "adamw")]
+)
+
+
+@CASES
+def test_diloco_equals_its_paper_with_torchs_own_sgd_outside(model: str, inner: str) -> None:
+    expected = diloco(
+        problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS, torch_sgd=True
+    )
+    for anchor in train(problem(model, inner), DiLoCo(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS):
+        torch.testing.assert_close(anchor, expected, rtol=0, atol=1e-6)
+
+
+@CASES
+def test_diloco_equals_its_equations_bit_for_bit(model: str, inner: str) -> None:
+    expected = diloco(problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS)
+    for anchor in train(problem(model, inner), DiLoCo(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS):
+        assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
+
+
+@CASES
+def test_local_sgd_equals_its_equations_bit_for_bit(model: str, inner: str) -> None:
+    expected = local_sgd(problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS)
+    for anchor in train(
+        problem(model, inner), LocalSGD(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
+
+
+def test_three_replicas_whose_shares_do_not_round_equal_the_paper_too() -> None:
+    expected = diloco(problem(), replicas=3, sync_every=7, steps=35)
+    for anchor in train(problem(), DiLoCo(sync_every=7), replicas=3, steps=35):
+        assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
+
+
+def test_local_sgd_is_diloco_with_plain_averaging_outside() -> None:
+    averaging = DiLoCo(sync_every=SYNC_EVERY, outer=SGD(lr=1.0, momentum=0.0))
+    ours = train(problem(), LocalSGD(sync_every=SYNC_EVERY), replicas=2, steps=40)
+    theirs = train(problem(), averaging, replicas=2, steps=40)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_local_sgd_equals_torchs_periodic_model_averager(tmp_path: object) -> None:
+    results = _averager_processes(f"file://{tmp_path}/store")
+    anchors = train(problem(), LocalSGD(sync_every=SYNC_EVERY), replicas=2, steps=60)
+    for ours, theirs in zip(anchors, results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def _averager_processes(url: str) -> list[list[torch.Tensor]]:
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    workers = [context.Process(target=_averager, args=(rank, url, queue)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    results = dict(queue.get() for _ in workers)
+    for worker in workers:
+        worker.join(30)
+        assert worker.exitcode == 0
+    return [[torch.tensor(values) for values in results[rank]] for rank in range(2)]
+
+
+def _averager(rank: int, url: str, queue: object) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+    task = problem()
+    model = task.model(0)
+    inner = task.inner(model.parameters())
+    averager = PeriodicModelAverager(period=SYNC_EVERY, warmup_steps=SYNC_EVERY - 1)
+    for step in range(60):
+        inner.zero_grad()
+        task.backward(model, rank, step)
+        inner.step()
+        averager.average_parameters(model.parameters())
+    queue.put((rank, [p.tolist() for p in model.parameters()]))  # type: ignore[attr-defined]
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "method", [DiLoCo(sync_every=10), LocalSGD(sync_every=10)], ids=["diloco", "local_sgd"]
+)
+def test_a_bf16_anchor_moves_as_far_as_an_fp32_one(method: DiLoCo | LocalSGD) -> None:
+    start = torch.cat(
+        [p.detach().reshape(-1) for p in problem("mlp").model(0).bfloat16().float().parameters()]
+    )
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        (anchor, *_) = train(problem("mlp", "sgd"), method, replicas=4, steps=200, dtype=dtype)
+        moved[dtype] = float((torch.cat([t.reshape(-1) for t in anchor]) - start).norm())
+    assert moved[torch.bfloat16] == pytest.approx(moved[torch.float32], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "method", [DiLoCo(sync_every=1), LocalSGD(sync_every=1)], ids=["diloco", "local_sgd"]
+)
+def test_rounds_without_training_leave_a_bf16_anchor_where_it_is(method: DiLoCo | LocalSGD) -> None:
+    anchor = torch.randn(1000)
+    start = anchor.bfloat16().float()
+    outer = method.init(anchor)
+    now = anchor
+    for _ in range(20):
+        shares = [
+            method.payload(now, start, start, alone=False, out=torch.empty(1000)) * 0.25 for _ in range(4)
+        ]
+        now, outer = method.outer_step(now, outer, sum(shares[1:], shares[0]))
+    torch.testing.assert_close(now, anchor, rtol=0, atol=1e-6)
+    assert not torch.equal(now, now.bfloat16().float()), "the anchor was pulled to the bf16 grid"

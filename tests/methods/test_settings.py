@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from ftopt.methods import SGD, DiLoCo, LocalSGD, Progress
+
+
+def _after(steps: int) -> Progress:
+    return Progress(fragment=0, steps=steps, pending_steps=steps, local_steps=steps, inner_step=steps)
+
+
+@pytest.mark.parametrize("method", [DiLoCo(sync_every=5), LocalSGD(sync_every=5)])
+def test_a_method_is_due_after_its_steps_and_stays_due(method: DiLoCo | LocalSGD) -> None:
+    assert [method.due(_after(steps)) for steps in (1, 4, 5, 6)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("sync_every", [0, -1, 2.5, True, "10"])
+@pytest.mark.parametrize("method", [DiLoCo, LocalSGD])
+def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every: object) -> None:
+    with pytest.raises(ValueError, match="at least 1; use"):
+        method(sync_every=sync_every)
+
+
+def test_dilocos_defaults_are_the_papers() -> None:
+    assert DiLoCo() == DiLoCo(sync_every=500, outer=SGD(lr=0.7, momentum=0.9, nesterov=True))
+
+
+def test_methods_are_frozen_and_take_keywords_only() -> None:
+    with pytest.raises(FrozenInstanceError):
+        DiLoCo().sync_every = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LocalSGD(10)  # type: ignore[misc]
+
+
+def test_a_torch_optimizer_outside_is_refused_with_what_to_use() -> None:
+    with pytest.raises(ValueError, match=r"use ftopt\.SGD"):
+        DiLoCo(outer=torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
+
+
+def test_all_settings_are_in_what_replicas_must_agree_on() -> None:
+    assert DiLoCo(sync_every=50).settings() == {
+        "sync_every": "50",
+        "outer": "sgd",
+        "outer.lr": "0.7",
+        "outer.momentum": "0.9",
+        "outer.nesterov": "True",
+    }
+    assert LocalSGD(sync_every=50).settings() == {"sync_every": "50"}
+
+
+def test_weights_go_by_steps() -> None:
+    assert DiLoCo().weight(steps=30, tokens=1000) == LocalSGD(sync_every=1).weight(steps=30, tokens=7) == 30.0
+
+
+def test_a_lone_bf16_payload_of_local_sgd_is_the_parameters_themselves() -> None:
+    anchor, params = torch.randn(100), torch.randn(100).bfloat16().float()
+    start = anchor.bfloat16().float()
+    out = LocalSGD(sync_every=1).payload(anchor, start, params, alone=True, out=torch.empty(100))
+    assert torch.equal(out, params)

@@ -1,0 +1,212 @@
+"""A group whose network side is a script: anything may happen whenever the optimizer calls it.
+
+No step is worth the same as another: step ``k`` moves each parameter by ``2**-k``-like amounts given by the test, so the
+sum of the work in an anchor tells which steps it counts, and how often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftopt.optimizer.digest import digest
+from ftopt.sync.group import Attempt, Committed, Contribution, Fingerprint, Host
+from ftopt.sync.settings import Sync
+
+
+class Lonely:
+    """The collective of one member."""
+
+    rank, size = 0, 1
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+
+    def all_reduce_(self, flat: Tensor) -> None:
+        if self.fails:
+            flat.fill_(float("nan"))  # A late piece: whoever uses this buffer again is found out.
+            raise ConnectionError("a peer is gone")
+
+    def exchange(self, row: Any) -> list[list[int]]:
+        return [list(row)]
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Scripted:
+    """A `ReplicaGroup` and the job behind it, played by chance.
+
+    The job's truth is kept apart from the optimizer: ``anchor`` in float64, and which local steps are counted in it.
+
+    Args:
+        chance: decides what happens.
+        size: elements of the only parameter.
+    """
+
+    def __init__(self, chance: random.Random, size: int) -> None:
+        self.chance = chance
+        self.replica = "r0"
+        self.sync = Sync()
+        self.incarnation = 1
+        self.committed = Committed(0, 0, 0, 0)
+        self.anchor = torch.zeros(size, dtype=torch.float64)
+        self.counted: list[int] = []
+        self.dropped: list[int] = []
+        self.work: dict[int, Tensor] = {}  # local step -> what it moved the parameters by
+        self.happened: dict[str, int] = {}
+        self.attempts = 0
+        self.quiet = True
+        self.reborn_pending = False
+        self._host: Host | None = None
+        self._outstanding: Contribution | None = None
+        self._hooked = False
+
+    # The network side.
+
+    def maybe(self) -> None:
+        """Something happens on the other threads, perhaps."""
+        if self.quiet or self._hooked or self.chance.random() < 0.6:
+            return
+        self._hooked = True  # The network thread does one thing at a time.
+        try:
+            self.chance.choice([self.commit, self.abort, self.fail, self.overtaken, self.overtaken_uncounted])()
+            if self.chance.random() < 0.1:
+                self.foreign()
+            if self.chance.random() < 0.03:
+                self.reborn()
+        finally:
+            self._hooked = False
+
+    def _reduce(self, *, fails: bool = False) -> tuple[Attempt, str] | None:
+        mine, host = self._outstanding, self._host
+        if mine is None or host is None:
+            return None
+        self.attempts += 1
+        weight = mine.weight
+        attempt = Attempt(0, self.committed.version + 1, self.attempts, 0, 1, weight, weight, int(weight > 0))
+        return attempt, host.reduce(attempt, Lonely(fails=fails))
+
+    def _count(self, mine: Contribution) -> None:
+        steps = range(mine.last_step - mine.steps + 1, mine.last_step + 1)
+        self.counted += steps
+        for step in steps:
+            self.anchor += self.work[step].double()
+
+    def commit(self) -> None:
+        reduced, mine = self._reduce(), self._outstanding
+        if reduced is None or mine is None or self._host is None:
+            return
+        self._count(mine)
+        last = mine.last_step
+        self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + mine.steps, last)
+        self._host.commit(reduced[0], self.committed)
+        self._outstanding = None
+        self._tally("commit")
+
+    def abort(self) -> None:
+        if self._reduce() is not None and self._host is not None:
+            self._host.discard(0)
+            self._tally("abort")
+
+    def fail(self) -> None:
+        try:
+            self._reduce(fails=True)
+        except ConnectionError:
+            self._tally("fail")
+
+    def overtaken(self) -> None:
+        """Decided with this replica's contribution while it was away, and fetched."""
+        mine = self._outstanding
+        if mine is None:
+            return
+        if self.chance.random() < 0.5:
+            self._reduce()
+        self._count(mine)
+        self._tally("overtaken")
+        self._install(counted=mine.last_step)
+
+    def overtaken_uncounted(self) -> None:
+        """Decided without it."""
+        if self._outstanding is not None:
+            self._tally("uncounted")
+            self.foreign()
+
+    def foreign(self) -> None:
+        """The others' work moves the anchor by 1 to 3 versions, and this replica fetches it."""
+        for _ in range(self.chance.randint(1, 3)):
+            self.anchor += self.chance.randint(-3, 3)
+        self._tally("foreign")
+        self._install(counted=self.committed.counted_step)
+
+    def reborn(self) -> None:
+        """Away for longer than the job remembers: what was pending is lost."""
+        self.reborn_pending = True
+        self._tally("reborn")
+        self._install(counted=self.committed.counted_step, reborn=True)
+
+    def _install(self, *, counted: int, reborn: bool = False) -> None:
+        assert self._host is not None
+        self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
+        tensors = {"anchor": self.anchor.float()}
+        self._host.install(self.committed, digest(tensors), tensors, reborn=reborn)
+        self._outstanding = None
+
+    def _tally(self, what: str) -> None:
+        self.happened[what] = self.happened.get(what, 0) + 1
+
+    # The optimizer's side.
+
+    def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
+        self._host = host
+        return [self.committed]
+
+    def propose(self, contribution: Contribution) -> None:
+        self.maybe()
+        assert self._outstanding is None, "two contributions outstanding (FREEZE)"
+        if contribution.version == self.committed.version:
+            self._outstanding = contribution
+            self._tally("propose")
+        else:
+            self._tally("propose too late")
+        self.maybe()
+
+    def wait(self, fragment: int) -> bool:
+        self.maybe()
+        return self._outstanding is None
+
+    def outstanding(self, fragment: int) -> bool:
+        self.maybe()
+        return self._outstanding is not None
+
+    def called_in(self, fragment: int) -> bool:
+        self.maybe()
+        return not self.quiet and self.chance.random() < 0.1
+
+    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
+        self.maybe()
+
+    def leave(self, *, timeout_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def emit(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        if event == "discarded" and data is not None:
+            self._tally("discarded")
+            last = max(self.work)
+            self.dropped += range(last - data["steps"] + 1, last + 1)
+        self.maybe()

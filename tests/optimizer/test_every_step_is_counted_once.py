@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftopt.methods import SGD, DiLoCo, LocalSGD
+from ftopt.optimizer import wrap
+from ftopt.sync.group import Contribution
+from tests.optimizer.scripted import Scripted
+
+SIZE = 40
+METHODS = [LocalSGD(sync_every=3), DiLoCo(sync_every=3, outer=SGD(lr=1.0))]
+
+
+def _direction(step: int) -> Tensor:
+    """The gradient of a linear loss at a step: sums of any subset of steps differ."""
+    return torch.sin(torch.arange(1, SIZE + 1) * (0.37 * step + 0.11)) * 0.5
+
+
+class _Trainer:
+    """SGD on a linear loss: work is additive, so it can be summed up from outside."""
+
+    def __init__(self, group: Scripted, method: LocalSGD | DiLoCo, dtype: torch.dtype) -> None:
+        self.model = nn.Linear(SIZE, 1, bias=False).to(dtype)
+        nn.init.zeros_(self.model.weight)
+        self.group = group
+        inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.optimizer = wrap(inner, self.model, method, group=group)
+        self.steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+        # Exact in bf16 too, so that rounding does not blur the sums.
+        move = (_direction(self.steps) * 8).round() / 8
+        self.group.work[self.steps] = -move
+        self.model.weight.grad = move.reshape(1, -1).to(self.model.weight.dtype)
+        self.optimizer.step()
+
+    def params(self) -> Tensor:
+        return self.model.weight.detach().double().reshape(-1)
+
+
+def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
+    optimizer = trainer.optimizer
+    optimizer._core.started().take_over()
+    done = set(group.counted) | set(group.dropped)
+    assert len(group.counted) == len(set(group.counted)), "a step was counted twice"
+    assert not set(group.counted) & set(group.dropped), "a counted step was dropped as well"
+    pending = [step for step in range(1, trainer.steps + 1) if step not in done]
+    assert optimizer.pending_steps == len(pending)
+    (fragment,) = optimizer._core.started().fragments
+    torch.testing.assert_close(fragment.state.anchor.double(), group.anchor, rtol=0, atol=tolerance)
+    work = sum((group.work[step].double() for step in pending), torch.zeros(SIZE, dtype=torch.float64))
+    torch.testing.assert_close(trainer.params(), group.anchor + work, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco"])
+def test_whatever_happens_between_threads_each_step_is_counted_once(
+    method: LocalSGD | DiLoCo, dtype: torch.dtype
+) -> None:
+    happened: dict[str, int] = {}
+    walks = 60
+    for seed in range(walks):
+        print(f"seed={seed}")  # Shown when it fails; run it again with range(seed, seed + 1).
+        chance = random.Random(seed)
+        group = Scripted(chance, SIZE)
+        trainer = _Trainer(group, method, dtype)
+        with trainer.optimizer:
+            for _ in range(40):
+                group.quiet = False
+                trainer.step()
+                if chance.random() < 0.1:
+                    trainer.optimizer.sync()
+                group.quiet = True
+                _check(trainer, group, 1e-5 if dtype == torch.float32 else 0.4)
+        for what, times in group.happened.items():
+            happened[what] = happened.get(what, 0) + times
+    print(happened)
+    missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reborn", "propose too late"}
+    assert all(happened.get(what, 0) >= walks for what in missing), happened
+
+
+class _Threaded(Scripted):
+    """The network side on a thread of its own, as fast as it can."""
+
+    def __init__(self, chance: random.Random, size: int) -> None:
+        super().__init__(chance, size)
+        self.lock = threading.Lock()
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._play)
+
+    def maybe(self) -> None:
+        """Not on the training thread."""
+
+    def _play(self) -> None:
+        while not self.over.is_set():
+            with self.lock:
+                act = self.chance.choice([self.commit, self.abort, self.overtaken, self.overtaken_uncounted])
+                act()
+                if self.chance.random() < 0.001:
+                    self.foreign()
+
+    def propose(self, contribution: Contribution) -> None:
+        with self.lock:
+            super().propose(contribution)
+
+
+def test_real_threads_count_each_step_once_too() -> None:
+    group = _Threaded(random.Random(1), SIZE)
+    trainer = _Trainer(group, LocalSGD(sync_every=2), torch.float32)
+    with trainer.optimizer:
+        group.thread.start()
+        for _ in range(300):
+            trainer.step()
+        group.over.set()
+        group.thread.join()
+        _check(trainer, group, 1e-3)
+    assert group.happened["commit"] > 5, group.happened
+
+
+@pytest.mark.parametrize("reason", ["nan", "inf"])
+def test_nonfinite_work_is_dropped_and_training_goes_on(reason: str) -> None:
+    group = Scripted(random.Random(0), SIZE)
+    trainer = _Trainer(group, LocalSGD(sync_every=3), torch.float32)
+    with trainer.optimizer:
+        for _ in range(2):
+            trainer.step()
+        with torch.no_grad():
+            trainer.model.weight[0, 7] = float(reason)
+        trainer.step()
+        assert group._outstanding is not None and not group._outstanding.finite
+        assert (group._outstanding.weight, group._outstanding.steps) == (0.0, 3)
+        assert group.dropped == [1, 2, 3]
+        assert trainer.optimizer.pending_steps == 0
+        assert torch.equal(trainer.params(), torch.zeros(SIZE, dtype=torch.float64))
+        trainer.step()
+        assert trainer.optimizer.pending_steps == 1
+        torch.testing.assert_close(trainer.params(), group.work[4].double())

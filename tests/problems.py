@@ -1,0 +1,62 @@
+"""Small stable problems: another order of summation must not move 100 steps of training by more than 1e-6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def linear_model(seed: int = 0) -> nn.Module:
+    """Least squares: convex, so rounding errors shrink."""
+    torch.manual_seed(seed)
+    return nn.Linear(8, 4)
+
+
+def mlp_model(seed: int = 0) -> nn.Module:
+    """Two layers, smooth."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"linear": linear_model, "mlp": mlp_model}
+
+INNER: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, its inner optimizer, and an endless stream of batches for each replica."""
+
+    model: Callable[[int], nn.Module]
+    inner: Callable[[Iterator[nn.Parameter]], Optimizer]
+
+    def batch(self, replica: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Batch ``step`` of a replica: the same whoever asks."""
+        generator = torch.Generator().manual_seed(1_000_003 * replica + step)
+        x = torch.randn(16, 8, generator=generator)
+        y = torch.sin(x[:, :4] + x[:, 4:]) + 0.1 * torch.randn(16, 4, generator=generator)
+        return x.to(dtype), y.to(dtype)
+
+    def backward(self, model: nn.Module, replica: int, step: int) -> Tensor:
+        """Loss of a batch, with the gradients left in the model."""
+        x, y = self.batch(replica, step, next(model.parameters()).dtype)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+
+def problem(model: str = "linear", inner: str = "adamw") -> Problem:
+    """One by its names."""
+    return Problem(MODELS[model], INNER[inner])
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters in one fp32 tensor, copied."""
+    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()])

@@ -1,0 +1,59 @@
+"""DiLoCo (arXiv 2311.08105, algorithm 1) as a plain loop over explicit replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.problems import Problem
+
+
+def diloco(
+    problem: Problem,
+    *,
+    replicas: int,
+    sync_every: int,
+    steps: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    torch_sgd: bool = False,
+) -> list[Tensor]:
+    """Trains; returns theta, the outer parameters, tensor by tensor.
+
+    Args:
+        torch_sgd: the outer optimizer is `torch.optim.SGD(nesterov=True)`; else its equations, one operation
+            a line, on sums in the order of the replicas.
+    """
+    theta = [p.detach().clone() for p in problem.model(0).parameters()]
+    velocity = [torch.zeros_like(t) for t in theta]
+    outer = torch.optim.SGD(theta, lr=lr, momentum=momentum, nesterov=True)
+    models = [problem.model(0) for _ in range(replicas)]
+    inner = [problem.inner(model.parameters()) for model in models]
+    for step in range(steps):
+        for m in range(replicas):
+            inner[m].zero_grad()
+            problem.backward(models[m], m, step)
+            inner[m].step()
+        if (step + 1) % sync_every:
+            continue
+        with torch.no_grad():
+            copies = list(zip(*(model.parameters() for model in models), strict=True))
+            for i, t in enumerate(theta):
+                delta = (t - copies[i][0]) * (1 / replicas)
+                for copy in copies[i][1:]:
+                    delta = delta + (t - copy) * (1 / replicas)
+                if torch_sgd:
+                    t.grad = delta
+                    continue
+                velocity[i] = velocity[i] * momentum
+                velocity[i] = velocity[i] + delta
+                ahead = velocity[i] * momentum
+                ahead = ahead + delta
+                ahead = ahead * lr
+                t.sub_(ahead)
+            if torch_sgd:
+                outer.step()
+            for i, t in enumerate(theta):
+                for copy in copies[i]:
+                    copy.copy_(t)
+    return theta

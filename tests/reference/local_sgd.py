@@ -1,0 +1,31 @@
+"""Local SGD (arXiv 1805.09767) as a plain loop over explicit replicas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.problems import Problem
+
+
+def local_sgd(problem: Problem, *, replicas: int, sync_every: int, steps: int) -> list[Tensor]:
+    """Trains; returns the parameters of the average, tensor by tensor.
+
+    Sums run in the order of the replicas, each summand multiplied by its share first.
+    """
+    models = [problem.model(0) for _ in range(replicas)]
+    inner = [problem.inner(model.parameters()) for model in models]
+    for step in range(steps):
+        for m in range(replicas):
+            inner[m].zero_grad()
+            problem.backward(models[m], m, step)
+            inner[m].step()
+        if (step + 1) % sync_every == 0:
+            with torch.no_grad():
+                for copies in zip(*(model.parameters() for model in models), strict=True):
+                    mean = copies[0] * (1 / replicas)
+                    for copy in copies[1:]:
+                        mean = mean + copy * (1 / replicas)
+                    for copy in copies:
+                        copy.copy_(mean)
+    return [p.detach().clone() for p in models[0].parameters()]

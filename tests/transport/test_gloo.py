@@ -1,0 +1,227 @@
+"""GlooTransport with members in threads (one process, several groups) and in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from ftopt.transport.gloo import GlooTransport, PeerLost
+
+from .helpers import DictOps, TcpOps, in_threads, members, tcp_store
+
+SOON_S = 5.0
+"""Far above what is measured (hundredths of a second), far below the time-outs (60 s): the machine may be busy."""
+NEVER_S = 60.0
+
+
+def test_a_group_of_one_makes_no_process_group() -> None:
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=0, size=1, ops=DictOps())
+    flat = torch.ones(3)
+    collective.open()
+    collective.all_reduce_(flat)
+    assert flat.tolist() == [1.0] * 3
+    assert collective.exchange([7, 8]) == [[7, 8]]
+    collective.close()
+    with pytest.raises(InterruptedError):
+        collective.all_reduce_(flat)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001])
+def test_pieces_of_every_length_are_summed(numel: int) -> None:
+    ops = DictOps()
+
+    def work(rank: int) -> torch.Tensor:
+        transport = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1024)
+        collective = transport.connect(key="a", rank=rank, size=2, ops=ops)
+        flat = torch.arange(numel, dtype=torch.float32) * (rank + 1)
+        collective.all_reduce_(flat)
+        collective.close()
+        return flat
+
+    for got in in_threads(2, work):
+        assert torch.equal(got, torch.arange(numel, dtype=torch.float32) * 3)
+
+
+def test_several_groups_of_one_transport_work_at_once() -> None:
+    transport, ops = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=4096), DictOps()
+
+    def work(number: int) -> float:
+        group, rank = divmod(number, 2)
+        collective = transport.connect(key=f"fragment{group}", rank=rank, size=2, ops=ops)
+        flat = torch.full((50_000,), 10.0**group)
+        collective.all_reduce_(flat)
+        collective.close()
+        return float(flat[-1])
+
+    assert in_threads(6, work) == [2.0, 2.0, 20.0, 20.0, 200.0, 200.0]
+
+
+def test_keys_of_another_attempt_are_not_seen() -> None:
+    ops = DictOps()
+    early = GlooTransport("127.0.0.1", NEVER_S).connect(key="attempt1", rank=0, size=2, ops=ops)
+    late = GlooTransport("127.0.0.1", 0.1).connect(key="attempt2", rank=1, size=2, ops=ops)
+    with pytest.raises(TimeoutError, match="rank 0 has not come"):
+        late.open()
+    early.close()
+    assert all(key.startswith(("attempt1/", "attempt2/")) for key in ops.values)
+
+
+def test_stop_ends_a_connect_that_waits_for_an_absent_peer() -> None:
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=0, size=2, ops=DictOps())
+    threading.Timer(0.05, collective.stop).start()
+    before_s = time.monotonic()
+    with pytest.raises(InterruptedError):
+        collective.open()
+    collective.close()
+    assert time.monotonic() - before_s < SOON_S
+
+
+def test_losing_the_coordinator_ends_a_connect() -> None:
+    ops = DictOps()
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=0, size=2, ops=ops)
+    threading.Timer(0.05, ops.lose).start()
+    before_s = time.monotonic()
+    with pytest.raises(ConnectionError, match="link to the coordinator"):
+        collective.all_reduce_(torch.zeros(1))
+    assert time.monotonic() - before_s < SOON_S
+    with pytest.raises(InterruptedError):
+        collective.open()
+
+
+def test_a_peer_that_brings_no_piece_is_a_timeout() -> None:
+    ops = DictOps()
+    transport = GlooTransport("127.0.0.1", 0.3)
+    idle = transport.connect(key="a", rank=0, size=2, ops=ops)
+    collective = transport.connect(key="a", rank=1, size=2, ops=ops)
+    with pytest.raises(TimeoutError, match="no piece"):
+        collective.all_reduce_(torch.zeros(10))
+    idle.close()
+
+
+def test_a_member_that_closes_ends_the_others_reductions() -> None:
+    ops = DictOps()
+    transport = GlooTransport("127.0.0.1", NEVER_S)
+
+    def work(rank: int) -> None:
+        collective = transport.connect(key="a", rank=rank, size=4, ops=ops)
+        collective.exchange([rank])
+        if rank == 0:
+            collective.close()
+        else:
+            collective.all_reduce_(torch.zeros(100))
+
+    before_s = time.monotonic()
+    _, *others = in_threads(4, work)
+    assert time.monotonic() - before_s < SOON_S
+    assert [type(error) for error in others] == [PeerLost] * 3
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1.*no address of this machine"):
+        GlooTransport("192.0.2.1", 1.0)
+
+
+def reduce_once(pipe: Connection, rank: int, size: int, port: int) -> None:
+    collective = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1 << 16).connect(
+        key="a", rank=rank, size=size, ops=TcpOps(port)
+    )
+    flat = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
+    collective.all_reduce_(flat)
+    pipe.send((flat.numpy().tobytes(), collective.exchange([rank, -rank])))
+    collective.close()
+
+
+def test_three_processes_get_bit_equal_sums() -> None:
+    with tcp_store() as port, members(3, reduce_once, port) as started:
+        results = [member.receive() for member in started]
+    assert len({flat for flat, _ in results}) == 1
+    got = torch.frombuffer(bytearray(results[0][0]), dtype=torch.float32)
+    expected = sum(torch.randn(100_003, generator=torch.Generator().manual_seed(rank)) for rank in range(3))
+    torch.testing.assert_close(got, expected)
+    assert [rows for _, rows in results] == [[[0, 0], [1, -1], [2, -2]]] * 3
+
+
+def reduce_until_it_fails(pipe: Connection, rank: int, size: int, port: int) -> None:
+    """Reduces on and on; then tells how it failed, and reduces with those that the test names."""
+    transport, ops = GlooTransport("127.0.0.1", NEVER_S), TcpOps(port)
+    collective = transport.connect(key="first", rank=rank, size=size, ops=ops)
+    collective.open()
+    pipe.send(os.getpid())
+    flat = torch.zeros(8_000_000)
+    try:
+        while True:
+            collective.all_reduce_(flat)
+    except ConnectionError as error:
+        pipe.send((type(error).__name__, getattr(error, "rank", None)))
+    rank, size = pipe.recv()
+    collective = transport.connect(key="second", rank=rank, size=size, ops=ops)
+    pipe.send(collective.exchange([rank]))
+    collective.close()
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_killed_member_is_noticed_by_all_and_the_survivors_meet_again(count: int) -> None:
+    with tcp_store() as port, members(count, reduce_until_it_fails, port) as started:
+        for member in started:
+            member.receive()
+        victim = started.pop(1)
+        victim.process.kill()
+        before_s = time.monotonic()
+        failures = [member.receive() for member in started]
+        for rank, member in enumerate(started):
+            member.pipe.send((rank, len(started)))
+        rows = [member.receive() for member in started]
+        assert time.monotonic() - before_s < SOON_S
+        started.append(victim)
+    assert {name for name, _ in failures} == {"PeerLost"}
+    assert any(rank == 1 for _, rank in failures), failures
+    assert rows == [[[rank] for rank in range(count - 1)]] * (count - 1)
+
+
+def stop_while_a_peer_hangs(pipe: Connection, rank: int, size: int, port: int) -> None:
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(
+        key="a", rank=rank, size=size, ops=TcpOps(port)
+    )
+    collective.open()
+    pipe.send("open")
+    if rank == 1:
+        pipe.recv()  # never comes
+    told: list[Any] = []
+    pipe.recv()
+    stopped_s = [0.0]
+
+    def stop() -> None:
+        stopped_s[0] = time.monotonic()
+        collective.stop()
+
+    threading.Timer(0.1, stop).start()
+    try:
+        collective.all_reduce_(torch.zeros(4_000_000))
+    except InterruptedError:
+        told.append(time.monotonic() - stopped_s[0])
+    before_s = time.monotonic()
+    collective.close()
+    told.append(time.monotonic() - before_s)
+    pipe.send(told)
+
+
+def test_a_stopped_peer_blocks_neither_stop_nor_close_nor_the_exit() -> None:
+    with tcp_store() as port, members(2, stop_while_a_peer_hangs, port) as started:
+        first, second = started
+        assert [first.receive(), second.receive()] == ["open", "open"]
+        pid = second.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        first.pipe.send("go")
+        stop_s, close_s = first.receive()
+        assert stop_s < SOON_S
+        assert close_s < SOON_S
+        first.process.join(10.0)  # a group is still stuck on its background thread
+        assert first.process.exitcode == 0
