@@ -1,4 +1,4 @@
-"""How a replica gets its group: over the network (`connect`), alone (`solo`), or several in one process (`local_groups`)."""
+"""How a replica gets its group: `connect` over the network, `solo` alone, `local_groups` several in one process."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from ftopt.sync.client import Meta, Provider
+from ftopt.sync.ports import Meta, Provider
 from ftopt.transport.state_transfer import StateServer, fetch
 
 

@@ -83,7 +83,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise UserError(f"{path} holds a {type(raw).__name__}; a recipe is a mapping; `ftopt cp diloco_bytes` gives one")
+        raise UserError(
+            f"{path} holds a {type(raw).__name__}; a recipe is a mapping; `ftopt cp diloco_bytes` gives one"
+        )
     return {str(key): value for key, value in raw.items()}
 
 
@@ -187,6 +189,8 @@ def _faults(raw: Any, errors: list[str]) -> list[Any] | None:
 
 def _leaf(hint: Any, value: Any, path: str, errors: list[str]) -> Any:
     """``value`` as ``hint``, converted as OmegaConf does (``1e-3``, ``"5"``, ``true``)."""
+    if hint is str and isinstance(value, bool):
+        value = "on" if value else "off"  # YAML reads the words on and off as true and false.
     leaf = dataclasses.make_dataclass("leaf", [("value", hint)])
     try:
         node = OmegaConf.structured(leaf)

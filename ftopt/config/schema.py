@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.faults.spec import Fault
-from ftopt.sync.settings import Sync
+from ftopt.sync.protocol.settings import Sync
 
 
 def _at_least(section: str, low: float, **values: float) -> None:

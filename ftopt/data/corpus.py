@@ -37,7 +37,9 @@ def stdlib_bytes() -> Corpus:
     """All ``.py`` files of the running Python's own library (not of what is installed into it)."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
-        path for path in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
     ]
     return _load(sorted(files), root)
 
@@ -57,7 +59,7 @@ def text(path: str) -> Corpus:
     elif given.is_file():
         files = [given]
     else:
-        files = sorted(Path(item) for item in glob.glob(str(given), recursive=True) if Path(item).is_file())
+        files = sorted(Path(item) for item in glob.glob(str(given), recursive=True) if Path(item).is_file())  # noqa: PTH207
     if not files:
         raise UserError(f"data.path={path!r}; no file is there; give a text file, a folder, or a glob pattern")
     root = given if given.is_dir() else files[0].parent
@@ -67,7 +69,7 @@ def text(path: str) -> Corpus:
 def _load(files: Sequence[Path], root: Path) -> Corpus:
     if len(files) == 1:
         return _split_tail(_read(files))
-    ranked = sorted(((_rank(path, root), path) for path in files))
+    ranked = sorted((_rank(path, root), path) for path in files)
     held = [path for rank, path in ranked if rank < HELD_OUT] or [ranked[0][1]]
     train = [path for _, path in ranked if path not in set(held)]
     corpus = Corpus(train=_read(train), held_out=_read(held))
@@ -93,7 +95,9 @@ def _read(files: Iterable[Path]) -> Bytes:
         try:
             buffer += path.read_bytes()
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}; give other files or mend its permissions") from error
+            raise UserError(
+                f"{path} cannot be read: {error.strerror}; give other files or mend its permissions"
+            ) from error
         if len(buffer) > LIMIT_BYTES:
             break
     return np.frombuffer(bytes(buffer[:LIMIT_BYTES]), dtype=np.uint8)

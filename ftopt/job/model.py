@@ -71,9 +71,7 @@ class Transformer(nn.Module):
         super().__init__()
         width, half = settings.width, settings.width // settings.heads // 2
         self.embed = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(
-            Block(width, settings.heads, settings.dropout) for _ in range(settings.layers)
-        )
+        self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, VOCAB, bias=False)
         angles = torch.outer(torch.arange(settings.context), 10_000.0 ** (-torch.arange(half) / half))
@@ -127,5 +125,7 @@ def build(settings: Gpt | Factory) -> nn.Module:
     except TypeError as error:
         raise UserError(f"model.factory={settings.factory!r} with args={dict(settings.args)}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise UserError(f"model.factory={settings.factory!r} returned a {type(model).__name__}; must be a torch.nn.Module")
+        raise UserError(
+            f"model.factory={settings.factory!r} returned a {type(model).__name__}; must be a torch.nn.Module"
+        )
     return model

@@ -11,14 +11,15 @@ from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.subscribers import StepLog, StepRecord, fan_out
-from ftopt.job.supervised import FinishUp
+from ftopt.job.supervised import FinishUp, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 from ftopt.telemetry.wandb import WandbMirror, resolve
 
 _WANDB_S = 10.0
-_ALONE_S = 60.0
+_OTHERS_S = 60.0
+_PATIENCE_S = 45.0
 
 
 def run_replica(
@@ -47,7 +48,7 @@ def run_replica(
     Raises:
         ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
     """
-    finish_up = FinishUp(patience_s=2 * _ALONE_S) if supervised else None
+    finish_up = FinishUp(_PATIENCE_S) if supervised else None
     torch.set_num_threads(recipe.train.threads)
     files = RunFolder(folder)
     files.create()
@@ -55,9 +56,7 @@ def run_replica(
     record = StepRecord()
     mode = resolve(recipe.log.wandb)
     mirror = (
-        None
-        if mode == "off"
-        else WandbMirror(mode, folder, job=folder.name, replica=replica, config=as_dict(recipe))
+        None if mode == "off" else WandbMirror(mode, folder, job=folder.name, replica=replica, config=as_dict(recipe))
     )
 
     def mirror_step(step: StepRecord, inner_step: int) -> None:
@@ -79,9 +78,12 @@ def run_replica(
         wait_for_others=(lambda: _wait(finish_up)) if finish_up is not None else lambda: None,
     )
     if finish_up is not None:
-        finish_up.on_asked(trainer.stop)
-    with leaving_on_signals(trainer):
-        done = trainer.run()
+        finish_up.on_asked(terminate_self)
+    try:
+        with leaving_on_signals(trainer):
+            done = trainer.run()
+    finally:
+        group.close()
     if mirror is not None:
         mirror.finish(_WANDB_S)
     return done
@@ -89,4 +91,4 @@ def run_replica(
 
 def _wait(finish_up: FinishUp) -> None:
     """Until the runner says that every replica is at the end."""
-    finish_up.asked.wait(_ALONE_S)
+    finish_up.asked.wait(_OTHERS_S)

@@ -1,7 +1,7 @@
 """A process that the runner started and that must not outlive it.
 
-The runner holds the write end of the child's standard input. Its end means *finish up*: the runner says so at the end of
-a run, and the kernel says so when the runner is killed.
+The runner holds the write end of the child's standard input. Its end means *finish up*: the runner says so at the end
+of a run, and the kernel says so when the runner is killed.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class Trainer:
         self._evaluates = evaluates
         self._wait_for_others = wait_for_others
         self._stop = False
+        self.started = False
         self._corpus = load_corpus(recipe)
         torch.manual_seed(recipe.train.seed)
         self._model = build(recipe.model)
@@ -77,6 +78,7 @@ class Trainer:
         """Trains until the job's end or `stop`; True at the job's end."""
         train, optimizer = self._recipe.train, self._optimizer
         with optimizer:
+            self.started = True
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
             torch.manual_seed(seed)
             windows = self._windows(self._corpus.train, self._recipe.data.batch_size, seed)
@@ -111,7 +113,7 @@ class Trainer:
         for _ in range(train.accumulate):
             loss = self._loss(*windows.batch()) / train.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss)
+            total += float(loss.detach())
         if train.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._model.parameters(), train.clip_norm)
         record.loss, record.lr = total, optimizer.param_groups[0]["lr"]
@@ -204,12 +206,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def leaving_on_signals(trainer: Trainer) -> Iterator[None]:
-    """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once."""
+    """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once.
+
+    One that has not started yet, because others are missing, has nothing to leave: it ends at once as well.
+    """
     asked = False
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal asked
-        if asked:
+        if asked or not trainer.started:
             raise KeyboardInterrupt
         asked = True
         trainer.stop()

@@ -23,9 +23,7 @@ class OuterOptimizerRule(Protocol):
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length."""
 
-    def step(
-        self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The next anchor and state, in tensors of their own. The arguments are left as they are."""
 
     def settings(self) -> dict[str, str]:
@@ -62,9 +60,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.lr, int | float) and math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(
-                f"outer.lr={self.lr!r}; must be a number above 0; DiLoCo uses 0.7, averaging 1.0"
-            )
+            raise ValueError(f"outer.lr={self.lr!r}; must be a number above 0; DiLoCo uses 0.7, averaging 1.0")
         if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
             raise ValueError(f"outer.momentum={self.momentum!r}; must be in [0, 1); DiLoCo uses 0.9")
         if self.nesterov and self.momentum == 0:
@@ -76,9 +72,7 @@ class SGD:
         """A momentum buffer of zeros, or nothing without momentum."""
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
 
-    def step(
-        self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; all results are in fresh memory."""
         if not self.momentum:
             return torch.sub(anchor, torch.mul(gradient, self.lr)), {}

@@ -68,7 +68,7 @@ class Core:
         if self.group is None:
             return self._step_detached(closure)
         outer = self.outer
-        if (outer is None or outer.local_steps == 0) and self.inner.is_empty_step():
+        if self.inner.is_empty_step():
             return self.inner.step(closure)
         if self.closed or self._before_outer is not None:
             raise RuntimeError(self._no_step_now())
@@ -85,9 +85,7 @@ class Core:
         ended = self._clock()
         outer.local_steps += 1
         outer.tokens += self._tokens
-        counted = (
-            {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
-        )
+        counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
         self._tokens = self._samples = 0
         if self._ended_at is not None:
             step_s = ended - self._ended_at

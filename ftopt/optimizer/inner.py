@@ -94,9 +94,7 @@ class Inner:
         for optimizer in self.optimizers:
             part = optimizer.state_dict()
             state |= {offset + number: value for number, value in part["state"].items()}
-            groups += [
-                {**g, "params": [offset + number for number in g["params"]]} for g in part["param_groups"]
-            ]
+            groups += [{**g, "params": [offset + number for number in g["params"]]} for g in part["param_groups"]]
             offset += sum(len(group["params"]) for group in optimizer.param_groups)
         return {"state": state, "param_groups": groups}
 

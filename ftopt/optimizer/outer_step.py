@@ -11,9 +11,9 @@
 
 What keeps every inner step counted exactly once is one invariant, held at each boundary through all
 interleavings of the three threads: ``params - base`` is the work of the steps
-``base_step + 1 .. local_steps`` (see ``state.py``). While a newer state waits to be taken up there is no snapshot, since
-`commit` and `install` free it; so nothing moves ``base`` under the training thread's hands and tensors are
-never touched under the lock.
+``base_step + 1 .. local_steps`` (see ``state.py``). While a newer state waits to be taken up there is no
+snapshot, since `commit` and `install` free it; so nothing moves ``base`` under the training thread's hands,
+and tensors are never touched under the lock.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OuterStep:
         acted = False
         for fragment in self._fragments:
             index = fragment.index
-            acted |= self._take_over(fragment)
+            acted = self._take_over(fragment) or acted
             due = self._method.due(self.progress(index))
             if (due or self._group.called_in(index)) and not self._group.outstanding(index):
                 self._propose(fragment)
@@ -137,7 +137,7 @@ class OuterStep:
             if due and self._group.outstanding(index):
                 self._wait(index)
                 acted = True
-            acted |= self._take_over(fragment)
+            acted = self._take_over(fragment) or acted
         return acted
 
     def sync(self) -> bool:
@@ -219,7 +219,6 @@ class OuterStep:
         # version is old.
         self._group.propose(contribution)
 
-    @torch.no_grad()
     def _take_over(self, fragment: Fragment) -> bool:
         if fragment.state is fragment.taken:
             return False
@@ -343,9 +342,7 @@ class OuterStep:
         state = self._fragments[fragment].state
         return state.digest, state.tensors()
 
-    def install(
-        self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool
-    ) -> None:
+    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
         """A fetched state becomes the committed one; pending work is rebased onto it, or dropped if
         ``reborn``.
 

@@ -69,9 +69,7 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
         wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
         raise ValueError(
             f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
-            + "; ".join(
-                f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong
-            )
+            + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
         )
     own = {name: t.detach().clone().to(held.anchor.device) for name, t in tensors.items()}
     found = digest(own)

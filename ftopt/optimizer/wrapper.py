@@ -58,9 +58,7 @@ def wrap(
         if isinstance(optimizer, OuterOptimizer):
             raise UserError("inner is wrapped already; wrap the inner optimizer once")
         if not isinstance(optimizer, Optimizer):
-            raise UserError(
-                f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them"
-            )
+            raise UserError(f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them")
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
@@ -164,9 +162,7 @@ class OuterOptimizer(Optimizer):
                 "before the first step, with lr=0 until they shall train"
             )
         if self._core.inner.single is None:
-            raise UserError(
-                "add_param_group() with several inner optimizers; call it on one of them, before wrap()"
-            )
+            raise UserError("add_param_group() with several inner optimizers; call it on one of them, before wrap()")
         self._core.inner.single.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:

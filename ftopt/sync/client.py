@@ -1,68 +1,39 @@
 """The replica's end of the outer-sync layer: threads, sockets and time around the replica machine.
 
-Three threads meet here. The *training thread* calls the methods of `ReplicaGroup`. The *network thread* runs the machine:
-messages, heartbeats, commits, the state served to peers and fetched from them. The *reducer thread* builds process groups
-and reduces; a hung trainer blocks neither of the others. The training thread sees the machine through a few flags that
-the network thread mirrors after each event.
+Three threads meet here. The *training thread* calls the methods of `ReplicaGroup`. The *network thread* runs the
+machine: messages, heartbeats, commits, the state served to peers and fetched from them. The *reducer thread* builds
+process groups and reduces; a hung trainer blocks neither of the others. The training thread sees the machine through a
+few flags that the network thread mirrors after each event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
-import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ftopt.errors import FtoptError, Refused, Unreachable
 from ftopt.events import Event, OnEvent
-from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Fingerprint, Host
+from ftopt.sync.group import Committed, Contribution, Fingerprint, Host
 from ftopt.sync.link import Channel, Link
 from ftopt.sync.loop import LoopThread
+from ftopt.sync.ports import Meta, StateTransfer, Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.reducer import Reducer
 
 _log = logging.getLogger(__name__)
-Meta = dict[str, str]
-Provider = Callable[[int], tuple[Meta, Mapping[str, Tensor]]]
-
-
-class StoreOps(Protocol):
-    """The rendezvous store of a process group."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-
-    def get(self, key: str, timeout_s: float) -> bytes: ...
-
-
-class Transport(Protocol):
-    """Makes the process groups of attempts."""
-
-    def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> Collective: ...
-
-
-class StateTransfer(Protocol):
-    """Serves the committed state to peers and fetches theirs. Network thread."""
-
-    async def start(self, provider: Provider, on_serve: Callable[[int, Meta], None]) -> str:
-        """Serves; returns the address that peers use."""
-
-    async def fetch(
-        self, sources: Sequence[str], fragment: int, *, timeout_s: float, expect: Callable[[Meta], None]
-    ) -> tuple[Meta, Mapping[str, Tensor]]:
-        """A peer's state. Raises ConnectionError when no source gives it."""
-
-    async def stop(self) -> None: ...
 
 
 class Client:
@@ -97,7 +68,6 @@ class Client:
         self.sync = sync
         self._job = job
         self._link = link
-        self._transport = transport
         self._state = state
         self._network = network
         self._on_event = on_event
@@ -124,7 +94,7 @@ class Client:
         self._installing: set[int] = set()
         self._notice = ""
         self._said_bye = False
-        self._reducer = _Reducer(self)
+        self._reducer = Reducer(self, transport)
 
     # ------------------------------------------------------------ training thread
 
@@ -188,7 +158,7 @@ class Client:
     def leave(self, *, timeout_s: float) -> None:
         if self._machine is None or self._closed or self._failure is not None:
             return
-        state, inner_step, step_s = self._progress
+        _, inner_step, step_s = self._progress
         self.report(state="leaving", inner_step=inner_step, step_s=step_s)
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -299,9 +269,10 @@ class Client:
 
     async def _bye(self) -> None:
         self._said_bye = True
-        if self._channel is not None:
-            self._channel.send(m.encode(m.Bye()))
-            await self._channel.close()
+        if (channel := self._channel) is not None:
+            channel.send(m.encode(m.Bye()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
 
     async def _end(self) -> None:
         for task in [*self._tasks, *self._fetches.values()]:
@@ -513,159 +484,6 @@ class Client:
         if self._channel is None:
             raise ConnectionError("the coordinator is away")
         self._network.soon(self._send, message)
-
-    def connect_group(self, key: str, rank: int, size: int, ops: StoreOps) -> Collective:
-        """The transport's; reducer thread."""
-        return self._transport.connect(key=key, rank=rank, size=size, ops=ops)
-
-
-class _Reducer:
-    """The reducer thread, its process groups, and the rendezvous store that they are built with."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._jobs: queue.SimpleQueue[p.StartReduce | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._attempts: dict[int, Attempt] = {}
-        self._aborted: set[int] = set()
-        self._groups: dict[int, tuple[int, Collective]] = {}
-        self._users: dict[int, Collective] = {}
-        self._values: dict[str, Future[bytes]] = {}
-        self._thread = threading.Thread(target=self._work, name="ftopt-reducer", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-        self.fail_store()
-        with self._lock:
-            groups = [group for _, group in self._groups.values()]
-            self._groups.clear()
-        for group in groups:
-            group.close()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
-
-    def begin(self, start: p.StartReduce) -> None:
-        """Network thread."""
-        q, c = start.quorum, start.contribution
-        attempt = Attempt(
-            fragment=q.fragment,
-            version=q.version,
-            attempt=q.attempt,
-            rank=q.rank,
-            size=q.size,
-            weight=c.weight,
-            total_weight=q.total_weight,
-            contributors=q.contributors,
-        )
-        with self._lock:
-            self._attempts = {n: a for n, a in self._attempts.items() if a.fragment != q.fragment}
-            self._attempts[q.attempt] = attempt
-        self._jobs.put(start)
-
-    def started(self, attempt: int) -> Attempt:
-        """The attempt that was begun last under this number."""
-        with self._lock:
-            return self._attempts[attempt]
-
-    def abort(self, attempt: int) -> None:
-        """Network thread: ends a reduction that is under way or queued."""
-        with self._lock:
-            self._aborted.add(attempt)
-            group = self._users.get(attempt)
-        if group is not None:
-            group.stop()
-
-    def _work(self) -> None:
-        while (start := self._jobs.get()) is not None:
-            self._reduce(start)
-            del start
-
-    def _reduce(self, start: p.StartReduce) -> None:
-        client, q = self._client, start.quorum
-        with self._lock:
-            attempt = self._attempts.get(q.attempt)
-        if attempt is None:
-            return
-        try:
-            client.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
-            group = self._group(q)
-            rows = group.exchange([start.contribution.last_step])
-            digest = client.host.reduce(attempt, group)
-            client.emit("reduce.after", fragment=q.fragment, version=q.version, attempt=q.attempt)
-            client.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt)
-        except InterruptedError as error:
-            self._drop(q.fragment)
-            client.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], "")  # heeded if it is news
-        except (ConnectionError, TimeoutError) as error:
-            self._drop(q.fragment)
-            rank = getattr(error, "rank", None)
-            peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
-            client.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], peer)
-        except Exception as error:
-            _log.exception("replica %s: the reduction failed", client.replica)
-            self._drop(q.fragment)
-            client.reduce_failed(q.fragment, q.attempt, f"{error!r}"[:500], "")
-        else:
-            client.reduced(q.fragment, q.attempt, digest, rows)
-        finally:
-            with self._lock:
-                self._users.pop(q.attempt, None)
-                self._aborted.discard(q.attempt)
-
-    def _group(self, q: m.Quorum) -> Collective:
-        with self._lock:
-            number, group = self._groups.get(q.fragment, (0, None))
-            if group is not None and number != q.group:
-                del self._groups[q.fragment]
-                group.close()
-                group = None
-            if group is None:
-                key = f"{q.fragment}.{q.group}"
-                group = self._client.connect_group(key, q.rank, q.size, self)
-                self._groups[q.fragment] = (q.group, group)
-            self._users[q.attempt] = group
-            if q.attempt in self._aborted:
-                raise InterruptedError("the attempt was aborted before it began")
-        return group
-
-    def _drop(self, fragment: int) -> None:
-        with self._lock:
-            _, group = self._groups.pop(fragment, (0, None))
-        if group is not None:
-            group.close()
-
-    # The rendezvous store: StoreOps, called on the transport's threads.
-
-    def set(self, key: str, value: bytes) -> None:
-        self._client.send(m.StoreSet(key, base64.b64encode(value).decode()))
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        with self._lock:
-            future = self._values.setdefault(key, Future())
-        self._client.send(m.StoreGet(key))
-        try:
-            return future.result(timeout=timeout_s)
-        finally:
-            with self._lock:
-                self._values.pop(key, None)
-
-    def store_value(self, key: str, value: bytes) -> None:
-        """Network thread: an answer to `get`."""
-        with self._lock:
-            future = self._values.get(key)
-        if future is not None and not future.done():
-            future.set_result(value)
-
-    def fail_store(self) -> None:
-        """The coordinator is away: whoever waits for a key learns it at once."""
-        with self._lock:
-            futures = list(self._values.values())
-        for future in futures:
-            if not future.done():
-                future.set_exception(ConnectionError("the coordinator is away"))
 
 
 def _record(meta: Meta) -> m.Record:

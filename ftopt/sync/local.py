@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from ftopt.events import OnEvent
-from ftopt.sync.client import Meta, Provider
 from ftopt.sync.job import Job, Peer
 from ftopt.sync.journal import Journal
 from ftopt.sync.link import Channel
+from ftopt.sync.ports import Meta, Provider
 from ftopt.sync.protocol import messages as m
 
 

@@ -57,6 +57,7 @@ class _WebSocketChannel:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, receive: Callable[[str], None]) -> None:
         self._socket = socket
         self._queue: asyncio.Queue[tuple[str, Callable[[], None] | None] | None] = asyncio.Queue()
+        self._ended = False
         self._reader = asyncio.create_task(self._read(receive))
         self._writer = asyncio.create_task(self._write())
 
@@ -73,6 +74,9 @@ class _WebSocketChannel:
         await self._end()
 
     async def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
         for task in (self._reader, self._writer):
             task.cancel()
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)

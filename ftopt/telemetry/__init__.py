@@ -1,1 +1,1 @@
-"""What a run leaves behind and shows: JSON lines, the summary, the progress display, wandb. Subscribers of events all."""
+"""What a run leaves behind and shows: JSON lines, summary, progress display, wandb. Subscribers of events all."""

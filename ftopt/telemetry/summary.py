@@ -33,9 +33,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         by_name[event["event"]].append(event)
     dead = {_mark(event) for event in by_name["death"]}
     decided = _decisions(by_name["decide"])
-    executed = Counter(
-        {_life(replica, line): 0 for replica, lines in steps.items() for line in lines}
-    )
+    executed = Counter({_life(replica, line): 0 for replica, lines in steps.items() for line in lines})
     for replica, lines in steps.items():
         executed.update(_life(replica, line) for line in lines)
     committed, twice = _committed(decided.values())
@@ -67,7 +65,8 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         "samples_lost": None,
         **_losses(by_name["evaluate"], dead),
         "anchor_digests": {
-            mark[0]: _data(event).get("anchor_digest") for mark, event in sorted(survivors_end.items())
+            mark[0]: _data(event).get("anchor_digest")
+            for mark, event in sorted(survivors_end.items())
             if _data(event).get("reason") == "done"
         },
         "stall_s": _spread([_data(event)["stall_s"] for event in by_name["stall"] if _mark(event) not in dead]),

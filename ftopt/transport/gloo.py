@@ -8,24 +8,27 @@ a plain ``torch.distributed.all_reduce`` does not give, and how they are made:
   through. Waiting in slices costs 1 % of a core, and reacts as fast as a plain wait; a callback into Python
   from Gloo's threads would be no faster, and is a hazard at the interpreter's exit.
 - **It can be put away.** Dropping a group waits for its unfinished works: up to Gloo's own time-out when a
-  peer hangs. Groups are therefore dropped on background daemon threads.
+  peer hangs, and `abort` does not wake them. So the group's sockets are shut down first, and all of it
+  happens on a background thread.
 - **A death is known to all.** Only the dead member's neighbours in the ring feel it. They drop their group at
   once, which their neighbours feel in turn.
 - **Progress is watched, not total time.** A payload goes in pieces; the time-out is the longest time without
   one.
 
-Measured (torch 2.13, 2 cores, loopback, 1 thread a process): {MEASURED}
+Measured (torch 2.13, 2 cores, loopback, 1 thread a process): a group of 4 is built in 2.5 ms (median; 9 ms at
+most); a row is exchanged as fast as by a plain call (0.3 ms by 2 members, 1 ms by 3, 4 ms by 4 on 2 cores); a
+killed peer is noticed by all of 3 to 5 members in 10-30 ms on an idle machine; `stop` ends a call within 8 ms.
+50M fp32 by 3 members, as a multiple of one call (0.16-0.18 s): pieces of 1 MiB 1.7-2.2, 4 MiB 1.1-1.2, 8 MiB
+1.0, 16 MiB 1.0. Where the network is slower than loopback, the difference vanishes.
 """
 
 from __future__ import annotations
 
-import re
-import socket
-import struct
+import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -33,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
+from ftopt.transport.sockets import rank_of, shut_down
 from ftopt.transport.store import RendezvousStore, StoreOps
 
 _SLICE = timedelta(milliseconds=5)
@@ -43,8 +47,9 @@ _DEPTH = 4
 _OPEN_MARGIN_S = 0.5
 """`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
 
-_unfreed: list[list[Any]] = []
-"""Groups that could not be put away because the interpreter was ending; the process's end frees them."""
+_EXIT_S = 1.0
+_running: set[threading.Thread] = set()
+_unstarted: list[Callable[[], None]] = []
 
 
 class PeerLost(ConnectionError):
@@ -68,7 +73,7 @@ class GlooTransport:
         host: this machine's name or address, as its peers reach it; the groups listen there, on a free port.
         timeout_s: seconds without any piece, or without a peer's coming, after which an attempt fails. With
             pieces of 4 MiB, two on the wire at a time, 3 s are enough down to about 45 Mbit/s.
-        piece_bytes: bytes a piece. Default 4 MiB: on loopback pieces then cost {RATIO} of a single call's
+        piece_bytes: bytes a piece. Default 4 MiB: on loopback pieces then cost about 1.15 of a single call's
             time; smaller ones cost more (1 MiB: 1.7), larger ones need a faster network for the same
             ``timeout_s``.
 
@@ -85,7 +90,7 @@ class GlooTransport:
         self.timeout_s = timeout_s
         self.piece_bytes = piece_bytes
         try:
-            self._device = cast(Any, ProcessGroupGloo).create_device(hostname=host, lazy_init=False)
+            self._device()
         except RuntimeError as error:
             raise ValueError(
                 f"host={host!r} is no address of this machine; give the name or address by which peers "
@@ -106,13 +111,17 @@ class GlooTransport:
         """
         assert 0 <= rank < size, (rank, size)
         options = cast(Any, ProcessGroupGloo)._Options()
-        options._devices = [self._device]
+        options._devices = [self._device()]
         options._threads = _THREADS
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
         return GlooCollective(
             key, rank, size, ops, options=options, timeout_s=self.timeout_s, piece_bytes=self.piece_bytes
         )
+
+    def _device(self) -> Any:
+        """A device is a listening port. Each group has its own: it tells the group's sockets from others'."""
+        return cast(Any, ProcessGroupGloo).create_device(hostname=self.host, lazy_init=False)
 
 
 class GlooCollective:
@@ -154,8 +163,7 @@ class GlooCollective:
         if size == 1:
             self._opened.set()
         else:
-            name = f"ftopt-connect-{key}"
-            threading.Thread(target=self._build, args=(options,), name=name, daemon=True).start()
+            _in_background(lambda: self._build(options), f"ftopt-connect-{key}")
 
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
@@ -195,10 +203,11 @@ class GlooCollective:
         """Puts the group away without blocking, also when a peer hangs. Idempotent; includes `stop`."""
         self.stop()  # first: a reduction that finds no group must find itself stopped
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
-            group, self._group = self._group, None
-        if group is not None:
-            _drop_in_background([group])
+            box, self._group = [self._group], None
+        self._put_away(box)
 
     def _build(self, options: Any) -> None:
         group: Any = None
@@ -218,22 +227,21 @@ class GlooCollective:
 
     def _reduce(self, pieces: Iterable[Tensor]) -> None:
         pending: deque[Work] = deque()
+        with self._lock:
+            box = [self._group]  # in a box: whoever lets go of the group last waits for its works
         try:
-            with self._lock:
-                group = self._group
             self._check()
             since_s = time.monotonic()
             for piece in pieces:
-                pending.append(group.allreduce([piece]))
+                pending.append(box[0].allreduce([piece]))
                 if len(pending) == _DEPTH:
                     since_s = self._finish(pending, since_s)
             while pending:
                 since_s = self._finish(pending, since_s)
         except BaseException:
-            # The works and the local name keep the group alive: let go of all before it is dropped.
-            pending.clear()
-            group = None
+            pending.clear()  # a work keeps the group's connections
             self.close()
+            _in_background(box.clear, "ftopt-drop-group")
             raise
 
     def _finish(self, pending: deque[Work], since_s: float) -> float:
@@ -254,46 +262,53 @@ class GlooCollective:
                     f"network is too slow for pieces of {self._piece_bytes} bytes"
                 )
 
+    def _put_away(self, box: list[Any]) -> None:
+        """Ends the connections and drops the group in ``box``, to which the caller holds no other reference."""
+        if self.size == 1:
+            return
+
+        def work() -> None:
+            shut_down(dict(self._store.values))
+            box.clear()
+
+        _in_background(work, "ftopt-drop-group")
+
     def _check(self) -> None:
         if self._stopped.is_set():
             raise InterruptedError("the reduction was stopped")
 
     def _explain(self, error: RuntimeError, what: str) -> OSError:
         line = _first_line(error)
-        rank = _rank_in(str(error), self._store.values)
+        rank = rank_of(str(error), dict(self._store.values), self.rank)
         who = "a peer" if rank is None else f"rank {rank}"
         if "imed out" in line or "imeout" in line:
             return TimeoutError(f"{who} {what} in time: {line}")
         return PeerLost(f"{who} {what}: {line}", rank=rank)
 
 
-def _drop_in_background(box: list[Any]) -> None:
-    """Empties ``box`` on a daemon thread. The caller must hold no other reference to what is in it."""
+def _in_background(work: Callable[[], None], name: str) -> None:
+    def run() -> None:
+        try:
+            work()
+        finally:
+            _running.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _running.add(thread)
     try:
-        threading.Thread(target=box.clear, name="ftopt-drop-group", daemon=True).start()
-    except RuntimeError:  # no new threads: the interpreter is ending
-        _unfreed.append(box)
+        thread.start()
+    except RuntimeError:  # no new threads, the interpreter is ending; what `work` holds lives on with it
+        _unstarted.append(work)
+
+
+@atexit.register
+def _finish_background() -> None:
+    """A thread that comes back from Gloo while the interpreter ends would abort the process: waits for it, 1 s."""
+    end_s = time.monotonic() + _EXIT_S
+    for thread in list(_running):
+        if thread.ident is not None:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].partition(" This is typically")[0]
-
-
-def _rank_in(message: str, values: Mapping[str, bytes]) -> int | None:
-    """The rank whose address Gloo's ``message`` names: looks it up among the addresses left in the store.
-
-    Gloo prints the port of an IPv4 peer in host byte order as it stands in memory, so both orders are tried.
-    """
-    found = re.search(r"\[([0-9a-fA-F.:]+)\]:(\d+)", message)
-    if not found:
-        return None
-    host, port = found[1], int(found[2])
-    try:
-        address = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-    except OSError:
-        return None
-    gap = rb".{4}" if ":" in host else rb""  # sockaddr_in6 has its flow label between port and address
-    ports = b"|".join(re.escape(struct.pack(order, port)) for order in ("<H", ">H"))
-    pattern = re.compile(rb"(?:" + ports + rb")" + gap + re.escape(address), re.DOTALL)
-    ranks = {int(key.rpartition("/")[2]) for key, value in values.items() if pattern.search(value)}
-    return ranks.pop() if len(ranks) == 1 else None

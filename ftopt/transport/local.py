@@ -97,7 +97,7 @@ class LocalCollective:
         """Waits until all members have joined."""
         meeting = self._meeting
         with meeting.changed:
-            self._wait(lambda: len(meeting.here) == self.size, lambda: meeting.gone - {self.rank})
+            self._wait(lambda: len(meeting.here) == self.size)
 
     def all_reduce_(self, flat: Tensor) -> None:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order."""
@@ -114,7 +114,7 @@ class LocalCollective:
                 call.brought.clear()
                 meeting.changed.notify_all()
             try:
-                self._wait(lambda: call.total is not None, lambda: meeting.gone - call.brought.keys())
+                self._wait(lambda: call.total is not None)
             finally:
                 call.brought.pop(self.rank, None)  # nobody reads the tensor of a member that has failed
             assert call.total is not None
@@ -149,15 +149,15 @@ class LocalCollective:
         if self._stopped:
             raise InterruptedError("the reduction was stopped")
 
-    def _wait(self, done: Callable[[], bool], missing: Callable[[], set[int]]) -> None:
-        """Waits on the meeting's condition until ``done``, or one of those ``missing`` is gone for good."""
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Waits on the meeting's condition until ``done``. Before that, a member gone is a failure."""
         meeting = self._meeting
         deadline = time.monotonic() + self._timeout_s
         while True:
             self._check()
             if done():
                 return
-            gone = missing()
+            gone = meeting.gone - {self.rank}
             left_s = deadline - time.monotonic()
             if gone or left_s <= 0:
                 self._stopped = True

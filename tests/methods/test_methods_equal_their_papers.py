@@ -11,16 +11,12 @@ from tests.reference.diloco import diloco
 from tests.reference.local_sgd import local_sgd
 
 REPLICAS, STEPS, SYNC_EVERY = 4, 100, 10
-CASES = pytest.mark.parametrize(
-    ("model", "inner"), [("linear", "sgd"), ("linear", "adamw"), ("mlp", "adamw")]
-)
+CASES = pytest.mark.parametrize(("model", "inner"), [("linear", "sgd"), ("linear", "adamw"), ("mlp", "adamw")])
 
 
 @CASES
 def test_diloco_equals_its_paper_with_torchs_own_sgd_outside(model: str, inner: str) -> None:
-    expected = diloco(
-        problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS, torch_sgd=True
-    )
+    expected = diloco(problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS, torch_sgd=True)
     for anchor in train(problem(model, inner), DiLoCo(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS):
         torch.testing.assert_close(anchor, expected, rtol=0, atol=1e-6)
 
@@ -35,9 +31,7 @@ def test_diloco_equals_its_equations_bit_for_bit(model: str, inner: str) -> None
 @CASES
 def test_local_sgd_equals_its_equations_bit_for_bit(model: str, inner: str) -> None:
     expected = local_sgd(problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS)
-    for anchor in train(
-        problem(model, inner), LocalSGD(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS
-    ):
+    for anchor in train(problem(model, inner), LocalSGD(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS):
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
 
 
@@ -90,13 +84,9 @@ def _averager(rank: int, url: str, queue: object) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "method", [DiLoCo(sync_every=10), LocalSGD(sync_every=10)], ids=["diloco", "local_sgd"]
-)
+@pytest.mark.parametrize("method", [DiLoCo(sync_every=10), LocalSGD(sync_every=10)], ids=["diloco", "local_sgd"])
 def test_a_bf16_anchor_moves_as_far_as_an_fp32_one(method: DiLoCo | LocalSGD) -> None:
-    start = torch.cat(
-        [p.detach().reshape(-1) for p in problem("mlp").model(0).bfloat16().float().parameters()]
-    )
+    start = torch.cat([p.detach().reshape(-1) for p in problem("mlp").model(0).bfloat16().float().parameters()])
     moved = {}
     for dtype in (torch.float32, torch.bfloat16):
         (anchor, *_) = train(problem("mlp", "sgd"), method, replicas=4, steps=200, dtype=dtype)
@@ -104,18 +94,14 @@ def test_a_bf16_anchor_moves_as_far_as_an_fp32_one(method: DiLoCo | LocalSGD) ->
     assert moved[torch.bfloat16] == pytest.approx(moved[torch.float32], rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "method", [DiLoCo(sync_every=1), LocalSGD(sync_every=1)], ids=["diloco", "local_sgd"]
-)
+@pytest.mark.parametrize("method", [DiLoCo(sync_every=1), LocalSGD(sync_every=1)], ids=["diloco", "local_sgd"])
 def test_rounds_without_training_leave_a_bf16_anchor_where_it_is(method: DiLoCo | LocalSGD) -> None:
     anchor = torch.randn(1000)
     start = anchor.bfloat16().float()
     outer = method.init(anchor)
     now = anchor
     for _ in range(20):
-        shares = [
-            method.payload(now, start, start, alone=False, out=torch.empty(1000)) * 0.25 for _ in range(4)
-        ]
+        shares = [method.payload(now, start, start, alone=False, out=torch.empty(1000)) * 0.25 for _ in range(4)]
         now, outer = method.outer_step(now, outer, sum(shares[1:], shares[0]))
     torch.testing.assert_close(now, anchor, rtol=0, atol=1e-6)
     assert not torch.equal(now, now.bfloat16().float()), "the anchor was pulled to the bf16 grid"

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-import ftopt.optimizer
+from ftopt.connect import local_groups
 from ftopt.methods import Method
-from ftopt.optimizer import OuterOptimizer
-from tests.optimizer.doubles import Table
+from ftopt.optimizer import OuterOptimizer, wrap
 from tests.problems import Problem
 
 T = TypeVar("T")
-
-
-def groups_in_process(n: int) -> Sequence[Any]:
-    """n groups that sum in rank order."""
-    return Table(n).seats
 
 
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
@@ -34,11 +28,11 @@ def train(
 ) -> list[list[Tensor]]:
     """Trains replicas on their own batches; returns each one's anchor, tensor by tensor."""
     models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
-    groups = groups_in_process(replicas)
+    groups = local_groups(replicas)
 
     def replica(m: int) -> list[Tensor]:
         model = models[m]
-        optimizer = ftopt.optimizer.wrap(problem.inner(model.parameters()), model, method, group=groups[m])
+        optimizer = wrap(problem.inner(model.parameters()), model, method, group=groups[m])
         with optimizer:
             for step in range(steps):
                 optimizer.zero_grad()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 
 import pytest
@@ -34,7 +35,7 @@ class _Trainer:
 
     def step(self) -> None:
         self.steps += 1
-        # Exact in bf16 too, so that rounding does not blur the sums.
+        # Eighths: exact in bf16 too, so that rounding does not blur the sums.
         move = (_direction(self.steps) * 8).round() / 8
         self.group.work[self.steps] = -move
         self.model.weight.grad = move.reshape(1, -1).to(self.model.weight.dtype)
@@ -52,6 +53,8 @@ def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
     assert not set(group.counted) & set(group.dropped), "a counted step was dropped as well"
     pending = [step for step in range(1, trainer.steps + 1) if step not in done]
     assert optimizer.pending_steps == len(pending)
+    assert not (group.reborn_pending and pending), "a replica that was given up kept its pending steps"
+    group.reborn_pending = False
     (fragment,) = optimizer._core.started().fragments
     torch.testing.assert_close(fragment.state.anchor.double(), group.anchor, rtol=0, atol=tolerance)
     work = sum((group.work[step].double() for step in pending), torch.zeros(SIZE, dtype=torch.float64))
@@ -66,23 +69,22 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(
     happened: dict[str, int] = {}
     walks = 60
     for seed in range(walks):
-        print(f"seed={seed}")  # Shown when it fails; run it again with range(seed, seed + 1).
+        print(f"seed={seed}")  # noqa: T201 - Shown when it fails; run it again with range(seed, seed + 1).
         chance = random.Random(seed)
         group = Scripted(chance, SIZE)
         trainer = _Trainer(group, method, dtype)
-        with trainer.optimizer:
-            for _ in range(40):
-                group.quiet = False
-                trainer.step()
-                if chance.random() < 0.1:
-                    trainer.optimizer.sync()
-                group.quiet = True
-                _check(trainer, group, 1e-5 if dtype == torch.float32 else 0.4)
+        for _ in range(40):
+            trainer.step()
+            if chance.random() < 0.1:
+                trainer.optimizer.sync()
+            group.quiet = True
+            _check(trainer, group, 1e-5)
+            group.quiet = False
         for what, times in group.happened.items():
             happened[what] = happened.get(what, 0) + times
-    print(happened)
+    print(happened)  # noqa: T201
     missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reborn", "propose too late"}
-    assert all(happened.get(what, 0) >= walks for what in missing), happened
+    assert all(happened.get(what, 0) >= walks // 4 for what in missing), happened
 
 
 class _Threaded(Scripted):
@@ -113,31 +115,34 @@ class _Threaded(Scripted):
 def test_real_threads_count_each_step_once_too() -> None:
     group = _Threaded(random.Random(1), SIZE)
     trainer = _Trainer(group, LocalSGD(sync_every=2), torch.float32)
-    with trainer.optimizer:
-        group.thread.start()
-        for _ in range(300):
+    trainer.step()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # Threads change places in the middle of everything.
+    group.thread.start()
+    try:
+        while min(group.happened.get(what, 0) for what in ("commit", "overtaken", "uncounted")) < 30:
             trainer.step()
+    finally:
         group.over.set()
         group.thread.join()
-        _check(trainer, group, 1e-3)
-    assert group.happened["commit"] > 5, group.happened
+        sys.setswitchinterval(interval_s)
+    _check(trainer, group, 1e-3)
 
 
 @pytest.mark.parametrize("reason", ["nan", "inf"])
 def test_nonfinite_work_is_dropped_and_training_goes_on(reason: str) -> None:
     group = Scripted(random.Random(0), SIZE)
     trainer = _Trainer(group, LocalSGD(sync_every=3), torch.float32)
-    with trainer.optimizer:
-        for _ in range(2):
-            trainer.step()
-        with torch.no_grad():
-            trainer.model.weight[0, 7] = float(reason)
+    for _ in range(2):
         trainer.step()
-        assert group._outstanding is not None and not group._outstanding.finite
-        assert (group._outstanding.weight, group._outstanding.steps) == (0.0, 3)
-        assert group.dropped == [1, 2, 3]
-        assert trainer.optimizer.pending_steps == 0
-        assert torch.equal(trainer.params(), torch.zeros(SIZE, dtype=torch.float64))
-        trainer.step()
-        assert trainer.optimizer.pending_steps == 1
-        torch.testing.assert_close(trainer.params(), group.work[4].double())
+    with torch.no_grad():
+        trainer.model.weight[0, 7] = float(reason)
+    trainer.step()
+    assert group._outstanding is not None and not group._outstanding.finite
+    assert (group._outstanding.weight, group._outstanding.steps) == (0.0, 3)
+    assert group.dropped == [1, 2, 3]
+    assert trainer.optimizer.pending_steps == 0
+    assert torch.equal(trainer.params(), torch.zeros(SIZE, dtype=torch.float64))
+    trainer.step()
+    assert trainer.optimizer.pending_steps == 1
+    torch.testing.assert_close(trainer.params(), group.work[4].double())

@@ -181,14 +181,11 @@ def test_a_killed_member_is_noticed_by_all_and_the_survivors_meet_again(count: i
         assert time.monotonic() - before_s < SOON_S
         started.append(victim)
     assert {name for name, _ in failures} == {"PeerLost"}
-    assert any(rank == 1 for _, rank in failures), failures
     assert rows == [[[rank] for rank in range(count - 1)]] * (count - 1)
 
 
 def stop_while_a_peer_hangs(pipe: Connection, rank: int, size: int, port: int) -> None:
-    collective = GlooTransport("127.0.0.1", NEVER_S).connect(
-        key="a", rank=rank, size=size, ops=TcpOps(port)
-    )
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=rank, size=size, ops=TcpOps(port))
     collective.open()
     pipe.send("open")
     if rank == 1:

@@ -1,0 +1,63 @@
+"""``ftopt coordinator``: the process that forms quorums and decides."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+from ftopt.cli.output import say
+from ftopt.events import OnEvent, ignore
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """[--bind ADDR] [--journal FILE] [--token TOKEN]; what ``ftopt run`` adds is not shown."""
+    parser.add_argument("--bind", default="127.0.0.1:29400", help="HOST:PORT to listen on (default: %(default)s)")
+    parser.add_argument("--journal", type=Path, help="file that survives a restart (default: none)")
+    parser.add_argument("--token", help="what replicas must show (default: FTOPT_TOKEN, else none)")
+    parser.add_argument("--folder", type=Path, help="a run's folder to write events.jsonl to")
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until SIGTERM or Ctrl-C."""
+    from ftopt.sync.coordinator import run_coordinator
+
+    if arguments.supervised:
+        from ftopt.job.supervised import FinishUp, terminate_self
+
+        FinishUp(patience_s=10.0).on_asked(terminate_self)
+    run_coordinator(
+        arguments.bind,
+        journal=arguments.journal,
+        token=arguments.token or os.environ.get("FTOPT_TOKEN"),
+        on_event=_subscribers(arguments),
+        ready=say if arguments.supervised else _ready,
+    )
+    return 0
+
+
+def _ready(url: str) -> None:
+    say(f"coordinator at {url}; `ftopt status {url}` shows the job; Ctrl-C ends it")
+
+
+def _subscribers(arguments: argparse.Namespace) -> OnEvent:
+    """Events to the run's folder, and the faults of the run's recipe that aim at the coordinator."""
+    if arguments.folder is None:
+        return ignore
+    from ftopt.config.loader import load
+    from ftopt.faults.injector import FaultInjector
+    from ftopt.faults.spec import COORDINATOR
+    from ftopt.job.subscribers import fan_out
+    from ftopt.telemetry.folder import RunFolder
+    from ftopt.telemetry.jsonl import EventLog, JsonLines
+
+    folder = RunFolder(arguments.folder)
+    folder.create()
+    log = EventLog(JsonLines(folder.events, arguments.started or time.time()))
+    faults = load(str(folder.recipe)).faults if folder.recipe.exists() else []
+    aimed = [fault for fault in faults if fault.replica == COORDINATOR]
+    return fan_out(log, FaultInjector(aimed, log, incarnation=arguments.life))

@@ -1,0 +1,60 @@
+"""The table of verbs, and what every verb has in common: exit status and messages.
+
+Exit status: 0 done, 1 the run failed, 2 the user's input was wrong. A user's mistake ends in one message, never in a
+traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ftopt.cli.output import complain
+from ftopt.errors import FtoptError, UserError
+
+VERBS = {
+    "ls": "the recipes shipped, a line each",
+    "cp": "copy a recipe to edit it",
+    "validate": "check a recipe: every error at once",
+    "run": "the whole job on this machine: coordinator and replicas",
+    "coordinator": "the process that forms quorums and decides",
+    "replica": "one replica of a job",
+    "status": "who is in, versions, rounds",
+}
+"""Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when it is called."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)
+    verb = given[0] if given and given[0] in VERBS else None
+    parser = argparse.ArgumentParser(
+        prog="ftopt", description="Semi-synchronous training in which replicas come and go.", allow_abbrev=False
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, text in VERBS.items():
+        sub = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        if name == verb:
+            importlib.import_module(f"ftopt.cli.{name}").add(sub)
+    parsed = parser.parse_args(given)
+    try:
+        return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
+    except UserError as error:
+        complain(str(error))
+        return 2
+    except FtoptError as error:
+        complain(str(error))
+        return 1
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return 1
+    except BrokenPipeError:  # `ftopt ls | head`
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

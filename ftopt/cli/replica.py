@@ -1,0 +1,49 @@
+"""``ftopt replica RECIPE --coordinator URL``: one replica of a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from pathlib import Path
+
+from ftopt.errors import UserError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """RECIPE --coordinator URL [key=value ...]; what ``ftopt run`` adds is not shown."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or a path")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. train.inner_steps=200")
+    parser.add_argument("--coordinator", metavar="URL", help="its address (default: FTOPT_COORDINATOR)")
+    parser.add_argument("--id", help="this replica's id (default: FTOPT_REPLICA, else host and process)")
+    parser.add_argument("--job", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
+    parser.add_argument("--token", help="the job's token (default: FTOPT_TOKEN, else none)")
+    parser.add_argument("--folder", type=Path, help="the run's folder (default: log.dir/NAME-ID)")
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains until the job's end; SIGTERM and Ctrl-C leave in good order."""
+    from ftopt.config.loader import load
+    from ftopt.job.replica import run_replica
+
+    recipe = load(arguments.recipe, arguments.overrides)
+    url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
+    if not url:
+        raise UserError(
+            "no coordinator; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
+        )
+    replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
+    run_replica(
+        recipe,
+        url=url,
+        replica=replica,
+        job=arguments.job or os.environ.get("FTOPT_JOB") or recipe.name,
+        token=arguments.token or os.environ.get("FTOPT_TOKEN"),
+        folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
+        started=arguments.started or time.time(),
+        supervised=arguments.supervised,
+    )
+    return 0

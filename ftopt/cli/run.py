@@ -1,0 +1,71 @@
+"""``ftopt run RECIPE [key=value ...]``: the whole job on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from ftopt.cli.output import say
+from ftopt.cli.validate import add as add
+from ftopt.errors import UserError
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs it, then says what came out and where it lies."""
+    from ftopt.config.loader import load
+    from ftopt.job.runner import Runner, on_terminal, resolved
+    from ftopt.telemetry.folder import RunFolder
+    from ftopt.telemetry.progress import LiveTable, PlainLines
+    from ftopt.telemetry.wandb import resolve
+
+    recipe = load(arguments.recipe, arguments.overrides)
+    mode = resolve(recipe.log.wandb)
+    folder = new_folder(Path(recipe.log.dir), recipe.name)
+    if mode == "offline":
+        say(f"wandb is offline: no key was found; `wandb sync {folder}/wandb/offline-run-*` sends the runs later")
+    runner = Runner(resolved(recipe, mode), RunFolder(folder), LiveTable() if on_terminal() else PlainLines(say))
+    try:
+        summary = runner.run()
+    finally:
+        say(f"folder: {folder}")
+    for line in digest_lines(summary):
+        say(line)
+    return 0
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A folder of its own for this run: ``<parent>/<name>-<time>``, made."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        folder = parent / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a folder that can be written") from error
+        return folder.resolve()
+    raise UserError(f"log.dir={str(parent)!r} has a thousand runs of this second; give another one")
+
+
+def digest_lines(summary: dict[str, Any]) -> list[str]:
+    """The summary in a few lines."""
+    digests = summary["anchor_digests"]
+    alike = "alike" if len(set(digests.values())) <= 1 else "NOT ALIKE"
+    stall = summary["stall_s"]
+    lines = [
+        f"outer steps {summary['outer_steps']}, attempts {summary['attempts']}, aborted {summary['attempts_aborted']}",
+        f"inner steps executed {summary['inner_steps_executed']} = committed {summary['inner_steps_committed']}"
+        f" + pending {summary['inner_steps_pending']} + of the dead {summary['dead_inner_steps_lost']}"
+        f" + discarded {sum(summary['inner_steps_discarded'].values())}"
+        f" + survivors' lost {summary['survivor_inner_steps_lost']}",
+        f"anchor digests of {len(digests)} replicas: {alike}",
+        f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s",
+    ]
+    if stall is not None:
+        lines.append(f"stalls: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
+    if summary["val_loss_final"] is not None:
+        lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f} nats a byte")
+    return lines

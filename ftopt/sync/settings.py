@@ -1,1 +1,0 @@
-from ftopt.sync.protocol.settings import Sync as Sync

@@ -1,0 +1,128 @@
+"""What a run looks like now, folded from its event and step lines; what the displays draw."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Record = Mapping[str, Any]
+
+_STATES = {
+    "spawn": "starting",
+    "join": "training",
+    "propose": "waiting",
+    "apply": "training",
+    "fetch": "fetching",
+    "fetched": "training",
+    "leave": "left",
+    "death": "dead",
+}
+_AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging"}
+_WINDOW_S = 5.0
+
+
+@dataclass(slots=True)
+class Row:
+    """One replica: what it is doing, where it stands."""
+
+    replica: str
+    state: str = "starting"
+    incarnation: int = 0
+    inner_step: int = 0
+    version: int = 0
+    loss: float | None = None
+    steps_per_s: float = 0.0
+    _times: deque[float] = field(default_factory=deque)
+
+    def stepped(self, line: Record) -> None:
+        """Takes up a line of the replica's own file."""
+        self.state = "training"
+        self.inner_step, self.incarnation = line["inner_step"], line["incarnation"]
+        self.loss = line["loss"]
+        self._times.append(line["t_s"])
+        while self._times[-1] - self._times[0] > _WINDOW_S:
+            self._times.popleft()
+        span = self._times[-1] - self._times[0]
+        self.steps_per_s = (len(self._times) - 1) / span if span else 0.0
+
+
+@dataclass(slots=True)
+class RunView:
+    """The run: its rows and the job's own figures."""
+
+    inner_steps: int
+    rows: dict[str, Row] = field(default_factory=dict)
+    inner_step: int = 0
+    version: int = 0
+    aborted: int = 0
+    val_loss: float | None = None
+    held: str = ""
+
+    def row(self, replica: str) -> Row:
+        """The row of a replica, made when it is new."""
+        return self.rows.setdefault(replica, Row(replica))
+
+    def event(self, record: Record) -> str | None:
+        """Takes up an event line; returns a sentence when the event is a notable one."""
+        name, replica = record["event"], record["replica"]
+        data = record.get("data", {})
+        if name == "decide" and record.get("fragment") == 0:
+            self.version, self.inner_step = record["version"], record["inner_step"]
+        elif name == "abort":
+            self.aborted += 1
+        elif name == "evaluate":
+            self.val_loss = data["loss"]
+        if replica != "coordinator":
+            self._update(self.row(replica), record, data)
+        if name == "hold":
+            if data["text"] == self.held:
+                return None  # Each replica is told the same.
+            self.held = data["text"]
+        if name == "rollback" and self.inner_step >= self.inner_steps:
+            return None  # The last holders have left because the job is done.
+        return sentence(record)
+
+    def _update(self, row: Row, record: Record, data: Record) -> None:
+        name = record["event"]
+        if record["incarnation"] > row.incarnation:
+            row.incarnation = record["incarnation"]
+        if name == "apply":
+            row.version = record["version"]
+        if name == "end":
+            row.state = data["reason"]
+        elif name == "fault":
+            row.state = _AFTER_FAULT[data["do"]]
+        else:
+            row.state = _STATES.get(name, row.state)
+
+
+def sentence(record: Record) -> str | None:
+    """A notable event in words, None for the others."""
+    name, data = record["event"], record.get("data", {})
+    who = record["replica"]
+    if record["incarnation"] > 1:
+        who += f" (incarnation {record['incarnation']})"
+    if name == "fault":
+        lasting = f" for {data['for_s']:g} s" if data.get("for_s") else ""
+        return f"fault: {data['do']} {who} at {data['point']}, inner step {record.get('inner_step')}{lasting}"
+    if name == "abort":
+        return f"version {record['version']}: an attempt was aborted ({data.get('reason', 'no reason given')})"
+    if name == "evaluate":
+        return f"inner step {record['inner_step']}: held-out loss {data['loss']:.4f}" if not data["final"] else None
+    words = {
+        "join": f"{who} joined",
+        "leave": f"{who} left",
+        "fetched": f"{who} fetched version {record.get('version')}",
+        "death": f"{who} died ({data.get('status')})",
+        "refuse": f"{who} was refused: {data.get('reason')}",
+        "hold": str(data.get("text")),
+        "reborn": f"{who} was away for too long and starts anew",
+        "fork": f"{who} is on another branch of the history",
+        "mismatch": f"version {record.get('version')}: results differ",
+        "rollback": f"went back to version {record.get('version')}",
+    }
+    if name == "spawn" and data.get("life", 1) > 1:
+        return f"{who} is started again"
+    return words.get(name)

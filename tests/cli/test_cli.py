@@ -1,0 +1,99 @@
+"""The command line: results, messages and exit status of each verb."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from ftopt.cli.main import VERBS, main
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("FTOPT_COORDINATOR", "FTOPT_REPLICA", "FTOPT_JOB", "FTOPT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_ls_tells_each_recipe_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"diloco_bytes", "localsgd_bytes"} <= set(names)
+
+
+def test_cp_copies_once_and_the_copy_is_valid(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cp", "diloco_bytes"]) == 0
+    assert main(["validate", "diloco_bytes.yaml"]) == 0
+    assert main(["cp", "diloco_bytes"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main(["cp", "diloco_bytes", "no/such/folder.yaml"]) == 2
+
+
+def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "diloco_bytes", "train.inner_step=3", "replica=4"]) == 2
+    error = capsys.readouterr().err
+    assert "2 errors" in error
+    assert "train.inner_steps" in error
+    assert "replicas?" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "diloco_bites"],
+        ["run", "diloco_bytes", "checkpoint.dir=x"],
+        ["replica", "diloco_bytes"],
+        ["replica", "diloco_bytes", "--coordinator", "nonsense"],
+        ["status", "localhost:29400"],
+        ["cp", "nothing"],
+    ],
+)
+def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("ftopt: ")
+    assert "Traceback" not in error
+
+
+def test_a_run_that_is_refused_leaves_no_folder(elsewhere: Path) -> None:
+    assert main(["run", "diloco_bytes", "sync.min_replicas=9"]) == 2
+    assert not (elsewhere / "runs").exists()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_coordinator_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    assert main(["status", url]) == 2
+    assert url in capsys.readouterr().err
+
+
+def test_a_port_in_use_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["coordinator", "--bind", f"127.0.0.1:{port}"]) == 2
+    assert str(port) in capsys.readouterr().err
+
+
+def test_every_verb_has_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in VERBS:
+        with pytest.raises(SystemExit) as exit_:
+            main([verb, "--help"])
+        assert exit_.value.code == 0
+    assert "key=value" in capsys.readouterr().out
+
+
+def test_an_unknown_verb_exits_with_2() -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["dance"])
+    assert exit_.value.code == 2

@@ -1,0 +1,136 @@
+"""Recipes: what is read, what is refused, and in which words."""
+
+from pathlib import Path
+
+import pytest
+
+from ftopt.config.loader import dump, load
+from ftopt.config.schema import Factory, Sgd, Text
+from ftopt.config.shipped import shipped, title
+from ftopt.errors import UserError
+from ftopt.faults.spec import Fault
+from ftopt.methods import LocalSGD
+
+
+def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:
+    with pytest.raises(UserError) as caught:
+        load(source, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_a_shipped_recipe_is_valid_and_says_how_to_run_it(name: str) -> None:
+    assert load(name).name == name
+    assert title(shipped()[name])
+    assert f"ftopt run {name}" in shipped()[name].read_text(encoding="utf-8")
+
+
+def test_both_recipes_are_shipped() -> None:
+    assert {"diloco_bytes", "localsgd_bytes"} <= set(shipped())
+    assert isinstance(load("localsgd_bytes").method, LocalSGD)
+
+
+def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
+    recipe = load("diloco_bytes", ["faults=[{replica: 1, at_step: 9, point: reduce, do: kill, rejoin_s: 2}]"])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump(recipe), encoding="utf-8")
+    assert load(str(path)) == recipe
+    assert recipe.faults == [Fault(replica=1, at_step=9, point="reduce", do="kill", rejoin_s=2.0)]
+
+
+def test_exponents_are_numbers_and_off_is_a_word() -> None:
+    recipe = load("diloco_bytes", ["inner.lr=1e-3", "log.wandb=off", "train.clip_norm=null", "sync.grace_s=1"])
+    assert recipe.inner.lr == 1e-3
+    assert recipe.log.wandb == "off"
+    assert recipe.train.clip_norm is None
+    assert recipe.sync.grace_s == 1.0
+
+
+def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
+    message = errors_of(
+        "train.inner_step=3",
+        "inner.lr=abc",
+        "methd.sync_every=3",
+        "method.outer.lr=-1",
+        "sync.dead_after_s=0.1",
+        "train.seed=1.5",
+        "faults=[{replica: 1, point: reduc}, {do: nan}]",
+    )
+    assert "8 errors" in message
+    for part in (
+        "train.inner_step: unknown key; did you mean train.inner_steps?",
+        "inner.lr='abc' (str); must be a number",
+        "methd: unknown key; did you mean method?",
+        "method.outer.lr=-1.0",
+        "sync.dead_after_s=0.1",
+        "train.seed=1.5 (float); must be a whole number",
+        "faults[0]: point='reduc'",
+        "do='nan' is not available yet; allowed: kill, stop, hang",
+    ):
+        assert part in message
+
+
+def test_errors_between_sections_are_told_together() -> None:
+    message = errors_of("sync.min_replicas=9", "faults=[{replica: 7}]", "inner.schedule.warmup=9999")
+    assert "3 errors" in message
+    assert "sync.min_replicas=9 with replicas=4" in message
+    assert "faults[0].replica=7" in message
+    assert "inner.schedule.warmup=9999 with train.inner_steps=600" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("method.name=dilco", "did you mean diloco?"),
+        ("train=3", "must be a section"),
+        ("nonsense", "write key=value"),
+        ("checkpoint.dir=snapshots", "not available yet"),
+        ("train.autocast=fp8", "allowed: null, bf16"),
+        ("inner.betas=[0.9]", "must be two numbers"),
+        ("data.name=text", "data.path is empty"),
+        ("model.width=65", "use width=64"),
+        ("replicas=0", "replicas=0; must be at least 1"),
+        ("log.wandb=maybe", "allowed: auto, off, online, offline"),
+        ("faults={}", "must be a list"),
+        ("faults=[{do: hang}]", "must be a number of seconds above 0"),
+        ("faults=[{point: fetch}]", "use incarnation=2"),
+        ("model.factory=nonsense", "package.module:function"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_allowed(override: str, part: str) -> None:
+    assert part in errors_of(override)
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    assert "did you mean diloco_bytes?" in errors_of(source="diloco_byte")
+
+
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
+    broken, listing = tmp_path / "broken.yaml", tmp_path / "list.yaml"
+    broken.write_text("name: [", encoding="utf-8")
+    listing.write_text("- 1", encoding="utf-8")
+    assert "cannot be read as YAML" in errors_of(source=str(broken))
+    assert "a recipe is a mapping" in errors_of(source=str(listing))
+
+
+def test_another_choice_drops_the_settings_that_it_does_not_have() -> None:
+    recipe = load("diloco_bytes", ["inner.name=sgd", "inner.lr=0.1", "method.name=local_sgd"])
+    assert isinstance(recipe.inner, Sgd)
+    assert recipe.method == LocalSGD(sync_every=50)
+
+
+def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
+    assert "inner.momentum: unknown key" in errors_of("inner.momentum=0.9")
+
+
+def test_a_factory_or_own_text_needs_one_key(tmp_path: Path) -> None:
+    assert isinstance(load("diloco_bytes", ["model.factory=package.module:function"]).model, Factory)
+    recipe = load("diloco_bytes", ["data.name=text", f"data.path={tmp_path}"])
+    assert recipe.data == Text(path=str(tmp_path), batch_size=16)
+
+
+def test_the_order_of_replica_ids_is_that_of_their_numbers() -> None:
+    ids = load("diloco_bytes", ["replicas=12"]).replica_ids()
+    assert ids == sorted(ids)
+    assert ids[0] == "r00"
+    assert ids[-1] == "r11"

@@ -1,0 +1,116 @@
+"""Faults strike real processes, at their point, once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ftopt.events import Event
+from ftopt.faults.injector import FaultInjector
+from ftopt.faults.spec import Fault
+
+_PROCESS = """
+import sys
+from ftopt.events import Event
+from ftopt.faults.injector import FaultInjector
+from ftopt.faults.spec import Fault
+
+def say(text):
+    sys.stdout.write(text + "\\n")
+    sys.stdout.flush()
+
+injector = FaultInjector([{fault}], lambda event: say(event.event))
+for step in range(5):
+    injector(Event("propose", "r0", 1, inner_step=step))
+    say(str(step))
+"""
+
+
+class Struck:
+    """An injector with a recorded sleep."""
+
+    def __init__(self, *faults: Fault, incarnation: int | None = None) -> None:
+        self.slept: list[float] = []
+        self.told: list[Event] = []
+        self.injector = FaultInjector(faults, self.told.append, incarnation=incarnation, sleep=self.slept.append)
+
+
+def process(fault: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", _PROCESS.format(fault=fault)], stdout=subprocess.PIPE)
+
+
+def test_a_kill_strikes_before_the_points_effect_and_is_on_record() -> None:
+    child = process("Fault(point='propose', at_step=2, do='kill')")
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGKILL
+    assert out.decode().split() == ["0", "1", "fault"]
+
+
+def test_a_stopped_process_goes_on_by_itself() -> None:
+    child = process("Fault(point='propose', at_step=2, do='stop', for_s=0.5)")
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    out, _ = child.communicate(timeout=60)
+    assert out.decode().split() == ["0", "1", "fault", "2", "3", "4"]
+
+
+def test_a_hang_on_the_training_thread_sleeps_right_there_and_once() -> None:
+    struck = Struck(Fault(point="propose", at_step=3, do="hang", for_s=8.0))
+    for step in range(6):
+        struck.injector(Event("propose", "r0", 1, inner_step=step))
+    assert struck.slept == [8.0]
+    assert [(event.event, event.inner_step, event.data["do"]) for event in struck.told] == [("fault", 3, "hang")]
+
+
+def test_a_hang_elsewhere_waits_for_the_training_threads_next_event() -> None:
+    struck = Struck(Fault(point="reduce", do="hang", for_s=8.0))
+    thread = threading.Thread(target=struck.injector, args=(Event("reduce", "r0", 1, inner_step=5),))
+    thread.start()
+    thread.join()
+    assert struck.slept == []
+    struck.injector(Event("inner", "r0", 1, inner_step=6))
+    assert struck.slept == [8.0]
+
+
+def test_a_fault_waits_for_its_incarnation_and_its_step() -> None:
+    struck = Struck(Fault(point="apply", at_step=10, do="hang", for_s=1.0, incarnation=2))
+    for incarnation, step in ((1, 50), (2, 9), (2, None)):
+        struck.injector(Event("apply", "r0", incarnation, inner_step=step))
+    assert struck.slept == []
+    struck.injector(Event("inner", "r0", 2, inner_step=10))
+    struck.injector(Event("apply", "r0", 2))
+    assert struck.slept == [1.0]
+
+
+def test_a_newcomers_fetch_does_not_wait_for_a_step() -> None:
+    struck = Struck(Fault(point="fetch", at_step=120, do="hang", for_s=1.0, incarnation=2))
+    struck.injector(Event("fetch", "r0", 2, inner_step=0))
+    assert struck.slept == [1.0]
+
+
+def test_the_coordinators_life_stands_for_its_incarnation() -> None:
+    struck = Struck(Fault(replica="coordinator", point="decide", do="stop", for_s=1.0), incarnation=2)
+    struck.injector(Event("decide", "coordinator", 0, inner_step=5))
+    assert struck.told == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"point": "nowhere"}, "allowed: inner"),
+        ({"do": "corrupt"}, "not available yet"),
+        ({"do": "explode"}, "allowed: kill, stop, hang"),
+        ({"do": "kill", "for_s": 1.0}, "no effect"),
+        ({"do": "stop"}, "seconds above 0"),
+        ({"do": "stop", "for_s": 1.0, "rejoin_s": 1.0}, "for kill only"),
+        ({"replica": "coordinator", "point": "reduce"}, "allowed: join"),
+        ({"replica": "coordinator", "point": "decide", "do": "hang", "for_s": 1.0}, "no training thread"),
+        ({"journal": "burn"}, "allowed: keep, delete"),
+    ],
+)
+def test_a_fault_that_cannot_strike_is_refused(fields: dict[str, object], part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        Fault(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,93 @@
+"""``ftopt run`` with real processes: to the end, through deaths, and stopped from outside."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.job.running import Start, alive, events_of, folder_of, summary_of, until
+
+
+def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path, start: Start) -> None:
+    run = start(
+        tmp_path, "train.inner_steps=1600", "faults=[{replica: 1, at_step: 100, point: reduce, do: kill, rejoin_s: 0}]"
+    )
+    out, error = run.communicate(timeout=110)
+    assert run.returncode == 0, out + error
+    got = summary_of(tmp_path)
+    assert got["survivor_inner_steps_lost"] == 0
+    assert got["inner_steps_counted_twice"] == 0
+    assert got["dead_inner_steps_lost"] == 20
+    assert got["attempts_aborted"] == 1
+    assert got["chain_conflicts"] == []
+    assert len(got["joins"]) == 4
+    assert [(death["replica"], death["status"]) for death in got["deaths"]] == [("r1", "SIGKILL")]
+    assert len(set(got["anchor_digests"].values())) == 1
+    assert set(got["anchor_digests"]) == {"r0", "r1", "r2"}
+    assert got["val_loss_final"] < got["val_loss_initial"]
+    members = [member for event in events_of(tmp_path, "decide") for member in event["data"]["members"]]
+    assert any(member[:2] == ["r1", 2] and member[2] > 0 for member in members), "the successor contributed"
+
+
+def test_a_killed_coordinator_comes_back_with_its_journal_and_nothing_is_lost(tmp_path: Path, start: Start) -> None:
+    fault = "{replica: coordinator, at_step: 100, point: decide, do: kill, rejoin_s: 0}"
+    run = start(tmp_path, "train.inner_steps=1200", f"faults=[{fault}]")
+    out, error = run.communicate(timeout=110)
+    assert run.returncode == 0, out + error
+    got = summary_of(tmp_path)
+    assert got["survivor_inner_steps_lost"] == 0
+    assert got["chain_conflicts"] == []
+    assert got["deaths"] == []
+    assert len(got["joins"]) == 3
+    assert len(set(got["anchor_digests"].values())) == 1
+
+
+def test_an_interrupted_run_leaves_in_good_order_and_keeps_what_is_pending(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "train.inner_steps=100000")
+    until(lambda: (tmp_path / "runs").exists() and len(events_of(tmp_path, "decide")) > 2)
+    run.send_signal(signal.SIGINT)
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "interrupted" in error
+    assert "Traceback" not in error
+    got = summary_of(tmp_path)
+    assert got["deaths"] == []
+    assert got["survivor_inner_steps_lost"] == 0
+    assert len(events_of(tmp_path, "end")) == 3
+    assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
+
+
+def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "train.inner_steps=100000")
+    until(lambda: (tmp_path / "runs").exists() and len(events_of(tmp_path, "decide")) > 0)
+    pids = [event["data"]["pid"] for event in events_of(tmp_path, "spawn")]
+    assert len(pids) == 4
+    run.kill()
+    run.communicate()
+    until(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("model.factory=no_such_module:build", "no_such_module"),
+        ("data.path=nowhere/*.txt", "no file is there"),
+    ],
+)
+def test_what_a_replica_finds_wrong_is_the_runs_message(tmp_path: Path, start: Start, override: str, part: str) -> None:
+    run = start(tmp_path, "replicas=1", override, leave_out="model.")
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 2
+    assert part in error
+    assert "Traceback" not in error
+    assert folder_of(tmp_path).summary.exists()
+
+
+def test_a_run_whose_replicas_all_die_fails(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "replicas=1", "train.inner_steps=100", "faults=[{at_step: 30, do: kill}]")
+    _, error = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert "all replicas died" in error
+    assert summary_of(tmp_path)["dead_inner_steps_lost"] == 9

@@ -1,0 +1,256 @@
+"""Coming, going, looking at the anchor: a wrapped optimizer's life around its steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from ftopt.connect import local_groups, solo
+from ftopt.events import Event
+from ftopt.methods import SGD, DiLoCo, LocalSGD
+from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.sync.protocol.settings import Sync
+from tests.optimizer.running import together
+from tests.problems import flat, problem
+
+TASK = problem("mlp", "adamw")
+
+
+def _step(optimizer: OuterOptimizer, model: nn.Module, step: int, replica: int = 0) -> None:
+    optimizer.zero_grad()
+    TASK.backward(model, replica, step)
+    optimizer.step()
+
+
+def test_the_counters_say_where_training_stands() -> None:
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, DiLoCo(sync_every=4), group=solo())
+    assert (optimizer.inner_step, optimizer.local_steps, optimizer.versions) == (0, 0, ())
+    with optimizer:
+        for step in range(6):
+            _step(optimizer, model, step)
+        assert (optimizer.inner_step, optimizer.local_steps, optimizer.pending_steps) == (6, 6, 2)
+        assert (optimizer.committed.version, optimizer.committed.inner_step) == (1, 4)
+        assert optimizer.sync()
+        assert (optimizer.versions, optimizer.pending_steps, optimizer.committed.counted_step) == ((2,), 0, 6)
+        assert optimizer.sync(), "nothing to hand in is no failure"
+        assert optimizer.versions == (2,)
+
+
+def test_events_come_in_order_and_before_their_effect() -> None:
+    told: list[tuple[str, int | None]] = []
+    seen: list[int] = []
+    model = TASK.model(0)
+
+    def on_event(event: Event) -> None:
+        if event.event in ("inner", "stepped", "propose", "apply", "stall"):
+            told.append((event.event, event.inner_step))
+        if event.event == "apply":
+            seen.append(optimizer._core.started().fragments[0].taken.meta.version)
+        if event.event == "stall":
+            assert event.data["stall_s"] > 0
+
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo(on_event=on_event))
+    with optimizer:
+        for step in range(3):
+            _step(optimizer, model, step)
+        assert told == [
+            ("inner", 1),
+            ("stepped", 1),
+            ("inner", 2),
+            ("stepped", 2),
+            ("propose", 2),
+            ("apply", 2),
+            ("stall", 2),
+            ("inner", 3),
+            ("stepped", 3),
+        ]
+        assert seen == [0], "the event comes before the parameters change"
+
+
+def test_counted_tokens_go_along() -> None:
+    told: list[Event] = []
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo(on_event=told.append))
+    with optimizer:
+        optimizer.count(tokens=100, samples=2)
+        _step(optimizer, model, 0)
+        optimizer.count(tokens=50)
+        _step(optimizer, model, 1)
+    counted = [event.data for event in told if event.event == "stepped"]
+    assert counted == [{"tokens": 100, "samples": 2}, {"tokens": 50, "samples": 0}]
+    assert optimizer._core.started().fragments[0].base_tokens == 150
+    with pytest.raises(ValueError, match="0 or more"):
+        optimizer.count(tokens=-1)
+
+
+def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
+    model = TASK.model(0).bfloat16()
+    optimizer = wrap(TASK.inner(model.parameters()), model, DiLoCo(sync_every=3), group=solo())
+    with optimizer:
+        for step in range(5):
+            _step(optimizer, model, step)
+        mine = flat(model)
+        with optimizer.outer_parameters():
+            anchor = optimizer._core.started().fragments[0].state.anchor
+            assert torch.equal(flat(model), anchor.bfloat16().float())
+            assert not torch.equal(flat(model), mine)
+            with pytest.raises(RuntimeError, match="exit_outer"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="already"):
+                optimizer.enter_outer()
+        assert torch.equal(flat(model), mine)
+        optimizer.exit_outer()
+        assert torch.equal(flat(model), mine)
+        _step(optimizer, model, 5)
+        assert optimizer.versions == (2,)
+    with optimizer.outer_parameters():
+        pass  # After the end too: for a last evaluation.
+
+
+def test_leaving_hands_the_pending_steps_in() -> None:
+    model = TASK.model(0)
+    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=100), group=solo()) as optimizer:
+        for step in range(3):
+            _step(optimizer, model, step)
+    assert (optimizer.committed.version, optimizer.committed.counted_step, optimizer.pending_steps) == (
+        1,
+        3,
+        0,
+    )
+    optimizer.close()
+    with pytest.raises(RuntimeError, match=r"call ftopt\.wrap\(\) again"):
+        optimizer.step()
+
+
+def test_an_exception_leaves_at_once_and_hands_nothing_in() -> None:
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=100), group=solo())
+    with pytest.raises(KeyError), optimizer:
+        _step(optimizer, model, 0)
+        raise KeyError("user code")
+    assert (optimizer.committed.version, optimizer.pending_steps) == (0, 1)
+
+
+def test_leaving_waits_no_longer_than_it_was_told() -> None:
+    groups = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2))
+    models = [TASK.model(0), TASK.model(0)]
+    left = threading.Event()
+
+    def replica(m: int) -> float:
+        optimizer = wrap(TASK.inner(models[m].parameters()), models[m], LocalSGD(sync_every=100), group=groups[m])
+        optimizer.__enter__()
+        if m == 1:  # Never hands anything in while the other wants to leave.
+            assert left.wait(30)
+            optimizer.close(flush=False)
+            return 0.0
+        _step(optimizer, models[m], 0)
+        began = time.perf_counter()
+        optimizer.close(timeout_s=0.3)
+        left.set()
+        return time.perf_counter() - began
+
+    assert together([lambda m=m: replica(m) for m in range(2)])[0] < 5.0
+
+
+def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
+    groups = local_groups(2)
+    models = [TASK.model(0), TASK.model(1)]
+
+    def replica(m: int) -> tuple[torch.Tensor, dict[int, str]]:
+        with wrap(TASK.inner(models[m].parameters()), models[m], LocalSGD(sync_every=2), group=groups[m]) as optimizer:
+            start, digests = flat(models[m]), {}
+            for step in range(10):
+                _step(optimizer, models[m], step, m)
+                digests[optimizer.versions[0]] = optimizer.anchor_digest()
+            return start, digests
+
+    (start, digests), (other_start, other_digests) = together([lambda m=m: replica(m) for m in range(2)])
+    assert torch.equal(start, other_start)
+    common = digests.keys() & other_digests.keys()
+    assert common and all(digests[version] == other_digests[version] for version in common)
+
+
+def test_without_with_a_first_gradient_for_other_parameters_is_not_applied() -> None:
+    groups = local_groups(2)
+    models = [TASK.model(0), TASK.model(1)]
+
+    def replica(m: int) -> tuple[int, torch.Tensor]:
+        optimizer = wrap(TASK.inner(models[m].parameters()), models[m], LocalSGD(sync_every=1000), group=groups[m])
+        _step(optimizer, models[m], 0)
+        result = optimizer.local_steps, flat(models[m])
+        optimizer.close(flush=False)
+        return result
+
+    results = together([lambda m=m: replica(m) for m in range(2)])
+    assert sorted(steps for steps, _ in results) == [0, 1], "one brought the state, the other fetched it"
+    fetched = next(params for steps, params in results if steps == 0)
+    assert any(torch.equal(fetched, flat(TASK.model(seed))) for seed in (0, 1))
+
+
+def test_without_with_a_cold_start_applies_the_first_gradient() -> None:
+    model, bare = TASK.model(0), TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo())
+    reference = TASK.inner(bare.parameters())
+    for step in range(3):
+        _step(optimizer, model, step)
+        reference.zero_grad()
+        TASK.backward(bare, 0, step)
+        reference.step()
+    assert torch.equal(flat(model), flat(bare)) and optimizer.local_steps == 3
+    optimizer.close()
+
+
+def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters() -> None:
+    groups = local_groups(2, sync=Sync(start_replicas=1))
+    models = [TASK.model(0), TASK.model(1)]
+    running, joined = threading.Event(), threading.Event()
+    method = DiLoCo(sync_every=5, outer=SGD(lr=0.7))
+
+    digests: tuple[dict[int, str], dict[int, str]] = ({}, {})
+
+    def train(m: int, optimizer: OuterOptimizer, steps: range) -> None:
+        for step in steps:
+            _step(optimizer, models[m], step, m)
+            digests[m][optimizer.versions[0]] = optimizer.anchor_digest()
+
+    def first() -> None:
+        with wrap(TASK.inner(models[0].parameters()), models[0], method, group=groups[0]) as optimizer:
+            train(0, optimizer, range(10))
+            running.set()
+            assert joined.wait(30)
+            train(0, optimizer, range(10, 30))
+
+    def second() -> None:
+        assert running.wait(30)
+        with wrap(TASK.inner(models[1].parameters()), models[1], method, group=groups[1]) as optimizer:
+            assert (optimizer.start_step, optimizer.inner_step, optimizer.versions) == (10, 10, (2,))
+            assert torch.equal(flat(models[1]), optimizer._core.started().fragments[0].state.anchor)
+            joined.set()
+            train(1, optimizer, range(20))
+
+    together([first, second])
+    common = digests[0].keys() & digests[1].keys()
+    assert len(common) >= 3
+    assert all(digests[0][version] == digests[1][version] for version in common)
+
+
+def test_private_state_tells_what_this_replica_alone_holds() -> None:
+    model = TASK.model(0)
+    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo()) as optimizer:
+        for step in range(3):
+            _step(optimizer, model, step)
+        private = optimizer.private_state()
+        assert (private["local_steps"], private["fragments"][0]["base_step"]) == (3, 2)
+
+
+def test_what_needs_a_start_says_so() -> None:
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo())
+    with pytest.raises(RuntimeError, match="not started"):
+        optimizer.anchor_digest()
+    optimizer.close()

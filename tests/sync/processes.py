@@ -1,0 +1,295 @@
+"""A whole job of real processes for tests: a coordinator, replicas with a tiny model, the run's events in a folder.
+
+Processes come from a fork server that has torch and ftopt loaded. Whatever a test starts is gone when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.errors import UserError
+from ftopt.events import Event
+from ftopt.faults.injector import FaultInjector
+from ftopt.faults.spec import Fault
+from ftopt.job.subscribers import StepLog, StepRecord, fan_out
+from ftopt.sync.coordinator import run_coordinator
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.jsonl import EventLog, JsonLines, read
+from ftopt.telemetry.summary import summarize
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "tests.sync.processes", "ftopt.transport.gloo", "aiohttp"]
+)
+LIMIT_S = 60.0
+FAST = ftopt.Sync(
+    grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, forget_s=60.0, start_replicas=3
+)
+
+
+def tiny_model() -> nn.Module:
+    """The same in every replica."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault], journal: str, life: int) -> None:
+    files = RunFolder(folder)
+    events = EventLog(JsonLines(files.events, started))
+    injector = FaultInjector(faults, events, incarnation=life)
+
+    def ready(url: str) -> None:
+        (folder / f"url-{life}").write_text(url)
+
+    run_coordinator(
+        bind, journal=folder / journal if journal else None, on_event=fan_out(events, injector), ready=ready
+    )
+
+
+def _replica(
+    folder: Path,
+    url: str,
+    replica: str,
+    started: float,
+    faults: Sequence[Fault],
+    options: Mapping[str, Any],
+    target: Any,
+    finish: Any,
+) -> None:
+    torch.set_num_threads(1)
+    files = RunFolder(folder)
+    events, record = EventLog(JsonLines(files.events, started)), StepRecord()
+    steps = StepLog(JsonLines(files.steps(replica), started), record)
+    injector = FaultInjector(faults, events)
+    on_event = fan_out(events, steps, injector)
+    try:
+        _train(url, replica, options, on_event, record, target, finish)
+    except UserError as error:
+        on_event(Event("refused", replica, data={"text": str(error)}))
+        os._exit(2)
+
+
+def _train(
+    url: str,
+    replica: str,
+    options: Mapping[str, Any],
+    on_event: Callable[[Event], None],
+    record: StepRecord,
+    target: Any,
+    finish: Any,
+) -> None:
+    leaving = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: leaving.set())
+    model = tiny_model()
+    group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=5.0)
+    optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3), model, options["method"], group=group)
+    step_s = options["step_s"]
+    step_s = step_s[replica] if isinstance(step_s, dict) else step_s
+    with optimizer:
+        seed = sum(map(ord, replica)) * 100 + group.incarnation
+        data = torch.Generator().manual_seed(seed)
+        while optimizer.committed.inner_step < target.value and not leaving.is_set():
+            x = torch.randn(4, 8, generator=data)
+            loss = (model(x) - x.flip(1)).square().mean()
+            loss.backward()
+            record.loss, record.local_step = float(loss.detach()), optimizer.local_steps + 1
+            time.sleep(step_s)  # an inner step of known length
+            optimizer.step()
+            optimizer.zero_grad()
+        done = not leaving.is_set()
+        if done:
+            with optimizer.busy("done"):
+                _tell_end(optimizer, group, on_event, "done")
+                finish.wait(LIMIT_S)
+        optimizer.close(flush=not done, timeout_s=10.0)
+        if not done:
+            _tell_end(optimizer, group, on_event, "left")
+
+
+def _tell_end(
+    optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup, on_event: Callable[[Event], None], reason: str
+) -> None:
+    data = {
+        "reason": reason,
+        "local_steps": optimizer.local_steps,
+        "pending_steps": optimizer.pending_steps,
+        "counted_step": optimizer.committed.counted_step,
+        "anchor_digest": optimizer.anchor_digest(),
+    }
+    on_event(Event("end", group.replica, group.incarnation, inner_step=optimizer.inner_step, data=data))
+
+
+class TinyJob:
+    """A running job; made by `tiny_job`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        replicas: int = 3,
+        method: Any = None,
+        sync: ftopt.Sync = FAST,
+        steps: int | None = 120,
+        step_s: float | dict[str, float] = 0.004,
+        faults: Mapping[str, Sequence[Fault]] | None = None,
+        journal: str = "journal.sqlite",
+    ) -> None:
+        self.folder = folder
+        self.names = [f"r{i}" for i in range(replicas)]
+        self.started = time.time()
+        self.options = {
+            "method": method or ftopt.DiLoCo(sync_every=20),
+            "sync": sync,
+            "step_s": step_s,
+        }
+        self.faults = dict(faults or {})
+        self.journal = journal
+        self.target = CONTEXT.Value("q", 1 << 40 if steps is None else steps)
+        self.finish = CONTEXT.Event()
+        self.processes: dict[str, BaseProcess] = {}
+        self._all: list[BaseProcess] = []
+        self._lives = 0
+        RunFolder(folder).create()
+        self.url = "http://127.0.0.1:0"
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """Starts the coordinator, or its successor at the same address."""
+        self._lives += 1
+        args = (
+            self.folder,
+            self.url.removeprefix("http://"),
+            self.started,
+            self.faults.get("coordinator", ()),
+            self.journal,
+            self._lives,
+        )
+        self._start("coordinator", _coordinator, args)
+        path = self.folder / f"url-{self._lives}"
+        self._until(lambda: path.exists() and bool(path.read_text()), "the coordinator listens")
+        self.url = path.read_text()
+
+    def start(self, name: str, **options: Any) -> BaseProcess:
+        """Starts a replica."""
+        args = (
+            self.folder,
+            self.url,
+            name,
+            self.started,
+            self.faults.get(name, ()),
+            {**self.options, **options},
+            self.target,
+            self.finish,
+        )
+        return self._start(name, _replica, args)
+
+    def start_all(self) -> None:
+        for name in self.names:
+            self.start(name)
+
+    def events(self, event: str | None = None, replica: str | None = None) -> list[dict[str, Any]]:
+        """The events so far."""
+        found = read(RunFolder(self.folder).events)
+        return [e for e in found if event in (None, e["event"]) and replica in (None, e["replica"])]
+
+    def until(
+        self, event: str, replica: str | None = None, *, count: int = 1, at_step: int = 0, incarnation: int = 0
+    ) -> dict[str, Any]:
+        """Waits for the ``count``-th event of that name; returns it."""
+
+        def found() -> list[dict[str, Any]]:
+            return [
+                e
+                for e in self.events(event, replica)
+                if e.get("inner_step", 0) >= at_step and incarnation in (0, e["incarnation"])
+            ]
+
+        self._until(lambda: len(found()) >= count, f"{event} of {replica or 'anybody'}")
+        return found()[count - 1]
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and the death on record."""
+        process = self.processes[name]
+        process.kill()
+        self.died(name)
+
+    def died(self, name: str) -> None:
+        """Waits for the end of a process that was killed, and puts its death on record."""
+        process = self.processes.pop(name)
+        process.join(LIMIT_S)
+        joins = [e["incarnation"] for e in self.events("join", name)]
+        lines = JsonLines(RunFolder(self.folder).events, self.started)
+        lines.write({"event": "death", "replica": name, "incarnation": max(joins, default=0)})
+        lines.close()
+
+    def enough(self, *, more: int = 40) -> None:
+        """The job ends ``more`` committed inner steps from now (for one that was started with ``steps=None``)."""
+        self.target.value = max(e["inner_step"] for e in self.events("decide")) + more
+
+    def end(self) -> dict[str, Any]:
+        """Waits until all replicas are done, lets them go, and returns the run's summary."""
+        waiting = [n for n in self.processes if n != "coordinator"]
+        self._until(lambda: all(self._ended(n) for n in waiting), f"the end of {waiting}")
+        self.finish.set()
+        for name in waiting:
+            self.processes[name].join(LIMIT_S)
+            assert self.processes[name].exitcode == 0, (name, self.processes[name].exitcode)
+        files = RunFolder(self.folder)
+        steps = {name: read(files.steps(name)) for name in self.names}
+        return summarize(self.events(), steps)
+
+    def close(self) -> None:
+        """Ends whatever still lives."""
+        for process in self._all:
+            if process.is_alive():
+                assert process.pid is not None
+                os.kill(process.pid, signal.SIGCONT)
+                process.kill()
+        for process in self._all:
+            process.join(10)
+
+    def _ended(self, name: str) -> bool:
+        process = self.processes[name]
+        if process.exitcode not in (None, 0):
+            raise AssertionError(f"{name} ended with {process.exitcode}: {json.dumps(self.events()[-5:], indent=1)}")
+        lives = [e["incarnation"] for e in self.events("join", name)]
+        return any(e["incarnation"] == max(lives, default=0) for e in self.events("end", name))
+
+    def _start(self, name: str, target: Any, args: tuple[Any, ...]) -> BaseProcess:
+        process = CONTEXT.Process(target=target, args=args, name=name)
+        process.start()
+        self.processes[name] = process
+        self._all.append(process)
+        return process
+
+    def _until(self, true: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not true():
+            if time.monotonic() > deadline:
+                tail = "\n".join(json.dumps(e) for e in self.events()[-30:])
+                raise AssertionError(f"{what} did not come within {LIMIT_S:g} s; the last events:\n{tail}")
+            time.sleep(0.01)
+
+
+@contextmanager
+def tiny_job(folder: Path, **options: Any) -> Iterator[TinyJob]:
+    """A job whose processes are gone when the block ends."""
+    job = TinyJob(folder, **options)
+    try:
+        yield job
+    finally:
+        job.close()

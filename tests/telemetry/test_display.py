@@ -1,0 +1,54 @@
+"""What a run looks like while it goes."""
+
+from ftopt.telemetry.progress import PlainLines
+from ftopt.telemetry.view import RunView
+
+
+def test_the_view_follows_events_and_steps() -> None:
+    view = RunView(600)
+    view.event({"t_s": 0, "event": "join", "replica": "r0", "incarnation": 1})
+    for step in range(1, 4):
+        view.row("r0").stepped({"t_s": step * 0.5, "incarnation": 1, "inner_step": step, "loss": 2.0})
+    view.event({"t_s": 2, "event": "propose", "replica": "r0", "incarnation": 1, "version": 1})
+    view.event(
+        {
+            "t_s": 2,
+            "event": "decide",
+            "replica": "coordinator",
+            "incarnation": 0,
+            "fragment": 0,
+            "version": 1,
+            "inner_step": 3,
+        }
+    )  # noqa: E501
+    row = view.row("r0")
+    assert (row.state, row.inner_step, row.loss, row.steps_per_s) == ("waiting", 3, 2.0, 2.0)
+    assert (view.version, view.inner_step) == (1, 3)
+    view.event({"t_s": 3, "event": "apply", "replica": "r0", "incarnation": 1, "version": 1})
+    assert (row.state, row.version) == ("training", 1)
+
+
+def test_notable_events_are_sentences_and_the_same_word_is_said_once() -> None:
+    view = RunView(600)
+    death = {"t_s": 1, "event": "death", "replica": "r1", "incarnation": 2, "data": {"status": "SIGKILL"}}
+    assert view.event(death) == "r1 (incarnation 2) died (SIGKILL)"
+    hold = {"t_s": 1, "event": "hold", "replica": "r0", "incarnation": 0, "data": {"text": "1 of 4"}}
+    assert view.event(hold) == "1 of 4"
+    assert view.event({**hold, "replica": "r2"}) is None
+    assert view.event({"t_s": 1, "event": "propose", "replica": "r0", "incarnation": 1}) is None
+
+
+def test_plain_lines_come_every_few_seconds_and_for_each_note() -> None:
+    said: list[str] = []
+    now = 0.0
+    plain = PlainLines(said.append, clock=lambda: now)
+    view = RunView(600)
+    view.row("r0")
+    plain.refresh(view)
+    assert said == []
+    plain.note("r0 joined")
+    now = 6.0
+    plain.refresh(view)
+    plain.refresh(view)
+    assert len(said) == 2
+    assert "inner step 0/600" in said[1]

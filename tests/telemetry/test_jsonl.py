@@ -1,0 +1,71 @@
+"""Lines: whole, in one write each, readable while they are written."""
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from ftopt.events import Event
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
+
+
+def test_an_event_is_one_line_with_its_time_and_without_empty_fields(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(JsonLines(path, 100.0, clock=lambda: 102.5))
+    log(Event("propose", "r0", 1, fragment=0, version=3, inner_step=150, data={"norm": 1.5}))
+    log(Event("inner", "r0", 1))
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {
+        "t_s": 2.5,
+        "event": "propose",
+        "replica": "r0",
+        "incarnation": 1,
+        "fragment": 0,
+        "version": 3,
+        "inner_step": 150,
+        "data": {"norm": 1.5},
+    }
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    JsonLines(path, 0.0, clock=lambda: 0.0).write({"loss": math.nan, "more": [math.inf, 1.0]})
+    assert read(path) == [{"t_s": 0.0, "loss": None, "more": [None, 1.0]}]
+
+
+def test_two_writers_append_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    writers = [JsonLines(path, 0.0, clock=lambda: 0.0) for _ in range(2)]
+    for number in range(10):
+        writers[number % 2].write({"n": number})
+    assert [line["n"] for line in read(path)] == list(range(10))
+
+
+def test_a_tail_gives_new_whole_lines_and_waits_for_the_rest_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert tail.more() == []
+    path.write_bytes(b'{"n": 1}\nnot json\n[2]\n{"n": ')
+    assert tail.more() == [{"n": 1}]
+    with path.open("ab") as file:
+        file.write(b"3}\n")
+    assert tail.more() == [{"n": 3}]
+
+
+def test_a_write_that_fails_is_said_once_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = JsonLines(tmp_path / "lines", 0.0)
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with caplog.at_level(logging.WARNING):
+        lines.write({"n": 1})
+        lines.write({"n": 2})
+    assert lines.lines_lost == 2
+    assert len(caplog.records) == 1

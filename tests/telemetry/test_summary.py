@@ -1,0 +1,123 @@
+"""The figures of a run, from synthetic lines whose figures are known."""
+
+from typing import Any
+
+import pytest
+
+from ftopt.telemetry.summary import summarize
+
+Record = dict[str, Any]
+
+
+def event(name: str, replica: str = "coordinator", incarnation: int = 0, **more: Any) -> Record:
+    return {"t_s": more.pop("t_s", 1.0), "event": name, "replica": replica, "incarnation": incarnation, **more}
+
+
+def decide(version: int, *members: list[Any], chain: str = "c", inner_step: int = 0) -> Record:
+    data = {"members": list(members), "digest": "d", "chain": f"{chain}{version}", "inner_step": inner_step}
+    return event("decide", fragment=0, version=version, attempt=version, inner_step=inner_step, data=data)
+
+
+def lines(incarnation: int, count: int) -> list[Record]:
+    return [{"t_s": 0.0, "incarnation": incarnation, "local_step": n + 1, "inner_step": n + 1} for n in range(count)]
+
+
+def end(replica: str, incarnation: int, *, pending: int, digest: str = "a") -> Record:
+    data = {"reason": "done", "local_steps": 0, "pending_steps": pending, "counted_step": 0, "anchor_digest": digest}
+    return event("end", replica, incarnation, t_s=9.0, data=data)
+
+
+@pytest.fixture
+def run() -> tuple[list[Record], dict[str, list[Record]]]:
+    """r0 takes 25 steps; r1 takes 17, dies at 7 beyond its counted 10, comes back and takes 8, of which 3 pend."""
+    events = [
+        event("join", "r0", 1),
+        event("join", "r1", 1),
+        event("evaluate", "r0", 1, t_s=1.5, data={"loss": 5.5, "final": False}),
+        event("quorum", fragment=0, version=1, attempt=1),
+        decide(1, ["r0", 1, 10, 10, 10.0, True], ["r1", 1, 10, 10, 10.0, True], inner_step=10),
+        event("quorum", fragment=0, version=2, attempt=2),
+        event("fault", "r1", 1),
+        event("abort", fragment=0, version=2, attempt=2),
+        event("death", "r1", 1, t_s=3.0, data={"status": "SIGKILL"}),
+        event("quorum", fragment=0, version=2, attempt=3),
+        decide(2, ["r0", 1, 10, 20, 10.0, True], inner_step=20),
+        event("join", "r1", 2, t_s=5.0),
+        event("stall", "r0", 1, data={"stall_s": 0.2}),
+        event("stall", "r0", 1, data={"stall_s": 0.4}),
+        event("stall", "r1", 1, data={"stall_s": 60.0}),
+        event("quorum", fragment=0, version=3, attempt=4),
+        decide(3, ["r0", 1, 5, 25, 5.0, True], ["r1", 2, 5, 5, 5.0, True], inner_step=25),
+        event("evaluate", "r1", 2, t_s=8.0, data={"loss": 2.25, "final": True}),
+        event("evaluate", "r0", 1, t_s=8.1, data={"loss": 2.25, "final": True}),
+        end("r0", 1, pending=0),
+        end("r1", 2, pending=3),
+    ]
+    return events, {"r0": lines(1, 25), "r1": lines(1, 17) + lines(2, 8)}
+
+
+def test_every_inner_step_is_in_exactly_one_place(run: tuple[list[Record], dict[str, list[Record]]]) -> None:
+    got = summarize(*run)
+    assert got["inner_steps_executed"] == 50
+    assert got["inner_steps_committed"] == 40
+    assert got["inner_steps_pending"] == 3
+    assert got["dead_inner_steps_lost"] == 7
+    assert got["survivor_inner_steps_lost"] == 0
+    assert got["inner_steps_counted_twice"] == 0
+
+
+def test_rounds_joins_deaths_and_stalls_are_counted(run: tuple[list[Record], dict[str, list[Record]]]) -> None:
+    got = summarize(*run)
+    assert (got["outer_steps"], got["attempts"], got["attempts_aborted"], got["inner_step"]) == (3, 4, 1, 25)
+    assert [(join["replica"], join["incarnation"]) for join in got["joins"]] == [("r0", 1), ("r1", 1), ("r1", 2)]
+    assert got["deaths"] == [{"t_s": 3.0, "replica": "r1", "incarnation": 1, "status": "SIGKILL"}]
+    assert got["stall_s"] == {"median": pytest.approx(0.3), "p99": 0.4, "max": 0.4}
+    assert got["anchor_digests"] == {"r0": "a", "r1": "a"}
+    assert (got["val_loss_initial"], got["val_loss_final"], got["wall_s"]) == (5.5, 2.25, 9.0)
+    assert got["samples_committed"] is None
+
+
+def test_a_step_that_a_survivor_lost_is_missing(run: tuple[list[Record], dict[str, list[Record]]]) -> None:
+    events, steps = run
+    steps["r0"] += lines(1, 4)
+    assert summarize(events, steps)["survivor_inner_steps_lost"] == 4
+
+
+def test_steps_counted_twice_show_as_such(run: tuple[list[Record], dict[str, list[Record]]]) -> None:
+    events, steps = run
+    got = summarize([*events, decide(4, ["r0", 1, 5, 25, 5.0, True])], steps)
+    assert got["inner_steps_counted_twice"] == 5
+    assert got["survivor_inner_steps_lost"] == -5
+
+
+def test_a_decision_told_again_counts_once_and_another_chain_is_reported(
+    run: tuple[list[Record], dict[str, list[Record]]],
+) -> None:
+    events, steps = run
+    again = decide(2, ["r0", 1, 10, 20, 10.0, True])
+    assert summarize([*events, again], steps)["inner_steps_committed"] == 40
+    fork = decide(2, ["r0", 1, 10, 20, 10.0, True], chain="x")
+    got = summarize([*events, fork], steps)
+    assert got["outer_steps"] == 3
+    assert got["chain_conflicts"] == [2]
+
+
+def test_steps_of_a_nonfinite_contribution_are_discarded_and_not_lost() -> None:
+    events = [
+        event("join", "r0", 1),
+        event("discarded", "r0", 1, fragment=0, data={"steps": 10, "reason": "nonfinite"}),
+        decide(1, ["r0", 1, 10, 10, 0.0, False]),
+        decide(2, ["r0", 1, 10, 20, 10.0, True]),
+        end("r0", 1, pending=2),
+    ]
+    got = summarize(events, {"r0": lines(1, 22)})
+    assert got["inner_steps_discarded"] == {"nonfinite": 10, "mixed": 0}
+    assert (got["inner_steps_committed"], got["survivor_inner_steps_lost"]) == (10, 0)
+
+
+def test_no_lines_give_a_summary_of_nothing() -> None:
+    got = summarize([], {})
+    assert got["outer_steps"] == 0
+    assert got["val_loss_final"] is None
+    assert got["stall_s"] is None
+    assert got["anchor_digests"] == {}

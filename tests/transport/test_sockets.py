@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+
+from ftopt.transport.sockets import rank_of, shut_down
+
+
+def address(host: str, port: int) -> bytes:
+    """A sockaddr as Gloo leaves it in the store: amid other bytes."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    flow = b"\0" * 4 if family == socket.AF_INET6 else b""
+    return (
+        b"head" + struct.pack("<H", family) + struct.pack(">H", port) + flow + socket.inet_pton(family, host) + b"tail"
+    )
+
+
+ONE_HOST = {f"0/{rank}": address("127.0.0.1", 40_001 + rank) for rank in range(3)}
+HOSTS = {f"0/{rank}": address(f"10.0.0.{rank + 1}", 40_001) for rank in range(3)}
+HOSTS6 = {f"0/{rank}": address(f"fd00::{rank + 1}", 40_001) for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("message", "addresses", "rank"),
+    [
+        ("Read error [127.0.0.1]:40003: Connection reset by peer", ONE_HOST, 2),
+        (f"Read error [127.0.0.1]:{int.from_bytes((40_003).to_bytes(2, 'big'), 'little')}: reset", ONE_HOST, 2),
+        ("Read error [127.0.0.1]:50000: Connection reset by peer", ONE_HOST, None),
+        ("Connection closed by peer [10.0.0.3]:50000.", HOSTS, 2),
+        ("Connection closed by peer [fd00::2]:50000.", HOSTS6, 1),
+        ("Connection closed by peer [127.0.0.1]:50000.", {"0/0": ONE_HOST["0/0"], "0/1": ONE_HOST["0/1"]}, 1),
+        ("something else", HOSTS, None),
+        ("Timed out [nonsense:]:99999", HOSTS, None),
+    ],
+)
+def test_an_error_names_the_rank_when_its_address_tells(
+    message: str, addresses: dict[str, bytes], rank: int | None
+) -> None:
+    assert rank_of(message, addresses, own=0) == rank
+
+
+def test_only_the_connections_of_the_named_listeners_are_shut_down() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as another:
+        clients = [socket.create_connection(server.getsockname()) for server in (ours, another)]
+        accepted = [server.accept()[0] for server in (ours, another)]
+        assert shut_down({"0/0": address(*ours.getsockname())}) == 2
+        assert clients[0].recv(1) == b""
+        clients[1].sendall(b"x")
+        assert accepted[1].recv(1) == b"x"
+        for connection in clients + accepted:
+            connection.close()
