@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-TYPES = {"errors", "events"}
+TYPES = {"doors", "errors", "events"}
 ASSEMBLERS = {"connect", "http_state", "config", "cli", "job", "__init__", "__main__"}
 """Parts that put others together; everybody else is held to `ALLOWED`."""
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from ftopt.cli.output import say
 from ftopt.events import OnEvent, ignore
 
+_REPLICAS_LEAVE_S = 5.0
+"""When the runner is killed, replicas and coordinator hear of it at once; the replicas need it to leave."""
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """[--bind ADDR] [--journal FILE] [--token TOKEN]; what ``ftopt run`` adds is not shown."""
@@ -29,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.supervised:
         from ftopt.job.supervised import FinishUp, terminate_self
 
-        FinishUp(patience_s=10.0).on_asked(terminate_self)
+        FinishUp(patience_s=10.0).on_asked(lambda: terminate_self(_REPLICAS_LEAVE_S))
     run_coordinator(
         arguments.bind,
         journal=arguments.journal,

@@ -106,7 +106,8 @@ def _merged(file: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     model = over.get("model")
     if isinstance(model, dict) and "factory" in model:
         model.setdefault("name", "factory")
-    return _merge(file, over, "")
+    merged: dict[str, Any] = _merge(file, over, "")
+    return merged
 
 
 def _merge(base: Any, over: Any, path: str) -> Any:

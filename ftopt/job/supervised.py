@@ -47,6 +47,7 @@ class FinishUp:
         os._exit(1)
 
 
-def terminate_self() -> None:
-    """SIGTERM to this process: for those that know how to leave."""
+def terminate_self(after_s: float = 0.0) -> None:
+    """SIGTERM to this process, after some seconds: for those that know how to leave."""
+    threading.Event().wait(after_s)
     os.kill(os.getpid(), signal.SIGTERM)

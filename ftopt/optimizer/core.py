@@ -168,9 +168,9 @@ class Core:
             if self.outer is None:
                 return
             deadline = self._clock() + timeout_s
+            self.outer.report("leaving")  # first: a leaver's proposal opens no round, and nobody waits for it
             if flush:
                 self._flush(self.outer, self.group, deadline)
-            self.outer.report("leaving")
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
             self.outer.take_over()
             self._after_outer_work(self.outer)

@@ -34,6 +34,7 @@ from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.reducer import Reducer
 
 _log = logging.getLogger(__name__)
+_FETCH_AGAIN_S = 0.2
 
 
 class Client:
@@ -246,9 +247,10 @@ class Client:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(0.5, delay_s * 2)
                 continue
-            ever, delay_s = True, 0.02
+            ever = True
             self._run(machine.connect())
             await channel.closed()
+            delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
             self._channel = None
             self._run(machine.disconnect())
             self._reducer.fail_store()
@@ -340,10 +342,12 @@ class Client:
                 started = self._reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
                 self.host.commit(started, self._meta(record))
-            case p.Begin():
-                pass  # the host's own initial state is version 0
+            case p.Begin(record=record, reborn=reborn):
+                if reborn:  # otherwise the host begins with its own state anyway
+                    digest, tensors = self.host.state(record.fragment)
+                    self.host.install(self._meta(record), digest, tensors, reborn=True)
             case p.Fetch(position=position):
-                task = asyncio.create_task(self._fetch(position.fragment))
+                task = asyncio.create_task(self._fetch(effect))
                 self._fetches[position.fragment] = task
                 task.add_done_callback(self._on_task_end)
             case p.Reborn(reason=reason):
@@ -414,8 +418,8 @@ class Client:
         machine = self._machine
         if machine is None or not 0 <= fragment < machine.identity.fragments:
             raise KeyError(fragment)
-        record = machine.record(fragment)
-        if record is None or machine.fetching(fragment) or machine.reborn:
+        record = machine.serves(fragment)
+        if record is None:
             raise LookupError("no committed state")
         digest, tensors = self.host.state(fragment)
         return {"record": json.dumps(asdict(record), separators=(",", ":")), "digest": digest}, tensors
@@ -423,12 +427,11 @@ class Client:
     def _on_serve(self, fragment: int, meta: Meta) -> None:
         self.emit("serve", fragment=fragment, version=_record(meta).version)
 
-    async def _fetch(self, fragment: int) -> None:
+    async def _fetch(self, effect: p.Fetch) -> None:
         machine = self._machine
         assert machine is not None
-        target = machine.latest_fetch(fragment)
-        if target is None:
-            return
+        fragment = effect.position.fragment
+        target = machine.latest_fetch(fragment) or effect
         at = target.position
         self.emit("fetch", fragment=fragment, version=at.version)
 
@@ -438,25 +441,25 @@ class Client:
                 raise ValueError(f"it holds version {record.version}, {at.version} is needed")
 
         try:
-            if not target.sources:
-                raise ConnectionError("nobody who holds it is connected")
             meta, tensors = await self._state.fetch(
                 target.sources, fragment, timeout_s=self.sync.dead_after_s, expect=expect
             )
             record = _record(meta)
-            if machine.latest_fetch(fragment) is None:
-                return
+            if not machine.install(record):
+                raise ConnectionError(f"version {record.version} is not wanted any more")
             self._installing.add(fragment)
-            committed = self._meta(record)
-            await asyncio.to_thread(self.host.install, committed, meta["digest"], tensors, reborn=machine.reborn)
+            reborn = machine.reborn_in(fragment)
+            await asyncio.to_thread(self.host.install, self._meta(record), meta["digest"], tensors, reborn=reborn)
         except (ConnectionError, ValueError) as error:
             self.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_FETCH_AGAIN_S)
             self._installing.discard(fragment)
             self._run(machine.fetch_failed(fragment))
         else:
             self._installing.discard(fragment)
             self.emit("fetched", fragment=fragment, version=record.version)
+            with self._changed:  # the install has freed what was to be proposed meanwhile
+                self._offered[fragment] -= len(self._deferred.pop(fragment, []))
             self._run(machine.fetched(record))
         for contribution in self._deferred.pop(fragment, []):
             self._propose(contribution)

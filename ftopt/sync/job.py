@@ -35,7 +35,9 @@ class Job:
     """Process groups whose rendezvous keys are kept."""
 
     def __init__(self, name: str, journal: Journal, on_event: OnEvent) -> None:
-        self.machine = Coordinator(name, saved=journal.load(name), now=time.monotonic())
+        self.machine = Coordinator(
+            name, saved=journal.load(name), now=time.monotonic(), life=int(time.time())
+        )
         self._journal = journal
         self._on_event = on_event
         self._peers: dict[int, Peer] = {}

@@ -62,6 +62,7 @@ class Reducer:
         self._groups: dict[int, tuple[int, Collective]] = {}
         self._users: dict[int, Collective] = {}
         self._values: dict[str, Future[bytes]] = {}
+        self._sent_bytes = 0
         self._thread = threading.Thread(target=self._work, name="ftopt-reducer", daemon=True)
 
     def start(self) -> None:
@@ -123,9 +124,12 @@ class Reducer:
         try:
             owner.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
             group = self._group(q)
+            before = group.sent_bytes
             rows = group.exchange([start.contribution.last_step])
             digest = owner.host.reduce(attempt, group)
-            owner.emit("reduce.after", fragment=q.fragment, version=q.version, attempt=q.attempt)
+            self._sent_bytes += group.sent_bytes - before
+            data = {"wire_bytes": self._sent_bytes}
+            owner.emit("reduce.after", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
             owner.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt)
         except InterruptedError as error:
             self._drop(q.fragment)

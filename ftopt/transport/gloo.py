@@ -151,6 +151,7 @@ class GlooCollective:
     ) -> None:
         self.rank = rank
         self.size = size
+        self.sent_bytes = 0
         self._timeout_s = timeout_s
         self._piece_bytes = piece_bytes
         self._lock = threading.Lock()  # guards _group and _closed
@@ -185,6 +186,7 @@ class GlooCollective:
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         self.open()
         if self.size > 1 and flat.numel():
+            self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
             self._reduce(torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size())))
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:

@@ -87,6 +87,7 @@ class LocalCollective:
     def __init__(self, meeting: _Meeting, rank: int, *, timeout_s: float, forget: Callable[[], None]) -> None:
         self.rank = rank
         self.size = meeting.size
+        self.sent_bytes = 0
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._forget = forget

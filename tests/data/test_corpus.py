@@ -20,9 +20,7 @@ def files(tmp_path: Path) -> Path:
 
 def test_train_and_held_out_files_are_apart_and_all_there(files: Path) -> None:
     got = corpus.text(str(files))
-    train, held = (
-        set(part.tobytes()[i : i + 40] for i in range(0, part.size, 40)) for part in (got.train, got.held_out)
-    )
+    train, held = ({part.tobytes()[i : i + 40] for i in range(0, part.size, 40)} for part in (got.train, got.held_out))
     assert not train & held
     assert len(train) + len(held) == 60
     assert 1 <= len(held) <= 12

@@ -21,7 +21,7 @@ from ftopt.sync.protocol.settings import Sync
 class Lonely:
     """The collective of one member."""
 
-    rank, size = 0, 1
+    rank, size, sent_bytes = 0, 1, 0
 
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails

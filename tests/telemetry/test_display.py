@@ -20,7 +20,7 @@ def test_the_view_follows_events_and_steps() -> None:
             "version": 1,
             "inner_step": 3,
         }
-    )  # noqa: E501
+    )
     row = view.row("r0")
     assert (row.state, row.inner_step, row.loss, row.steps_per_s) == ("waiting", 3, 2.0, 2.0)
     assert (view.version, view.inner_step) == (1, 3)

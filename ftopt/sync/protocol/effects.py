@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,3 +102,31 @@ class Saved:
     gone: tuple[m.Mark, ...] = ()
     decided: tuple[Decided, ...] = ()
     """The last decisions of each fragment, oldest first."""
+
+
+HISTORY = 1000
+"""Decisions of a fragment that are kept: enough to tell a fork from lateness."""
+
+
+def replay(entries: Iterable[Journalled]) -> Saved:
+    """What a journal's entries, in the order in which they were written, add up to."""
+    epoch, roster, gone = 0, dict[str, int](), dict[str, int]()
+    decided: dict[int, list[Decided]] = {}
+    for entry in entries:
+        match entry:
+            case Epoch(epoch=number):
+                epoch = max(epoch, number)
+            case Known(replica=replica, incarnation=incarnation):
+                roster[replica] = max(incarnation, roster.get(replica, 0))
+            case Gone(replica=replica, incarnation=incarnation):
+                gone[replica] = max(incarnation, gone.get(replica, 0))
+            case Rollback(fragment=fragment, version=version):
+                decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
+            case Decided():
+                decided[entry.fragment] = [*decided.get(entry.fragment, [])[1 - HISTORY :], entry]
+    return Saved(
+        epoch=epoch,
+        roster=tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone))),
+        gone=tuple(sorted(gone.items())),
+        decided=tuple(d for f in sorted(decided) for d in decided[f]),
+    )

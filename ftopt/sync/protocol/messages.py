@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
+
+from ftopt.sync.protocol.wire import MessageError as MessageError
+from ftopt.sync.protocol.wire import build, parse, plain
 
 PROTOCOL = 1
 """Version of this protocol. A replica and a coordinator with different ones refuse each other."""
 
 Mark = tuple[str, int]
 T = typing.TypeVar("T")
-
-
-class MessageError(ValueError):
-    """The text is not a message of this protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +101,22 @@ class Record:
         return next((step for name, life, step in self.counted if (name, life) == (replica, incarnation)), 0)
 
 
+def first_chain(fragment: int, epoch: int, founder: str, initial: str) -> str:
+    """CHAIN of version 0: it tells one start of a job from any other, also of the same initial state."""
+    return hashlib.sha256(f"{fragment}|{epoch}|{founder}|{initial}".encode()).hexdigest()[:32]
+
+
 def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:
-    """CHAIN: the hash of ``version``, made from its predecessor's and the agreed digest of its result."""
-    return hashlib.sha256(f"{chain}|{fragment}|{version}|{digest}".encode()).hexdigest()[:32]
+    """CHAIN: the hash of ``version``, made from its predecessor's and the agreed digest of its result.
+
+    Its first 8 digits are those of version 0, so that histories of different starts are told apart at any version.
+    """
+    return chain[:8] + hashlib.sha256(f"{chain}|{fragment}|{version}|{digest}".encode()).hexdigest()[:24]
+
+
+def same_start(a: str, b: str) -> bool:
+    """Whether two chains come from one cold start."""
+    return a[:8] == b[:8]
 
 
 def is_gone(mark: Mark, gone: Mapping[str, int]) -> bool:
@@ -244,9 +253,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Cold start: the receiver's own initial state is the committed one."""
+    """Cold start: the receiver's own state is the committed one. ``inner_step``: the job's, from there."""
 
     position: Position
+    inner_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +301,7 @@ class Quorum:
     """An attempt starts. Of constant size: members come as a change of the last list sent on this connection.
 
     ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone marks whose COUNT entries
-    the commit removes.
+    the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE).
     """
 
     fragment: int
@@ -300,6 +310,7 @@ class Quorum:
     group: int
     rank: int
     size: int
+    last_step: int
     total_weight: float
     contributors: int
     advance: int
@@ -339,16 +350,12 @@ FromCoordinator = (
     Welcome | Refused | Hold | Start | Behind | Roster | CallIn | TrainOn | Void | Quorum | Abort | Commit | StoreValue
 )  # fmt: skip
 
-_TYPES: dict[str, type] = {
-    t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))
-}
+_TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}
 
 
 def encode(message: FromReplica | FromCoordinator) -> str:
     """The JSON text of a message."""
-    return json.dumps(
-        {"type": type(message).__name__, **_plain(message)}, separators=(",", ":"), allow_nan=False
-    )
+    return json.dumps({"type": type(message).__name__, **plain(message)}, separators=(",", ":"), allow_nan=False)
 
 
 def decode(text: str) -> FromReplica | FromCoordinator:
@@ -357,87 +364,16 @@ def decode(text: str) -> FromReplica | FromCoordinator:
     Raises:
         MessageError: it is none; says which field is wrong.
     """
-    try:
-        data = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"not JSON: {error}") from None
+    data = parse(text)
     if not isinstance(data, dict):
         raise MessageError(f"a message is a JSON object, got {type(data).__name__}")
     kind = data.pop("type", None)
     cls = _TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise MessageError(f"unknown message type {kind!r:.80}")
-    return typing.cast("FromReplica | FromCoordinator", _build(cls, data, cls.__name__))
+    return typing.cast("FromReplica | FromCoordinator", build(cls, data, cls.__name__))
 
 
 def from_plain(cls: type[T], data: Any) -> T:
     """An instance of a message part (`Contribution`, ...) from its JSON value; raises `MessageError`."""
-    return typing.cast(T, _build(cls, data, cls.__name__))
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not allowed")
-
-
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return value
-
-
-@cache
-def _hints(cls: type) -> dict[str, tuple[Any, bool]]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: (hints[f.name], f.default is f.default_factory) for f in fields(cls)}
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise MessageError(f"{where}: an object is needed, got {type(value).__name__}")
-        hints = _hints(kind)
-        if extra := sorted(map(str, value.keys() - hints.keys())):
-            raise MessageError(f"{where}: unknown field {extra[0]!r:.80}")
-        if missing := sorted(name for name, (_, needed) in hints.items() if needed and name not in value):
-            raise MessageError(f"{where}: field {missing[0]!r} is missing")
-        return kind(**{name: _build(hints[name][0], v, f"{where}.{name}") for name, v in value.items()})
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise MessageError(f"{where}: a list is needed, got {type(value).__name__}")
-        if args[-1] is Ellipsis:
-            return tuple(_build(args[0], v, where) for v in value)
-        if len(value) != len(args):
-            raise MessageError(f"{where}: {len(args)} values are needed, got {len(value)}")
-        return tuple(_build(a, v, where) for a, v in zip(args, value, strict=True))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise MessageError(f"{where}: an object is needed, got {type(value).__name__}")
-        return {_build(args[0], k, where): _build(args[1], v, f"{where}.{k:.80}") for k, v in value.items()}
-    if origin is types.UnionType or origin is typing.Union:
-        for option in args:
-            try:
-                return _build(option, value, where)
-            except MessageError:
-                continue
-        raise MessageError(
-            f"{where}: one of {', '.join(map(_name, args))} is needed, got {type(value).__name__}"
-        )
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except OverflowError:
-            raise MessageError(f"{where}: a number too large") from None
-    if kind is type(None) and value is None:
-        return None
-    if type(value) is not kind:
-        raise MessageError(f"{where}: {_name(kind)} is needed, got {type(value).__name__}")
-    if kind is float and not math.isfinite(value):
-        raise MessageError(f"{where}: a finite number is needed")
-    return value
-
-
-def _name(kind: Any) -> str:
-    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))
+    return typing.cast(T, build(cls, data, cls.__name__))

@@ -16,85 +16,17 @@ import hashlib
 from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send ``message`` to the coordinator."""
-
-    message: m.FromReplica
-
-
-@dataclass(frozen=True, slots=True)
-class StartReduce:
-    """Reduce ``contribution`` among ``members``; answer with `Replica.reduced` or `Replica.reduce_failed`."""
-
-    quorum: m.Quorum
-    members: tuple[m.Mark, ...]
-    contribution: m.Contribution
-
-
-@dataclass(frozen=True, slots=True)
-class StopReduce:
-    """The attempt is over: stop reducing; its result may be dropped."""
-
-    fragment: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Committed: what was prepared in ``attempt`` is the committed state now, with ``record``."""
-
-    attempt: int
-    record: m.Record
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Fetch the state at ``position`` from one of ``sources``; answer with `Replica.fetched` or `fetch_failed`."""
-
-    position: m.Position
-    sources: tuple[str, ...]
-    heal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Cold start: the own state is committed as ``record``."""
-
-    record: m.Record
-
-
-@dataclass(frozen=True, slots=True)
-class Reborn:
-    """This incarnation is gone: pending work is void; reconnect as a newcomer."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The coordinator refuses this replica for good; the user must act."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnect:
-    """Drop the connection and try again later (EPOCH: a coordinator of the past)."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Something for the user to read while waiting."""
-
-    text: str
-
-
-Effect = Send | StartReduce | StopReduce | Adopt | Fetch | Begin | Reborn | GiveUp | Disconnect | Notice
+from ftopt.sync.protocol.orders import Adopt as Adopt
+from ftopt.sync.protocol.orders import Begin as Begin
+from ftopt.sync.protocol.orders import Disconnect as Disconnect
+from ftopt.sync.protocol.orders import Effect as Effect
+from ftopt.sync.protocol.orders import Fetch as Fetch
+from ftopt.sync.protocol.orders import GiveUp as GiveUp
+from ftopt.sync.protocol.orders import Notice as Notice
+from ftopt.sync.protocol.orders import Reborn as Reborn
+from ftopt.sync.protocol.orders import Send as Send
+from ftopt.sync.protocol.orders import StartReduce as StartReduce
+from ftopt.sync.protocol.orders import StopReduce as StopReduce
 
 
 @dataclass(slots=True)
@@ -112,6 +44,18 @@ class _Fragment:
     prepared: _Prepared | None = None
     members: tuple[m.Mark, ...] = ()
     fetching: Fetch | None = None
+    told: list[m.Position] = field(default_factory=list)
+    """States that the coordinator named on this connection: only these are taken up."""
+    unhealed: bool = False
+    """The held state is in doubt, until a fetch is complete."""
+    under_way: bool = False
+    """The shell is fetching: it answers with `fetched` or `fetch_failed`."""
+    installing: bool = False
+    """A fetched state is being installed: what is held is not known before that has ended."""
+    reborn: bool = False
+    """The held state is a dead incarnation's: pending work on it is void."""
+    offered: bool = False
+    """The outstanding contribution is known on this connection."""
     called_in: bool = False
     released: bool = False
     """Don't wait for the outstanding contribution: cut off, or too few replicas."""
@@ -141,12 +85,13 @@ class Replica:
     epoch: int = 0
     connected: bool = False
     welcomed: bool = False
-    reborn: bool = False
+    leaving: bool = False
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._fragments = [_Fragment() for _ in range(self.identity.fragments)]
+        self._greeted = False
 
     # ------------------------------------------------------------ what the shell may ask
 
@@ -174,6 +119,32 @@ class Replica:
         """Whether the others wait for a contribution of this replica."""
         return self._fragments[fragment].called_in
 
+    @property
+    def reborn(self) -> bool:
+        """Whether any fragment still waits for the state that it starts anew from."""
+        return any(f.reborn for f in self._fragments)
+
+    def reborn_in(self, fragment: int) -> bool:
+        """Whether pending work of that fragment is void: pass it on when a fetched state is installed."""
+        return self._fragments[fragment].reborn
+
+    def serves(self, fragment: int) -> m.Record | None:
+        """The record to serve to a peer that fetches; None when this replica is no source (I5)."""
+        f = self._fragments[fragment]
+        return None if f.unhealed or f.reborn or f.installing else f.record
+
+    def install(self, record: m.Record) -> bool:
+        """Whether a fetched state may be installed. If so, do it and answer with `fetched` or `fetch_failed`.
+
+        The coordinator must have named it on this connection, and it must be the one wanted or news: another one may be
+        of another branch, or older than what is held. Until the answer nothing is said of what this replica holds.
+        """
+        f = self._fragments[record.fragment]
+        if f.fetching is None or record.position not in f.told:
+            return False
+        f.installing = record.position == f.fetching.position or (f.record is None or record.version > f.record.version)
+        return f.installing
+
     def fetching(self, fragment: int) -> bool:
         """Whether a fetch is under way (I5: nobody unhealed votes)."""
         return self._fragments[fragment].fetching is not None
@@ -188,7 +159,10 @@ class Replica:
     def hello(self) -> m.Hello:
         """The first message of a connection: all that this replica is, holds and knows."""
         newcomer = self.incarnation == 0
-        held = [] if newcomer else [f for f in self._fragments if f.record is not None and not _healing(f)]
+        sound = [f for f in self._fragments if f.record is not None and not f.unhealed and not f.reborn]
+        held = [] if newcomer else sound
+        for f in self._fragments:
+            f.offered = f in held
         return m.Hello(
             protocol=m.PROTOCOL,
             job=self.identity.job,
@@ -198,7 +172,7 @@ class Replica:
             size=self.identity.size,
             epoch=self.epoch,
             address=self.identity.address,
-            initial="" if self.reborn else self.identity.initial,
+            initial="" if any(f.record for f in self._fragments) else self.identity.initial,
             fragments=self.identity.fragments,
             lines=self.identity.lines,
             settings=self.identity.settings,
@@ -211,13 +185,20 @@ class Replica:
             ),
             roster=tuple(sorted(self.roster.items())),
             gone=tuple(sorted(self.gone.items())),
-            inner_step=self._fragments[0].record.inner_step if held and self._fragments[0].record else 0,
+            inner_step=self._fragments[0].record.inner_step if self._fragments[0].record else 0,
         )
 
     def connect(self) -> list[Effect]:
-        """A connection is open."""
-        self.connected, self.welcomed = True, False
-        return [Send(self.hello())]
+        """A connection is open. The hello waits until it is known what this replica holds."""
+        self.connected, self.welcomed, self._greeted = True, False, False
+        for f in self._fragments:
+            # The coordinator may be another one, on another branch: what it wants fetched it says anew.
+            f.fetching, f.told = None, []
+        return self._greet()
+
+    def _greet(self) -> list[Effect]:
+        self._greeted = not any(f.installing for f in self._fragments)
+        return [Send(self.hello())] if self._greeted else []
 
     def disconnect(self) -> list[Effect]:
         """The connection is lost: the trainer goes on alone; contributions and what is prepared stay."""
@@ -233,15 +214,17 @@ class Replica:
     def propose(self, contribution: m.Contribution) -> list[Effect]:
         """Step 1. A contribution to another version than the held one, or beside one outstanding, is dropped."""
         f = self._fragments[contribution.fragment]
-        if f.contribution is not None or f.fetching is not None or self.reborn:
+        if f.contribution is not None or f.fetching is not None or f.unhealed or f.reborn:
             return []
         if f.record is None or f.record.version != contribution.version:
             return []
         f.contribution, f.called_in, f.released = contribution, False, not self.welcomed
+        f.offered = self.welcomed
         return [Send(m.Propose(contribution))] if self.welcomed else []
 
     def leave(self) -> list[Effect]:
         """From now on nobody waits for this replica."""
+        self.leaving = True
         return [Send(m.Leaving())] if self.welcomed else []
 
     # ------------------------------------------------------------ the reducer and the fetcher
@@ -273,18 +256,44 @@ class Replica:
         return [Send(m.Failed(fragment, attempt, reason, peer))] if self.welcomed else []
 
     def fetched(self, record: m.Record) -> list[Effect]:
-        """A fetched state is installed: whether an outstanding contribution was counted is known now (COUNT)."""
+        """A fetched state is installed: it is what this replica holds, whatever has happened meanwhile.
+
+        COUNT: it tells whether the outstanding contribution was counted. Anything else that it says of this incarnation
+        was another process' (two coordinators without memory may give one number twice): then this one is reborn.
+        """
         f = self._fragments[record.fragment]
-        if f.fetching is None:
-            return []
-        f.fetching, f.record, f.contribution, f.prepared = None, record, None, None
-        f.released, self.reborn = False, False
-        return [Send(m.Holds(record.position))] if self.welcomed else []
+        assert f.installing
+        mine = self._is_mine(f, record)
+        wanted = f.fetching if f.fetching and f.fetching.position != record.position else None
+        f.installing, f.under_way, f.fetching = False, False, wanted
+        f.record, f.contribution, f.prepared = record, None, None
+        if self.incarnation == 0:  # given up meanwhile
+            f.reborn = True
+            return self._answer(None)
+        if not mine:
+            return self._die("another process has had this incarnation too")
+        f.released = f.unhealed = f.reborn = False
+        return [*self._answer(m.Holds(record.position)), *self._fetch(f)]
 
     def fetch_failed(self, fragment: int) -> list[Effect]:
-        """No source answered."""
-        self._fragments[fragment].fetching = None
-        return [Send(m.Lacks(fragment))] if self.welcomed else []
+        """No source had a state that is wanted, or it could not be installed."""
+        f = self._fragments[fragment]
+        wanted, f.fetching, f.installing, f.under_way = f.fetching is not None, None, False, False
+        return self._answer(m.Lacks(fragment) if wanted else None)
+
+    def _is_mine(self, f: _Fragment, record: m.Record) -> bool:
+        """FREEZE: besides what the held state counts, only the one outstanding contribution can be counted."""
+        step = self.counted_step(record)
+        if f.record is None or f.reborn:
+            return step == 0
+        known = [self.counted_step(f.record)] + ([f.contribution.last_step] if f.contribution else [])
+        return step in known
+
+    def _answer(self, message: m.FromReplica | None) -> list[Effect]:
+        """What follows an install: the hello that waited for it, or ``message``."""
+        if self.welcomed:
+            return [Send(message)] if message else []
+        return self._greet() if self.connected and not self._greeted else []
 
     # ------------------------------------------------------------ messages
 
@@ -304,15 +313,13 @@ class Replica:
             case m.Roster():
                 self._learn(message.known, message.gone)
                 return []
-            case m.Start(position=at):
-                return self._begin(at)
+            case m.Start(position=at, inner_step=inner_step):
+                return self._begin(at, inner_step)
             case m.Behind():
                 return self._behind(message)
             case m.CallIn(fragment=index, version=version):
                 f = self._fragments[index]
-                f.called_in = (
-                    f.contribution is None and f.record is not None and f.record.version == version - 1
-                )
+                f.called_in = f.contribution is None and f.record is not None and f.record.version == version - 1
                 return []
             case m.TrainOn(fragment=index):
                 self._fragments[index].released = True
@@ -338,10 +345,13 @@ class Replica:
             return [Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
         self.epoch, self.incarnation, self.welcomed = message.epoch, message.incarnation, True
         self._learn(message.roster, message.gone)
+        effects: list[Effect] = []
         for f in self._fragments:
             f.released = False
-        # A contribution of the time without connection: the hello did not carry what came after it.
-        return [Send(m.Propose(f.contribution)) for f in self._fragments if f.contribution and not f.fetching]
+            if f.contribution and not f.offered:
+                f.offered = True
+                effects.append(Send(m.Propose(f.contribution)))
+        return [*effects, Send(m.Leaving())] if self.leaving else effects
 
     def _learn(self, known: tuple[m.Mark, ...], gone: tuple[m.Mark, ...]) -> None:
         for replica, incarnation in gone:
@@ -351,25 +361,42 @@ class Replica:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def _die(self, reason: str) -> list[Effect]:
-        self.incarnation, self.reborn, self.welcomed = 0, True, False
+        self.incarnation, self.welcomed = 0, False
         effects: list[Effect] = []
         for index, f in enumerate(self._fragments):
             effects += self._stop(index)
             f.contribution = f.prepared = f.fetching = None
+            f.reborn, f.unhealed, f.called_in, f.told = f.record is not None, False, False, []
         return [*effects, Reborn(reason)]
 
-    def _begin(self, at: m.Position) -> list[Effect]:
+    def _begin(self, at: m.Position, inner_step: int) -> list[Effect]:
         f = self._fragments[at.fragment]
-        f.record, self.reborn, f.fetching = m.Record(at.fragment, at.version, at.chain, 0), False, None
-        return [Begin(f.record)]
+        reborn = f.reborn
+        f.record, f.fetching = m.Record(at.fragment, at.version, at.chain, inner_step), None
+        f.reborn = f.unhealed = f.released = False
+        return [Begin(f.record, reborn)]
 
     def _behind(self, message: m.Behind) -> list[Effect]:
         f = self._fragments[message.position.fragment]
         effects = self._stop(message.position.fragment)
         f.prepared, f.called_in = None, False
-        known = f.fetching is not None
-        f.fetching = Fetch(message.position, message.sources, message.heal)
-        return effects if known else [*effects, f.fetching]
+        at, known = message.position, f.record.position if f.record else None
+        f.told.append(at)
+        f.unhealed = f.unhealed or message.heal
+        if at == known and not f.unhealed and not f.reborn:
+            f.fetching = None
+            offer = [Send(m.Propose(f.contribution))] if f.contribution else []
+            return [*effects, Send(m.Holds(at)), *offer]
+        f.fetching = Fetch(at, message.sources, message.heal)
+        if not message.sources:  # the coordinator names some when there are; nobody knows when that is
+            f.released = True
+        return [*effects, *self._fetch(f)]
+
+    def _fetch(self, f: _Fragment) -> list[Effect]:
+        if f.fetching is None or f.under_way or not f.fetching.sources:
+            return []
+        f.under_way = True
+        return [f.fetching]
 
     def latest_fetch(self, fragment: int) -> Fetch | None:
         """The fetch to do now: its target and sources may have moved on since the effect."""
@@ -382,11 +409,12 @@ class Replica:
         f.members = tuple(sorted((set(f.members) - set(q.left)) | set(q.joined)))
         own = (self.identity.replica, self.incarnation)
         fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
-        if not fits or f.contribution is None or f.record is None or q.version != f.record.version + 1:
+        c = f.contribution if f.contribution and f.contribution.last_step == q.last_step else None
+        if not fits or c is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
             failed = m.Failed(q.fragment, q.attempt, "the quorum does not fit what this replica holds", "")
             return [*effects, Send(failed), Send(m.Lacks(q.fragment))]
         f.quorum, f.called_in, f.released = q, False, False
-        return [*effects, StartReduce(q, f.members, f.contribution)]
+        return [*effects, StartReduce(q, f.members, c)]
 
     def _commit(self, message: m.Commit) -> list[Effect]:
         f = self._fragments[message.fragment]
@@ -412,7 +440,3 @@ class Replica:
         if f.prepared is not None and not keep_prepared:
             return [StopReduce(fragment, f.prepared.attempt)]
         return []
-
-
-def _healing(f: _Fragment) -> bool:
-    return f.fetching is not None and f.fetching.heal

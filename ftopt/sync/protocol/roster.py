@@ -12,14 +12,13 @@ class Member:
     """A known replica: its current incarnation, which is not gone.
 
     ``conn`` is None while it is away, since ``lost_s``. ``held``: the position it has per fragment, as last known; a
-    member that is away may have moved on to what it had prepared.
+    fragment is missing there when that is unknown, or in doubt.
     """
 
     replica: str
     incarnation: int
     conn: int | None = None
     address: str = ""
-    initial: str = ""
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0
@@ -29,6 +28,10 @@ class Member:
     stalled_at: int | None = None
     """Its inner step when it let a call-in pass; it counts as hung until that moves on."""
     held: dict[int, m.Position] = field(default_factory=dict)
+    hopes: dict[int, m.Position] = field(default_factory=dict)
+    """The highest version per fragment that it was told to fetch, and may hold by now."""
+    said_bye: bool = False
+    """It goes as soon as another one holds what it holds."""
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
     catching_up: set[int] = field(default_factory=set)
@@ -44,24 +47,61 @@ class Member:
     def stalled(self) -> bool:
         return self.stalled_at is not None
 
+    def may_hold(self, at: m.Position) -> bool:
+        """Whether it holds ``at``, as far as is known: a fetch, or an absence, leaves that open."""
+        f = at.fragment
+        return at in (self.held.get(f), self.hopes.get(f)) or (self.conn is None and f not in self.held)
+
+    def may_exceed(self, best: dict[int, int]) -> bool:
+        """Whether it may hold a higher version than ``best`` (fragment -> version)."""
+        return any(p.version > best.get(p.fragment, -1) for p in (*self.held.values(), *self.hopes.values()))
+
     def patience_s(self) -> float:
-        """How long a call-in waits for it: two of its usual steps, half a second at least."""
-        return max(0.5, 2 * self.step_s)
+        """How long a call-in waits for it: two of its usual steps, half a second at least.
+
+        Only a trainer at work can be waited for; other states are not hung, but not ready.
+        """
+        return max(0.5, 2 * self.step_s) if self.state == "training" else 0.0
+
+    def progress(self, message: m.Progress) -> bool:
+        """Takes a heartbeat in; returns whether it shows that a stalled trainer moves again."""
+        moves = self.stalled and (message.inner_step != self.stalled_at or message.state != "training")
+        if moves:
+            self.stalled_at = None
+        self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
+        return moves
 
 
 class Roster:
-    """All members by replica id, and the gone marks."""
+    """All members by replica id, who of them is connected, and the gone marks."""
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.gone: dict[str, int] = {}
+        self._by_conn: dict[int, Member] = {}
+
+    def attach(self, member: Member, conn: int, now: float) -> None:
+        """A member is connected."""
+        self.detach(member, now)
+        member.conn, member.heard_s, member.told = conn, now, {}
+        self._by_conn[conn] = member
+
+    def detach(self, member: Member, now: float) -> None:
+        """A member is away."""
+        if member.conn is not None:
+            self._by_conn.pop(member.conn, None)
+            member.conn, member.lost_s = None, now
 
     def by_conn(self, conn: int) -> Member | None:
-        return next((x for x in self.members.values() if x.conn == conn), None)
+        return self._by_conn.get(conn)
 
     def connected(self) -> list[Member]:
         """Connected members, by id."""
-        return [x for _, x in sorted(self.members.items()) if x.conn is not None]
+        return sorted(self._by_conn.values(), key=lambda x: x.replica)
+
+    def away(self) -> list[Member]:
+        """Members that are not connected, by id."""
+        return [x for _, x in sorted(self.members.items()) if x.conn is None]
 
     def marks(self) -> tuple[m.Mark, ...]:
         return tuple(sorted(x.mark for x in self.members.values()))
@@ -72,33 +112,30 @@ class Roster:
     def is_gone(self, mark: m.Mark) -> bool:
         return m.is_gone(mark, self.gone)
 
-    def know(self, replica: str, incarnation: int) -> Member | None:
-        """Puts an incarnation on the roster; returns its member, or None when it is gone or superseded."""
-        if self.is_gone((replica, incarnation)):
-            return None
-        member = self.members.get(replica)
-        if member is None or member.incarnation < incarnation:
-            if member is not None:
-                self.gone[replica] = member.incarnation
-            member = self.members[replica] = Member(replica, incarnation)
-        return member if member.incarnation == incarnation else None
+    def know(self, mark: m.Mark, now: float) -> None:
+        """Puts an incarnation on the roster that is neither gone nor older than the one there; it is away at first."""
+        replica, incarnation = mark
+        self.members[replica] = Member(replica, incarnation, lost_s=now)
 
     def next_incarnation(self, replica: str) -> int:
         member = self.members.get(replica)
         return max(member.incarnation if member else 0, self.gone.get(replica, 0)) + 1
 
     def forget(self, mark: m.Mark) -> None:
-        """Marks an incarnation as gone: irrevocable."""
+        """Marks an incarnation, and all before it, as gone: irrevocable."""
         replica, incarnation = mark
         self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
         member = self.members.get(replica)
         if member is not None and self.is_gone(member.mark):
+            self.detach(member, member.lost_s)
             del self.members[replica]
 
     def sources(self, at: m.Position, *, but: str, limit: int = 4) -> tuple[str, ...]:
-        """Addresses of connected members that hold ``at`` (SOURCE; I5)."""
-        return tuple(
-            x.address
-            for x in self.connected()
-            if x.replica != but and x.held.get(at.fragment) == at and x.address
-        )[:limit]
+        """Addresses of connected members that hold ``at`` (I5)."""
+        found: list[str] = []
+        for x in self.connected():
+            if x.replica != but and x.address and x.held.get(at.fragment) == at:
+                found.append(x.address)
+                if len(found) == limit:
+                    break
+        return tuple(found)

@@ -1,50 +1,48 @@
-"""The rounds of one fragment, coordinator side: gather with grace and call-in, attempts, decisions.
+"""The rounds of one fragment, coordinator side: proposals, attempts, decisions.
 
-A round gathers proposals towards ``version + 1``. When nobody needs to be waited for any more, an *attempt* with a fixed
-quorum starts. It commits when every member has prepared with the same digest, or has died after preparing with it, and
-one of them is alive to hold the result; it aborts when a member fails or is lost before it prepared. After an abort the
-survivors, and whoever has proposed since, go straight to the next attempt with the same contributions.
+A round gathers proposals towards ``version + 1``. When nobody needs to be waited for any more (`Waiting`), an *attempt*
+with a fixed quorum starts. It commits when every member has prepared with the same digest, or has died after preparing
+with it, and one of them is alive to hold the result; it aborts when a member fails or is lost before it prepared. After
+an abort the survivors, and whoever has proposed since, go straight to the next attempt with the same contributions.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.effects import Decided, Effect, Send, Tell
+from ftopt.sync.protocol.attempts import Agreed, Attempt, Failure
+from ftopt.sync.protocol.catch_up import CatchUp
+from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
+from ftopt.sync.protocol.roster import Member, Roster
+from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.waiting import Waiting
 
-if TYPE_CHECKING:
-    from ftopt.sync.protocol.roster import Member, Roster
-    from ftopt.sync.protocol.settings import Sync
 
+class Numbers:
+    """Attempt numbers, unique in the job: each epoch has a million of its own."""
 
-@dataclass
-class Attempt:
-    """One try of a round by a fixed set of members, ranked by id."""
+    def __init__(self, epoch: int) -> None:
+        self.restart(epoch)
 
-    attempt: int
-    version: int
-    members: tuple[m.Mark, ...]
-    conns: dict[str, int]
-    contributions: dict[str, m.Contribution]
-    drop: tuple[m.Mark, ...]
-    advance: int
-    prepared: dict[str, str] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)
+    def restart(self, epoch: int) -> None:
+        self._next = epoch * 1_000_000
 
-    @property
-    def replicas(self) -> list[str]:
-        return [replica for replica, _ in self.members]
+    def next(self) -> int:
+        self._next += 1
+        return self._next
 
 
 class Rounds:
-    """Everything the coordinator knows of one fragment."""
+    """Everything the coordinator knows of one fragment.
 
-    HISTORY = 1000
-    """Chains of past versions that are kept, to tell a fork from lateness."""
+    ``at``: the current version. ``history``: chains of past versions, to tell a fork from lateness. ``last``: the
+    decision that made ``at``, if known. ``undropped``: gone marks that the next commit drops from COUNT.
+    """
+
+    HISTORY = HISTORY
 
     def __init__(self, fragment: int, roster: Roster, sync: Sync, numbers: Numbers) -> None:
         self.fragment = fragment
@@ -60,78 +58,78 @@ class Rounds:
         self.attempt: Attempt | None = None
         self.attempts = 0
         self.aborted = 0
-        self._stepped_s = 0.0
+        self.catch_up = CatchUp(fragment, roster)
+        self._stepped_s = -math.inf
         self._group = 0
         self._group_key: object = None
-        self._reset()
+        self._new_round()
 
-    def _reset(self) -> None:
-        self._opened_s: float | None = None
-        self._deadline: dict[str, float] = {}
-        self._told_train_on: set[str] = set()
+    def _new_round(self) -> None:
+        self.proposals.clear()
+        self._waiting = Waiting(self.fragment, self.roster, self.sync.grace_s)
         self._retry = False
         self._retry_s = 0.0
         self._failures = 0
-        self._strikes: Counter[str] = Counter()
         self._ties = 0
+        self._told_train_on: set[str] = set()
+        self._strikes: Counter[str] = Counter()
         self._cuts: Counter[frozenset[str]] = Counter()
         self._sitting_out: set[str] = set()
 
     # ------------------------------------------------------------ state
 
-    def restore(self, at: m.Position, inner_step: int) -> None:
+    def restore(self, at: m.Position, inner_step: int, *, last: Decided | None = None) -> None:
         """Takes ``at`` as the truth: after a start, a restart or a rollback."""
-        self.at, self.inner_step = at, inner_step
+        self.at, self.inner_step, self.last = at, inner_step, last
+        self.history = {v: chain for v, chain in self.history.items() if v < at.version}
         self.history[at.version] = at.chain
-        self.proposals.clear()
         self.attempt = None
         self._group_key = None
-        self._reset()
+        self._new_round()
 
     def holds(self, member: Member) -> bool:
         return member.held.get(self.fragment) == self.at
 
-    def behind(self, member: Member, *, heal: bool = False) -> list[Effect]:
-        """Tells a connected member to fetch the current state."""
-        if member.conn is None:
-            return []
-        member.newcomer.add(self.fragment)
-        sources = self.roster.sources(self.at, but=member.replica)
-        return [Send(member.conn, m.Behind(self.at, sources, heal))]
+    def off_branch(self, position: m.Position) -> bool:
+        """CHAIN: whether a position is not on this history."""
+        known = self.history.get(position.version, position.chain)
+        later = position.version > self.at.version
+        return later or known != position.chain or not m.same_start(position.chain, self.at.chain)
 
     # ------------------------------------------------------------ inputs
 
     def propose(self, member: Member, contribution: m.Contribution) -> list[Effect]:
         """Step 1: a proposal counts only from a holder of the version that it builds on (I5)."""
-        if not self.holds(member) or contribution.version != self.at.version:
-            return [] if self.holds(member) else self.behind(member)
-        known = self.proposals.get(member.replica)
-        if known is not None and known != contribution:
+        if not self.holds(member):
+            self.catch_up.add(member.replica)
+            return []
+        if contribution.version != self.at.version:
+            return []
+        known = self.proposals.setdefault(member.replica, contribution)
+        if known != contribution:
             return [Tell("frozen", member.replica, member.incarnation, self.fragment, self.at.version + 1)]
-        self.proposals[member.replica] = contribution
         member.stalled_at = None
         return []
 
-    def withdraw(self, replica: str) -> None:
-        """The replica is away: it offers its contribution again in its next hello."""
-        self.proposals.pop(replica, None)
-        self._deadline.pop(replica, None)
-        self._told_train_on.discard(replica)
-
     def lose(self, replica: str) -> None:
-        """A connection is lost, or a replica is gone."""
+        """It is away, or gone: it offers its contribution again when it is back."""
         self.withdraw(replica)
+        self.catch_up.drop(replica)
+
+    def withdraw(self, replica: str) -> None:
+        """It takes no part for now."""
+        self.proposals.pop(replica, None)
+        self._waiting.forget(replica)
+        self._told_train_on.discard(replica)
         if self.attempt and replica in self.attempt.contributions:
             self.attempt.lost.add(replica)
 
-    def find(self, replica: str, mark: m.PreparedMark) -> None:
-        """A member is back in the attempt that it had prepared."""
-        a = self.attempt
+    def find(self, replica: str, mark: m.PreparedMark) -> bool:
+        """A member is back with what it had prepared; returns whether that is the current version by now."""
+        a, d = self.attempt, self.last
         if a and mark.attempt == a.attempt and a.prepared.get(replica) == mark.digest:
             a.lost.discard(replica)
-            member = self.roster.members[replica]
-            if member.conn is not None:
-                a.conns[replica] = member.conn
+        return d is not None and d.chain == self.at.chain and (mark.attempt, mark.digest) == (d.attempt, d.digest)
 
     def prepare(self, member: Member, message: m.Prepared) -> None:
         """Step 4."""
@@ -140,97 +138,88 @@ class Rounds:
             a.prepared[member.replica] = message.digest
 
     def fail(self, now: float, member: Member, message: m.Failed) -> list[Effect]:
-        """A member could not reduce."""
+        """A member could not reduce. After two failures of one pair, one of the two sits out the round."""
         a = self.attempt
         if a is None or a.attempt != message.attempt or member.mark not in a.members:
             return []
-        if message.peer and message.peer in a.contributions:
-            self._cuts[frozenset((member.replica, message.peer))] += 1
-            for pair, times in self._cuts.items():
-                if times >= 2 and not pair & self._sitting_out:
-                    self._sitting_out.add(max(pair))
+        if message.peer in a.contributions and message.peer != member.replica:
+            pair = frozenset((member.replica, message.peer))
+            self._cuts[pair] += 1
+            if self._cuts[pair] >= 2 and not pair & self._sitting_out:
+                self._sitting_out.add(max(pair))
         self._failures += 1
         self._retry_s = now + min(2.0, 0.05 * 2**self._failures)
         return self._abort(f"{member.replica}: {message.reason}")
+
+    def lacks(self, now: float, member: Member) -> None:
+        """It could not fetch, or what it holds does not fit."""
+        member.held.pop(self.fragment, None)
+        member.hopes.pop(self.fragment, None)
+        self.withdraw(member.replica)
+        if self.attempt is not None:  # its contribution is free as soon as it has fetched: it must not be counted
+            self.attempt.prepared.pop(member.replica, None)
+        self.catch_up.failed(now, member.replica)
+
+    def fetched(self, member: Member, position: m.Position) -> None:
+        """A fetch is complete; the version may have moved on since, and the member fetches on."""
+        f = self.fragment
+        known, hope = member.held.get(f), member.hopes.get(f)
+        if known is not None and known.version > position.version:
+            return  # it was said before the commit of what it holds by now
+        member.held[f] = position
+        if hope is not None and hope.version <= position.version:
+            del member.hopes[f]
+        if self.holds(member):
+            member.catching_up.discard(f)
+        else:
+            member.catching_up.add(f)
+            self.catch_up.add(member.replica)
 
     # ------------------------------------------------------------ what follows
 
     def step(self, now: float) -> list[Effect]:
         """Everything that has become due or decidable."""
         self._stepped_s = now
-        effects: list[Effect] = []
-        if self.attempt is not None:
-            effects += self._decide()
-        if self.attempt is None and self.at.version >= 0:
+        effects = self._decide()
+        if self.attempt is None:
             effects += self._gather(now)
-        return effects
+        return effects + self.catch_up.step(now, self.at)
 
     def deadline_s(self) -> float:
         """When `step` is to be called at the latest, if nothing happens before."""
+        due_s = self.catch_up.deadline_s(self._stepped_s)
         if self.attempt is not None or not self.proposals:
-            return math.inf
-        due = [t for r, t in self._deadline.items() if r not in self.proposals]
-        if self._retry:
-            due.append(self._retry_s)
-        if self._opened_s is not None:
-            due.append(self._opened_s + self.sync.grace_s)
-        return min((t for t in due if t > self._stepped_s), default=math.inf)
-
-    def _gather(self, now: float) -> list[Effect]:
-        proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
-        if not proposers:
-            self._opened_s, self._retry = None, False
-            return []
-        if self._retry:
-            return self._form(now, proposers) if now >= self._retry_s else []
-        if self._opened_s is None and not all(x.leaving for x in proposers):
-            self._opened_s = now
-        active = [x for x in self.roster.connected() if self.holds(x) and not x.leaving and not x.stalled]
-        missing = [x for x in active if x.replica not in self.proposals]
-        missing += [
-            x for x in self.roster.connected() if self.fragment in x.catching_up and not self.holds(x)
-        ]
-        if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
-            return self._form(now, proposers) if not missing else []
-        effects: list[Effect] = []
-        late = now >= self._opened_s + self.sync.grace_s
-        for member in missing:
-            if member.replica not in self._deadline and (
-                late or (self.fragment in member.newcomer and self.holds(member))
-            ):
-                # Only a trainer at work can be waited for beyond the grace; other states are not hung, but not ready.
-                patience = member.patience_s() if member.state == "training" else 0.0
-                self._deadline[member.replica] = max(now + patience, now if late else self._opened_s + 0.5)
-                effects += self._call_in(member) if self.holds(member) else []
-        waiting = [x for x in missing if now < self._deadline.get(x.replica, math.inf)]
-        if waiting:
-            return effects
-        for member in missing:
-            if member.state == "training" and self.holds(member) and self.fragment not in member.newcomer:
-                member.stalled_at = member.inner_step
-                effects.append(
-                    Tell("stalled", member.replica, member.incarnation, self.fragment, self.at.version + 1)
-                )
-        return effects + self._form(now, proposers)
-
-    def _call_in(self, member: Member) -> list[Effect]:
-        if member.conn is None:
-            return []
-        version = self.at.version + 1
-        return [
-            Send(member.conn, m.CallIn(self.fragment, version)),
-            Tell("call_in", member.replica, member.incarnation, self.fragment, version),
-        ]
+            return due_s
+        if self._retry and self._retry_s > self._stepped_s:
+            return min(due_s, self._retry_s)
+        return min(due_s, self._waiting.deadline_s(self._stepped_s, self.proposals))
 
     def call_in_everyone(self) -> list[Effect]:
         """For triggers that mean now."""
         effects: list[Effect] = []
         for member in self.roster.connected():
             if self.holds(member) and member.replica not in self.proposals:
-                effects += self._call_in(member)
+                effects += self._waiting.call_in(member, self.at.version + 1)
         return effects
 
-    def _form(self, now: float, proposers: list[Member]) -> list[Effect]:
+    def _gather(self, now: float) -> list[Effect]:
+        proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
+        if not proposers:
+            self._waiting.close()
+            self._retry = False
+            return []
+        if self._retry:
+            return self._form(proposers) if now >= self._retry_s else []
+        waits = self._waiting.step(now, self.at.version + 1, proposers, self.holds)
+        if waits is not None:
+            return waits
+        effects: list[Effect] = []
+        for x in self._waiting.hung(self.proposals, self.holds):
+            x.stalled_at = x.inner_step
+            effects.append(Tell("stalled", x.replica, x.incarnation, self.fragment, self.at.version + 1))
+        return effects + self._form(proposers)
+
+    def _form(self, proposers: list[Member]) -> list[Effect]:
         """Starts an attempt with all who have proposed (step 2's end)."""
         members = [x for x in proposers if x.replica not in self._sitting_out] or proposers
         if len(members) < self.sync.min_replicas and not self._retry:
@@ -242,141 +231,101 @@ class Rounds:
         if not contributors:
             return self._void(members)
         self.attempts += 1
-        attempt = self.numbers.next()
-        key = tuple((x.mark, x.conn) for x in members)
-        if key != self._group_key:
-            self._group, self._group_key = attempt, key
         a = self.attempt = Attempt(
-            attempt=attempt,
+            attempt=self.numbers.next(),
             version=self.at.version + 1,
             members=tuple(x.mark for x in members),
-            conns={x.replica: x.conn for x in members if x.conn is not None},
             contributions=chosen,
             drop=tuple(sorted(self.undropped.items())),
             advance=max(c.steps for c in contributors) if self.fragment == 0 else 0,
         )
+        key = tuple((x.mark, x.conn) for x in members)
+        if key != self._group_key:
+            self._group, self._group_key = a.attempt, key
+        data = {"members": [list(x) for x in a.members], "retry": self._retry}
+        effects = [self._tell("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
         total = math.fsum(c.weight for c in contributors)
-        data = {
-            "members": [list(x) for x in a.members],
-            "retry": self._retry,
-            "steps": [c.steps for c in chosen.values()],
-        }
-        effects: list[Effect] = [
-            Tell(
-                "quorum",
-                fragment=self.fragment,
-                version=a.version,
-                attempt=attempt,
-                inner_step=self.inner_step,
-                data=data,
-            )
-        ]
         for rank, member in enumerate(members):
-            if member.conn is None:
-                continue
-            member.newcomer.discard(self.fragment)
-            member.catching_up.discard(self.fragment)
-            before = member.told.get(self.fragment, ())
-            member.told[self.fragment] = a.members
-            quorum = m.Quorum(
-                fragment=self.fragment,
-                version=a.version,
-                attempt=attempt,
-                group=self._group,
-                rank=rank,
-                size=len(members),
-                total_weight=total,
-                contributors=len(contributors),
-                advance=a.advance,
-                joined=tuple(sorted(set(a.members) - set(before))),
-                left=tuple(sorted(set(before) - set(a.members))),
-                drop=a.drop,
-            )
-            effects.append(Send(member.conn, quorum))
+            effects += self._invite(member, rank, a, total, len(contributors))
         return effects
 
-    def _void(self, members: list[Member]) -> list[Effect]:
-        effects: list[Effect] = []
-        for member in members:
-            self.proposals.pop(member.replica, None)
-            if member.conn is not None:
-                effects.append(Send(member.conn, m.Void(self.fragment)))
-        self._reset()
-        return [*effects, Tell("void", fragment=self.fragment, version=self.at.version + 1)]
-
-    def _decide(self) -> list[Effect]:
-        """Step 5."""
-        a = self.attempt
-        assert a is not None
-        if missing := sorted(a.lost - a.prepared.keys()):
-            return self._abort(f"{missing[0]} was lost before it had prepared")
-        if len(a.prepared) < len(a.members):
+    def _invite(self, member: Member, rank: int, a: Attempt, total: float, contributors: int) -> list[Effect]:
+        if member.conn is None:
             return []
-        alive = [r for r in a.replicas if r not in a.lost]
-        if not alive:
-            return self._abort("all members were lost")
-        votes = Counter(a.prepared.values())
-        if len(votes) == 1:
-            return self._commit(next(iter(votes)))
-        digest, count = votes.most_common(1)[0]
-        if 2 * count > len(a.members):
-            return self._disagree(digest)
-        self._ties += 1
-        if self._ties < 2:
-            return [self._mismatch(votes), *self._abort("the digests differ")]
-        return [self._mismatch(votes), *self._commit(a.prepared[alive[0]])]
-
-    def _mismatch(self, votes: Counter[str]) -> Effect:
-        a = self.attempt
-        assert a is not None
-        return Tell(
-            "mismatch",
+        member.newcomer.discard(self.fragment)
+        member.catching_up.discard(self.fragment)
+        before = member.told.get(self.fragment, ())
+        member.told[self.fragment] = a.members
+        quorum = m.Quorum(
             fragment=self.fragment,
             version=a.version,
             attempt=a.attempt,
-            data={"digests": dict(a.prepared), "votes": dict(votes)},
+            group=self._group,
+            rank=rank,
+            size=len(a.members),
+            last_step=a.contributions[member.replica].last_step,
+            total_weight=total,
+            contributors=contributors,
+            advance=a.advance,
+            joined=tuple(sorted(set(a.members) - set(before))),
+            left=tuple(sorted(set(before) - set(a.members))),
+            drop=a.drop,
         )
+        return [Send(member.conn, quorum)]
 
-    def _disagree(self, majority: str) -> list[Effect]:
+    def _void(self, members: list[Member]) -> list[Effect]:
+        effects: list[Effect] = [Send(x.conn, m.Void(self.fragment)) for x in members if x.conn is not None]
+        for x in members:
+            del self.proposals[x.replica]
+        rest = dict(self.proposals)
+        self._new_round()
+        self.proposals.update(rest)
+        return [*effects, Tell("void", fragment=self.fragment, version=self.at.version + 1)]
+
+    # ------------------------------------------------------------ step 5
+
+    def _decide(self) -> list[Effect]:
         a = self.attempt
-        assert a is not None
-        effects = [self._mismatch(Counter(a.prepared.values())), *self._abort("the digests differ")]
-        for replica, digest in a.prepared.items():
-            if digest == majority:
-                continue
+        verdict = a.verdict() if a is not None else None
+        if a is None or verdict is None:
+            return []
+        if isinstance(verdict, Failure):
+            return self._abort(verdict.reason)
+        if isinstance(verdict, Agreed):
+            return self._commit(verdict.digest)
+        effects = [self._tell("mismatch", a, digests=dict(a.prepared), votes=dict(Counter(a.prepared.values())))]
+        if verdict.majority:
+            effects += self._abort("the digests differ")
+            self._put_out(a, verdict.majority)
+            return effects
+        self._ties += 1
+        if self._ties < 2:
+            return effects + self._abort("the digests differ")
+        return effects + self._commit(a.prepared[a.alive()[0]])
+
+    def _put_out(self, a: Attempt, majority: str) -> None:
+        """Who disagrees twice with the majority heals before it takes part again."""
+        for replica in (replica for replica, digest in a.prepared.items() if digest != majority):
             self._strikes[replica] += 1
             member = self.roster.members.get(replica)
             if self._strikes[replica] >= 2 and member is not None:
                 member.held.pop(self.fragment, None)
                 self.withdraw(replica)
-                effects += self.behind(member, heal=True)
-        return effects
+                self.catch_up.add(replica, heal=True)
 
     def _abort(self, reason: str) -> list[Effect]:
         a = self.attempt
         assert a is not None
         self.attempt, self._retry, self._group_key = None, True, None
         self.aborted += 1
-        effects: list[Effect] = [
-            Tell(
-                "abort",
-                fragment=self.fragment,
-                version=a.version,
-                attempt=a.attempt,
-                inner_step=self.inner_step,
-                data={"reason": reason},
-            )
-        ]
-        for replica, conn in a.conns.items():
-            if replica not in a.lost:
-                effects.append(Send(conn, m.Abort(self.fragment, a.attempt, reason)))
-        return effects
+        message = m.Abort(self.fragment, a.attempt, reason)
+        return [self._tell("abort", a, reason=reason), *self._send(a.members, message)]
 
     def _commit(self, digest: str) -> list[Effect]:
         a = self.attempt
         assert a is not None
         chain = m.next_chain(self.at.chain, self.fragment, a.version, digest)
-        decided = Decided(
+        d = Decided(
             fragment=self.fragment,
             version=a.version,
             attempt=a.attempt,
@@ -384,65 +333,39 @@ class Rounds:
             chain=chain,
             inner_step=self.inner_step + a.advance,
             members=tuple(
-                (r, i, c.steps, c.last_step, c.weight, c.finite)
-                for r, i in a.members
-                for c in (a.contributions[r],)
+                (r, i, c.steps, c.last_step, c.weight, c.finite) for r, i in a.members for c in (a.contributions[r],)
             ),
         )
-        self.attempt = None
-        self.at, self.inner_step, self.last = (
-            m.Position(self.fragment, a.version, chain),
-            decided.inner_step,
-            decided,
-        )
+        self.attempt, self.last, self.inner_step = None, d, d.inner_step
+        self.at = m.Position(self.fragment, a.version, chain)
         self.history[a.version] = chain
-        self.history.pop(a.version - self.HISTORY, None)
+        self.history.pop(a.version - HISTORY, None)
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
-        for mark in a.members:
+        holders = [mark for mark in a.members if a.prepared[mark[0]] == digest]
+        for mark in holders:
             member = self.roster.members.get(mark[0])
-            if member is not None and member.mark == mark and a.prepared[mark[0]] == digest:
+            if member is not None and member.mark == mark:
                 member.held[self.fragment] = self.at
-        effects: list[Effect] = [
-            decided,
-            Tell(
-                "decide",
-                fragment=self.fragment,
-                version=a.version,
-                attempt=a.attempt,
-                inner_step=decided.inner_step,
-                data={
-                    "members": [list(x) for x in decided.members],
-                    "digest": digest,
-                    "chain": chain,
-                    "inner_step": decided.inner_step,
-                    "away": sorted(a.lost),
-                },
-            ),
-        ]
-        for member in self.roster.connected():
-            if member.conn is not None and self.holds(member):
-                effects.append(
-                    Send(member.conn, m.Commit(self.fragment, a.version, a.attempt, digest, chain))
-                )
-        if a.lost:
-            self._group_key = None
-        self.proposals.clear()
-        self._reset()
         for member in self.roster.connected():
             if not self.holds(member):
-                effects += self.behind(member)
-        return effects
+                self.catch_up.add(member.replica)
+        if a.lost:
+            self._group_key = None
+        self._new_round()
+        data = {"members": [list(x) for x in d.members], "digest": digest, "chain": chain, "away": sorted(a.lost)}
+        message = m.Commit(self.fragment, a.version, a.attempt, digest, chain)
+        return [d, self._tell("decide", a, inner_step=d.inner_step, **data), *self._send(tuple(holders), message)]
 
+    def _send(self, marks: tuple[m.Mark, ...], message: m.FromCoordinator) -> list[Effect]:
+        found = [(self.roster.members.get(mark[0]), mark) for mark in marks]
+        return [Send(x.conn, message) for x, mark in found if x and x.mark == mark and x.conn is not None]
 
-class Numbers:
-    """Attempt numbers, unique in the job: each epoch has a million of its own."""
-
-    def __init__(self, epoch: int) -> None:
-        self.restart(epoch)
-
-    def restart(self, epoch: int) -> None:
-        self._next = epoch * 1_000_000
-
-    def next(self) -> int:
-        self._next += 1
-        return self._next
+    def _tell(self, event: str, a: Attempt, **data: Any) -> Effect:
+        return Tell(
+            event,
+            fragment=self.fragment,
+            version=a.version,
+            attempt=a.attempt,
+            inner_step=self.inner_step,
+            data=data,
+        )

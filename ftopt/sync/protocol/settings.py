@@ -55,9 +55,7 @@ class Sync:
                 "or a shorter heartbeat_s"
             )
         if self.forget_s < self.dead_after_s:
-            raise ValueError(
-                f"sync.forget_s={self.forget_s:g}; must be at least dead_after_s={self.dead_after_s:g}"
-            )
+            raise ValueError(f"sync.forget_s={self.forget_s:g}; must be at least dead_after_s={self.dead_after_s:g}")
         if self.codec != "fp32":
             raise ValueError(f"sync.codec={self.codec!r}; allowed: fp32")
         if self.backend != "gloo":

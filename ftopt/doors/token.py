@@ -1,0 +1,82 @@
+"""The job's token: how it is read, how it is shown, and the one place where it is checked.
+
+The coordinator is shown the token itself. Replicas show each other a key derived from it (`for_state`): where the
+committed state goes over a plain connection, whoever listens there learns nothing that opens the coordinator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from ftopt.errors import UserError
+
+MIN_CHARS = 16
+"""A shorter token can be guessed over the network; ``openssl rand -hex 32`` makes one of 64."""
+MAX_CHARS = 1024
+"""It travels in one HTTP header."""
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The HTTP headers that show ``token``; none without one."""
+    return {"Authorization": f"Bearer {token}"} if token is not None else {}
+
+
+def admits(token: str | None, header: str) -> bool:
+    """Whether the ``Authorization`` header of a request shows ``token``; without a token everybody may come in.
+
+    The time that it takes does not depend on where, or whether, the two differ: digests of equal length are compared.
+    """
+    if token is None:
+        return True
+    shown = hashlib.sha256(header.encode("utf-8", "surrogatepass")).digest()
+    return hmac.compare_digest(shown, hashlib.sha256(f"Bearer {token}".encode()).digest())
+
+
+def for_state(token: str | None) -> str | None:
+    """What replicas show each other: HMAC-SHA256 of a fixed text under ``token``."""
+    if token is None:
+        return None
+    return hmac.new(token.encode(), b"ftopt state transfer", hashlib.sha256).hexdigest()
+
+
+def checked(token: str, source: str) -> str:
+    """``token`` as it may be used; raises `UserError`. ``source`` says where it comes from."""
+    if not token:
+        raise UserError(
+            f"{source} is empty; a token has {MIN_CHARS} to {MAX_CHARS} characters: `openssl rand -hex 32` makes one. "
+            "To open the doors to everybody, don't set it"
+        )
+    if not (token.isascii() and token.isprintable() and " " not in token):
+        raise UserError(f"{source} holds blanks or characters that are not ASCII; use letters and digits")
+    if not MIN_CHARS <= len(token) <= MAX_CHARS:
+        raise UserError(
+            f"{source} has {len(token)} characters; {MIN_CHARS} to {MAX_CHARS} are allowed: `openssl rand -hex 32` "
+            "makes one"
+        )
+    return token
+
+
+def find_token(
+    token: str | None = None, file: Path | None = None, *, env: Mapping[str, str] = os.environ
+) -> str | None:
+    """The job's token: ``token``, else the first line of ``file``, else ``FTOPT_TOKEN``, else none.
+
+    Raises:
+        UserError: it is empty, too short, or the file cannot be read.
+    """
+    if token is not None:
+        return checked(token, "the token")
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "no text"
+            raise UserError(f"token file {file}: {reason}; give a file whose first line is the token") from None
+        return checked(lines[0].strip() if lines else "", f"token file {file}")
+    if "FTOPT_TOKEN" in env:
+        return checked(env["FTOPT_TOKEN"], "FTOPT_TOKEN")
+    return None

@@ -1,0 +1,68 @@
+"""Connections whose request has not been let in yet: few of them, and not for long.
+
+Without this, whoever reaches the port can open connections, say nothing, and leave no room for the job's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+
+class WaitingRoom:
+    """A protocol factory around another one, for ``loop.create_server``. Loop thread only.
+
+    When the room is full, who has waited longest goes: a flood displaces itself, while a replica needs milliseconds.
+
+    Args:
+        make: makes the protocol of a new connection.
+        limit: connections that may wait.
+        patience_s: seconds after which a connection that was not let in is closed.
+    """
+
+    def __init__(self, make: Callable[[], asyncio.Protocol], *, limit: int, patience_s: float) -> None:
+        self._make = make
+        self._limit = limit
+        self._patience_s = patience_s
+        self._waiting: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._flooded = False
+
+    def __call__(self) -> asyncio.Protocol:
+        protocol = self._make()
+        loop = asyncio.get_running_loop()
+        self._waiting[protocol] = loop.call_later(self._patience_s, self._turn_away, protocol)
+        if len(self._waiting) > self._limit:
+            if not self._flooded:
+                _log.warning("more than %d connections wait at the door; the oldest are closed", self._limit)
+            self._flooded = True
+            self._turn_away(next(iter(self._waiting)))
+        return protocol
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def let_in(self, transport: asyncio.BaseTransport | None) -> None:
+        """The request on this connection may come in."""
+        if transport is not None:
+            self._forget(transport.get_protocol())
+
+    def close(self) -> None:
+        """Turns everybody away."""
+        for protocol in list(self._waiting):
+            self._turn_away(protocol)
+
+    def _turn_away(self, protocol: asyncio.BaseProtocol) -> None:
+        self._forget(protocol)
+        # None before the TLS handshake is through, which has a limit of its own.
+        transport = getattr(protocol, "transport", None)
+        if transport is not None:
+            transport.abort()
+
+    def _forget(self, protocol: asyncio.BaseProtocol) -> None:
+        timer = self._waiting.pop(protocol, None)
+        if timer is not None:
+            timer.cancel()
+        self._flooded = self._flooded and 2 * len(self._waiting) > self._limit

@@ -1,0 +1,176 @@
+"""The invariants I1, I2, I4, I5 and I6 of ``docs/protocol.md``, checked after each event, on what it changed.
+
+I4 is checked by `ftopt.simulate.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2 with a
+coordinator that restarts: after a restart with its journal they hold as ever. Without it, histories may fork only if a
+living replica was not heard in time although the rule WAIT was kept; then the fork must be healed at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftopt.simulate.host import Content
+from ftopt.sync.protocol import messages as m
+
+if TYPE_CHECKING:
+    from ftopt.simulate.trainer import Process
+    from ftopt.simulate.world import World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One committed version as the first replica that held it reports it."""
+
+    parent: str
+    version: int
+    content: Content
+
+
+class Checks:
+    """What is known of the history so far. ``gone``: marks that some coordinator has given up."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.versions: dict[tuple[int, str], Version] = {}
+        self.gone: set[m.Mark] = set()
+        self.discarded: dict[tuple[int, m.Mark], set[int]] = {}
+        self.floor: dict[tuple[int, m.Mark], int] = {}
+        self.fork_excuse = ""
+
+    def counts(self, process: Process) -> bool:
+        """Whether a process is a living replica that has not been given up."""
+        return process.alive and process.machine.incarnation > 0 and process.mark not in self.gone
+
+    # ------------------------------------------------------------ I1
+
+    def moved(self, process: Process, fragment: int, parent: str) -> None:
+        """A replica has taken up another committed state, made from that of chain ``parent`` ("": fetched)."""
+        shard, record = process.shards[fragment], process.machine.record(fragment)
+        assert record is not None
+        if shard.record != record:
+            raise Violation("I1", f"{process.name}'s optimizer holds {shard.record}, its protocol {record}")
+        if shard.content.flaw:
+            raise Violation("I2", f"version {record.version} of fragment {fragment}: {shard.content.flaw}")
+        for mark, low, high in shard.content.gaps:
+            if not set(range(low, high + 1)) <= self.discarded.get((fragment, mark), set()):
+                raise Violation("I2", f"inner steps {low}..{high} of {mark[0]}#{mark[1]} are counted never")
+        key = (fragment, record.chain)
+        known = self.versions.setdefault(key, Version(parent, record.version, shard.content))
+        if known.content.digest != shard.content.digest or known.version != record.version:
+            raise Violation(
+                "I1", f"{process.name} holds version {record.version}, chain {record.chain[:6]}, with other content"
+            )
+        if self.fork_excuse or not self.counts(process):
+            return
+        for other in self.world.processes.values():
+            if other is process or not self.counts(other) or other.machine.reborn_in(fragment):
+                continue
+            theirs = other.machine.record(fragment)
+            if theirs is not None and not self._one_line(fragment, record, theirs):
+                raise Violation(
+                    "I1",
+                    f"{process.name} holds version {record.version} ({record.chain[:6]}), "
+                    f"{other.name} {theirs.version} ({theirs.chain[:6]}): not of one history",
+                )
+
+    def _one_line(self, fragment: int, a: m.Record, b: m.Record) -> bool:
+        high, low = (a, b) if a.version >= b.version else (b, a)
+        chain = high.chain
+        while chain and chain != low.chain:
+            version = self.versions.get((fragment, chain))
+            if version is None or version.version <= low.version:
+                return False
+            chain = version.parent
+        return bool(chain)
+
+    # ------------------------------------------------------------ I2
+
+    def standing(self, process: Process) -> None:
+        """Each inner step of a living replica is in its committed state once, or pending."""
+        if not self.counts(process):
+            return
+        for fragment, shard in enumerate(process.shards):
+            if shard.record is None or shard.reborn or process.machine.reborn_in(fragment):
+                continue
+            key = (fragment, process.mark)
+            inside = shard.content.steps.get(process.mark, self.floor.get(key, 0))
+            if inside == shard.base_step:
+                continue
+            low, high = sorted((inside, shard.base_step))
+            if inside < shard.base_step and set(range(low + 1, high + 1)) <= self.discarded.get(key, set()):
+                continue
+            raise Violation(
+                "I2",
+                f"{process.name}'s inner steps {low + 1}..{high} of fragment {fragment} are "
+                + ("committed and pending" if inside > shard.base_step else "neither committed nor pending"),
+            )
+
+    def rebirth(self, process: Process, reason: str) -> None:
+        """A replica gives itself up; only a fork can have brought it there."""
+        if reason.startswith("another process") and not self.fork_excuse:
+            raise Violation("I2", f"{process.name} finds steps counted that it never offered")
+
+    def discard(self, process: Process, fragment: int, start: int, stop: int) -> None:
+        """Steps that the replica itself gave up, and said so."""
+        self.discarded.setdefault((fragment, process.mark), set()).update(range(start + 1, stop + 1))
+
+    def reborn(self, process: Process, fragment: int) -> None:
+        """A new incarnation counts from here; what was pending is a dead one's."""
+        self.floor[(fragment, process.mark)] = process.local_steps
+
+    # ------------------------------------------------------------ I5
+
+    def quorum(self, process: Process, quorum: m.Quorum) -> None:
+        """Members of an attempt hold the state that it builds on."""
+        machine = self.world.server.machine
+        record = process.machine.record(quorum.fragment)
+        if machine is None or not self.counts(process):
+            return
+        at = machine.rounds[quorum.fragment].at
+        if record is None or record.position != at or process.machine.fetching(quorum.fragment):
+            held = record.position if record else None
+            raise Violation("I5", f"{process.name} is a member on {at}, and holds {held}")
+
+    def served(self, source: Process, fragment: int) -> None:
+        """A source of state holds a state that nobody doubts."""
+        shard = source.shards[fragment]
+        if shard.record is None or source.machine.reborn_in(fragment):
+            raise Violation("I5", f"{source.name} serves a state that it does not hold")
+        known = self.versions.get((fragment, shard.record.chain))
+        if known is None or known.content.digest != shard.content.digest:
+            raise Violation("I5", f"{source.name} serves a damaged state")
+
+    # ------------------------------------------------------------ I6
+
+    def opened(self, heard: list[m.Hello]) -> None:
+        """A coordinator ends its gathering: was each living holder of a version heard?"""
+        server, machine = self.world.server, self.world.server.machine
+        assert machine is not None
+        remembers, server.remembers = server.remembers, True
+        if server.life == 1 or remembers:
+            return
+        marks = {(h.replica, h.incarnation) for h in heard if h.incarnation}
+        told = {mark for h in heard for mark in h.roster}
+        veterans = any(h.positions for h in heard)
+        for process in self.world.processes.values():
+            if (
+                not self.counts(process)
+                or process.mark in marks
+                or not any(process.shards[f].record for f in range(len(process.shards)))
+            ):
+                continue
+            waited_s = self.world.now - server.first_hello_s
+            knobs = self.world.knobs
+            patience_s = knobs.dead_after_s if server.old_copy else knobs.recovery_s
+            if veterans and process.mark in told and waited_s < patience_s - 1e-6:
+                raise Violation("I6", f"the coordinator has not waited for {process.name}")
+            self.fork_excuse = f"{process.name} was not heard"

@@ -1,0 +1,87 @@
+"""A modelled process group: the members of one attempt meet, exchange payloads, and each computes the result.
+
+It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member that
+dies or stops breaks it for the others at once; a frozen one, or a cut between two, by the time-out, which names the peer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftopt.simulate.host import Payload, reduce
+
+if TYPE_CHECKING:
+    from ftopt.simulate.trainer import Process
+    from ftopt.simulate.world import World
+    from ftopt.sync.protocol.replica import StartReduce
+
+
+class Reduction:
+    """One attempt's group."""
+
+    def __init__(self, world: World, start: StartReduce) -> None:
+        self.world = world
+        self.fragment = start.quorum.fragment
+        self.attempt = start.quorum.attempt
+        self.members = start.members
+        self.inside: dict[str, Process] = {}
+        self.payloads: dict[str, Payload] = {}
+        self.exchanged = False
+
+    def join(self, process: Process, payload: Payload) -> None:
+        self.inside[process.name] = process
+        self.payloads[process.name] = payload
+        timeout_s = self.world.knobs.dead_after_s + self.world.knobs.reduce_s
+        process.later(timeout_s, self._time_out, process)
+        if len(self.payloads) == len(self.members):
+            self.world.at(self.world.between(0.2, 1.0) * self.world.knobs.reduce_s, self._exchange)
+
+    def leave(self, name: str) -> None:
+        """A member stops or is dead: before the exchange the others fail at once."""
+        if self.inside.pop(name, None) is None or self.exchanged:
+            return
+        for other in list(self.inside.values()):
+            other.later(self.world.delay(), self._fail, other, name)
+
+    def _exchange(self) -> None:
+        if self.exchanged or len(self.inside) < len(self.members):
+            return
+        if self._stuck():
+            self.world.at(0.5, self._exchange)
+            return
+        self.exchanged = True
+        for process in list(self.inside.values()):
+            process.later(self.world.between(0.0, 0.5) * self.world.knobs.reduce_s, self._result, process)
+
+    def _stuck(self) -> str:
+        """A member that keeps the others waiting."""
+        for name, _ in self.members:
+            if name not in self.inside or self.inside[name].frozen:
+                return name
+        return next((sorted(cut)[0] for cut in self.world.cuts if cut <= self.inside.keys()), "")
+
+    def _result(self, process: Process) -> None:
+        if process.name not in self.inside:
+            return
+        del self.inside[process.name]
+        shard = process.shards[self.fragment]
+        taint = f"flip {process.name} {self.attempt}" if self.world.chance(self.world.knobs.corrupt) else ""
+        ordered = [self.payloads[name] for name, _ in self.members]
+        result = reduce(shard.content, ordered, taint=taint)
+        shard.results = (self.attempt, result)
+        rows = [[p.contribution.last_step] for p in ordered]
+        process.act(process.machine.reduced(self.fragment, self.attempt, result.digest, rows))
+
+    def _time_out(self, process: Process) -> None:
+        if process.name in self.inside and not self.exchanged:
+            cut = [min(c - {process.name}) for c in self.world.cuts if process.name in c and c <= self.inside.keys()]
+            stuck = self._stuck()
+            self._fail(process, min(cut) if cut else stuck if stuck != process.name else "")
+
+    def _fail(self, process: Process, peer: str) -> None:
+        if self.inside.pop(process.name, None) is None:
+            return
+        for other in [] if self.exchanged else list(self.inside.values()):
+            other.later(self.world.delay(), self._fail, other, process.name)
+        machine = process.machine
+        process.act(machine.reduce_failed(self.fragment, self.attempt, reason="modelled", peer=peer))

@@ -1,0 +1,353 @@
+"""A modelled replica process: the replica's machine, a modelled optimizer, and a training loop that calls it.
+
+It crashes (everything is lost; it comes back as a newcomer), freezes (SIGSTOP: nothing runs, what arrives waits), hangs
+(the training thread only), is cut off, leaves in good order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ftopt.simulate.host import Content, Shard
+from ftopt.simulate.reduction import Reduction
+from ftopt.simulate.world import JOB, Conn, World
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol import replica as r
+
+
+class Process:
+    """One replica id, and the process that runs under it at present."""
+
+    def __init__(self, world: World, name: str, *, initial: str, step_s: float) -> None:
+        self.world = world
+        self.name = name
+        self.initial = initial
+        self.step_s = step_s
+        self.life = 0
+        self.alive = False
+        self.frozen_until_s = self.hung_until_s = self.offline_until_s = 0.0
+        self.conn: Conn | None = None
+        self.machine: r.Replica
+        self.shards: list[Shard]
+        self.local_steps = 0
+        self.executed = 0
+
+    @property
+    def mark(self) -> m.Mark:
+        return (self.name, self.machine.incarnation)
+
+    @property
+    def frozen(self) -> bool:
+        return self.world.now < self.frozen_until_s
+
+    def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Calls ``action`` in this life, once the process is not frozen."""
+        self.world.at(delay_s, self._run, self.life, action, args)
+
+    def _run(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if life != self.life or not self.alive:
+            return
+        if self.frozen:
+            self.world.at(self.frozen_until_s - self.world.now, self._run, life, action, args)
+        else:
+            action(*args)
+
+    # ------------------------------------------------------------ life
+
+    def spawn(self) -> None:
+        if self.alive:
+            return
+        knobs = self.world.knobs
+        identity = r.Identity(
+            job=JOB,
+            replica=self.name,
+            lines={"model": "m"},
+            settings=knobs.settings,
+            initial=self.initial,
+            fragments=knobs.fragments,
+            address=self.name,
+        )
+        self.life += 1
+        self.alive = True
+        self.machine = r.Replica(identity)
+        self.shards = [Shard(Content(self.initial)) for _ in range(knobs.fragments)]
+        self.local_steps = 0
+        self.conn = None
+        self.leaving = self.offered = self.stepping = self.gone = False
+        self.waits: int | None = None
+        self.installing: set[int] = set()
+        self.world.note(self.name, "process starts")
+        self.later(0.0, self._connect)
+        self.later(self.world.between(0, 1), self._heartbeat)
+
+    def crash(self) -> None:
+        """SIGKILL."""
+        if not self.alive:
+            return
+        self.world.note(self.name, "is killed")
+        self._end()
+        if self.conn:
+            if self.world.chance(0.5):
+                self.conn.up(None)  # what was sent before still arrives
+            else:
+                self.conn.cut()
+            self.conn = None
+
+    def _end(self) -> None:
+        self.alive = False
+        self.frozen_until_s = self.hung_until_s = 0.0
+        for group in list(self.world.groups.values()):
+            group.leave(self.name)
+
+    def leave(self) -> None:
+        """SIGTERM: from the next boundary on it wants to go."""
+        if self.alive and not self.leaving:
+            self.leaving = True
+            self.world.note(self.name, "wants to leave")
+            self.later(self.world.between(1, 6), self._goodbye)
+            self.act(self.machine.leave())
+
+    def _goodbye(self) -> None:
+        self.world.note(self.name, "leaves")
+        if self.gone:
+            return
+        self.gone = True
+        if self.conn:
+            self.conn.up(m.Bye())
+        self.later(2.0, self._end)
+
+    # ------------------------------------------------------------ connection
+
+    def _connect(self) -> None:
+        if self.conn is not None:
+            return
+        if self.gone:
+            self._end()
+            return
+        if not self.world.server.up or self.world.now < self.offline_until_s:
+            self.later(self.world.between(0.05, 0.5), self._connect)
+            return
+        self.conn = Conn(self.world, self)
+        self.world.server.connect(self.conn)
+        self.act(self.machine.connect())
+
+    def deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
+        """A message, or the end of the connection (None)."""
+        self._run(self.life, self._deliver, (conn, message))
+
+    def _deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
+        if conn is not self.conn:
+            return
+        if message is None:
+            self.conn = None
+            self.world.note(self.name, "is disconnected")
+            self.act(self.machine.disconnect())
+            self.later(0.0 if self.gone else self.world.between(0.01, 0.5), self._connect)
+            return
+        self.world.note(self.name, f"<- {message}")
+        if isinstance(message, m.Quorum | m.Commit | m.Welcome | m.Abort) and self.world.strike():
+            self.misfortune()
+            if not self.alive or conn is not self.conn:
+                return
+        self.act(self.machine.receive(message))
+
+    def drop(self) -> None:
+        """Closes the connection."""
+        if self.conn:
+            self.conn.up(None)
+            conn, self.conn = self.conn, None
+            conn.works = conn.works and conn.open_there
+            self.act(self.machine.disconnect())
+            self.later(self.world.between(0.1, 1.0), self._connect)
+
+    def _heartbeat(self) -> None:
+        self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
+        if self.conn and self.machine.welcomed:
+            state = "fetching" if not self.machine.ready else "training" if self.waits is None else "waiting"
+            self.conn.up(m.Progress(state, self.local_steps, self.step_s))
+
+    def misfortune(self) -> None:
+        """Something happens to this process, or to its connection."""
+        world = self.world
+        what = world.random.choice(("cut", "cut", "cut", "crash", "freeze", "hang", "offline"))
+        world.note(self.name, f"fault: {what}")
+        if what == "cut" and self.conn:
+            self.conn.cut(told=world.chance(0.7))
+        elif what == "crash":
+            self.crash()
+            world.at(world.between(0.2, 4.0), self.spawn)
+        elif what == "freeze":
+            self.frozen_until_s = world.now + world.between(0.5, 3.0 * world.knobs.dead_after_s)
+        elif what == "hang":
+            self.hung_until_s = world.now + world.between(0.5, 8.0)
+        elif what == "offline" and self.conn:
+            self.offline_until_s = world.now + world.between(0.5, 4.0 * world.knobs.dead_after_s)
+            self.conn.cut(told=world.chance(0.5))
+
+    # ------------------------------------------------------------ what the machine asks
+
+    def act(self, effects: list[r.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case r.Send(message=message):
+                    if self.conn:
+                        self.conn.up(message)
+                        if isinstance(message, m.Prepared) and self.world.strike(5.0):
+                            delay_s = self.world.between(0.0, 2.0 * self.world.knobs.reduce_s)
+                            self.world.at(delay_s, self.conn.cut)
+                        elif not isinstance(message, m.Hello) and self.world.strike():
+                            self.misfortune()
+                            if not self.alive:
+                                return
+                case r.StartReduce():
+                    self._reduce(effect)
+                case r.StopReduce(attempt=attempt):
+                    for key, group in self.world.groups.items():
+                        if key[0] == attempt:
+                            group.leave(self.name)
+                case r.Adopt(attempt=attempt, record=record):
+                    shard = self.shards[record.fragment]
+                    assert shard.results is not None and shard.results[0] == attempt
+                    assert shard.record is not None
+                    parent, result = shard.record.chain, shard.results[1]
+                    shard.advance(record, result, self.machine.counted_step(record))
+                    self._moved(record, parent)
+                case r.Fetch(position=position):
+                    self.later(self.world.delay(), self._fetch, position.fragment, ())
+                case r.Begin(record=record, reborn=reborn):
+                    shard = self.shards[record.fragment]
+                    content = shard.content
+                    shard.advance(record, content, 0)
+                    shard.reborn = reborn
+                    self._moved(record, "")
+                case r.Reborn(reason=reason):
+                    self.world.note(self.name, f"is reborn: {reason}")
+                    self.world.coverage["rebirth"] += 1
+                    self.world.checks.rebirth(self, reason)
+                    self.drop()
+                case r.GiveUp(reason=reason):
+                    raise AssertionError(f"{self.name} is refused for good: {reason}")
+                case r.Disconnect():
+                    self.drop()
+        self.world.checks.standing(self)
+        if self.machine.ready and not self.stepping:
+            self.stepping = True
+            self.later(self.step_s, self._step)
+        if self.waits is not None and not self._waiting(self.waits):
+            self.waits = None
+            self.later(0.0, self._boundary)
+
+    def _moved(self, record: m.Record, parent: str) -> None:
+        self.world.note(self.name, f"holds version {record.version} {record.chain[:6]} of {record.fragment}")
+        self.world.checks.moved(self, record.fragment, parent)
+
+    def _reduce(self, start: r.StartReduce) -> None:
+        shard = self.shards[start.quorum.fragment]
+        snapshot = shard.snapshot
+        assert snapshot is not None and snapshot.contribution == start.contribution, "FREEZE"
+        assert self.conn is not None
+        key = (start.quorum.attempt, self.conn.server_life)  # the rendezvous is through the connection
+        group = self.world.groups.get(key)
+        if group is None:
+            group = self.world.groups[key] = Reduction(self.world, start)
+        assert group.members == start.members, "one attempt, two member lists"
+        group.join(self, snapshot)
+
+    def _fetch(self, fragment: int, failed: tuple[str, ...]) -> None:
+        fetch = self.machine.latest_fetch(fragment)
+        for name in fetch.sources if fetch else ():
+            source = self.world.processes.get(name)
+            cut = frozenset((name, self.name)) in self.world.cuts
+            if name in failed or source is None or not source.alive or source.frozen or cut:
+                continue
+            record = source.machine.serves(fragment)
+            if record is None:
+                continue
+            self.world.checks.served(source, fragment)
+            duration_s = self.world.between(0.3, 1.5) * self.world.knobs.fetch_s
+            content = source.shards[fragment].content
+            self.later(duration_s, self._fetched, record, content, name, source.life, failed)
+            return
+        self.act(self.machine.fetch_failed(fragment))
+
+    def _fetched(self, record: m.Record, content: Content, name: str, life: int, failed: tuple[str, ...]) -> None:
+        fragment, source = record.fragment, self.world.processes[name]
+        if not source.alive or source.life != life:
+            self._fetch(fragment, (*failed, name))
+            return
+        reborn = self.machine.reborn_in(fragment)
+        if not self.machine.install(record):
+            self.act(self.machine.fetch_failed(fragment))
+            return
+        self.installing.add(fragment)
+        self.later(self.world.delay(), self._installed, record, content, reborn)
+
+    def _installed(self, record: m.Record, content: Content, reborn: bool) -> None:
+        fragment = record.fragment
+        self.installing.discard(fragment)
+        shard = self.shards[fragment]
+        shard.reborn = shard.reborn or reborn
+        shard.advance(record, content, self.machine.counted_step(record))
+        effects = self.machine.fetched(record)
+        self._moved(record, "")
+        self.act(effects)
+
+    # ------------------------------------------------------------ the training thread
+
+    def _step(self) -> None:
+        if self.gone:
+            return
+        if self.world.now < self.hung_until_s:
+            self.later(self.hung_until_s - self.world.now, self._step)
+            return
+        self.local_steps += 1
+        self.executed += 1
+        self._boundary()
+
+    def _boundary(self) -> None:
+        """What `OuterStep.boundary` does; then the next step, unless it waits."""
+        if self.gone:
+            return
+        if self.world.now < self.hung_until_s:
+            self.later(self.hung_until_s - self.world.now, self._boundary)
+            return
+        for fragment, shard in enumerate(self.shards):
+            self._take_over(fragment)
+            due = self.local_steps - shard.marked_step >= self.world.knobs.sync_every
+            rest = self.leaving and not self.offered and self.local_steps > shard.base_step
+            if (due or rest or self.machine.called_in(fragment)) and not self.machine.outstanding(fragment):
+                self.offered = self.offered or rest
+                self._propose(fragment)
+            if (due or self.leaving) and self._waiting(fragment):
+                self.waits = fragment
+                return
+            self._take_over(fragment)
+        if self.leaving and (self.offered or all(self.local_steps == s.base_step for s in self.shards)):
+            self._goodbye()
+        else:
+            self.later(self.step_s * self.world.between(0.8, 1.2), self._step)
+
+    def _waiting(self, fragment: int) -> bool:
+        return self.machine.outstanding(fragment) and not self.machine.released(fragment)
+
+    def _take_over(self, fragment: int) -> None:
+        shard = self.shards[fragment]
+        if shard.take_over(self.local_steps):
+            self.world.checks.reborn(self, fragment)
+
+    def _propose(self, fragment: int) -> None:
+        shard, before = self.shards[fragment], self.shards[fragment].base_step
+        if fragment in self.installing:
+            return
+        finite = not self.world.chance(self.world.knobs.nonfinite)
+        contribution = shard.propose(self.mark, self.local_steps, finite=finite)
+        if contribution is None:
+            return
+        if not finite:
+            self.world.checks.discard(self, fragment, before, self.local_steps)
+        if self.world.strike():
+            self.misfortune()
+            if not self.alive:
+                return
+        self.act(self.machine.propose(contribution))

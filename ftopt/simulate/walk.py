@@ -1,0 +1,169 @@
+"""Random walks: one seed makes one history of faults, then a quiet time in which the job must go on (I4)."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ftopt.simulate.check import Violation
+from ftopt.simulate.trainer import Process
+from ftopt.simulate.world import Knobs, World
+
+
+@dataclass
+class History:
+    """What one walk came to. ``failure``: None, or what does not hold."""
+
+    seed: int
+    events: int = 0
+    versions: int = 0
+    coverage: Counter[str] = field(default_factory=Counter)
+    failure: str | None = None
+    trace: list[str] = field(default_factory=list)
+
+
+def run(seed: int, *, trace: bool = False) -> History:
+    """Walks through the history of ``seed``."""
+    history = History(seed)
+    chooser = random.Random(seed * 7919 + 1)
+    lines = history.trace if trace else None
+    world = World(seed, _knobs(chooser), trace=lines)
+    try:
+        _walk(world, chooser)
+    except AssertionError as error:
+        history.failure = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        history.failure = f"{type(error).__name__}: {error}"
+        if trace:
+            raise
+    history.events, history.coverage = world.events, world.coverage
+    history.versions = max((v.version for v in world.checks.versions.values()), default=0)
+    return history
+
+
+def _knobs(chooser: random.Random) -> Knobs:
+    heartbeat_s = 1.0
+    settings: dict[str, float | int | str | None] = {
+        "min_replicas": chooser.choice((1, 1, 1, 2)),
+        "start_replicas": chooser.choice((None, 2, 2)),
+        "start_s": chooser.uniform(1.0, 4.0),
+        "grace_s": chooser.uniform(0.3, 2.0),
+        "heartbeat_s": heartbeat_s,
+        "dead_after_s": 3 * heartbeat_s,
+        "recovery_s": chooser.uniform(4.0, 12.0),
+        "forget_s": chooser.choice((6.0, 12.0, 60.0)),
+    }
+    return Knobs(
+        settings=settings,
+        fragments=chooser.choice((1, 1, 1, 2)),
+        sync_every=chooser.randint(2, 5),
+        delay_s=chooser.choice((0.005, 0.05, 0.2)),
+        reduce_s=chooser.choice((0.05, 0.5)),
+        fetch_s=chooser.choice((0.1, 1.0)),
+        fault=chooser.choice((0.01, 0.03, 0.08)),
+        corrupt=chooser.choice((0.0, 0.0, 0.0, 0.1)),
+        nonfinite=chooser.choice((0.0, 0.0, 0.0, 0.05)),
+    )
+
+
+def _walk(world: World, chooser: random.Random) -> None:
+    same = chooser.random() < 0.6
+    count = chooser.randint(2, 6)
+    for index in range(count):
+        name = f"r{index}"
+        initial = "init" if same else f"init-{name}"
+        step_s = chooser.uniform(0.2, 0.6) * chooser.choice((1, 1, 1, 3))
+        world.processes[name] = Process(world, name, initial=initial, step_s=step_s)
+    world.server.start()
+    start_s = world.now
+    late = chooser.randint(0, max(0, count - 2))
+    for index, process in enumerate(world.processes.values()):
+        delay_s = chooser.uniform(0, 0.5) if index >= late else chooser.uniform(4, 12)
+        world.at(delay_s, process.spawn)
+    length_s = chooser.uniform(8, 22)
+    world.faults_left = chooser.randint(1, 5)
+    for _ in range(chooser.randint(1, 5)):
+        world.at(chooser.uniform(1, length_s), _fault, world, chooser)
+    world.run(start_s + length_s)
+    _quiet(world)
+
+
+def _fault(world: World, chooser: random.Random) -> None:
+    """A fault at a moment that has nothing to do with the protocol's."""
+    kind = chooser.choice(("replica", "replica", "coordinator", "pair", "leave", "network"))
+    process = chooser.choice(list(world.processes.values()))
+    if kind == "replica" and process.alive:
+        process.misfortune()
+    elif kind == "coordinator" and world.server.up:
+        world.server.crash()
+        keep = chooser.choice((None, None, 0, 0, -1))
+        if keep == -1:
+            keep = chooser.randint(0, len(world.server.journal))
+        world.at(chooser.uniform(0.1, 3.0), lambda: world.server.start(keep=keep))
+    elif kind == "pair":
+        pair = frozenset(chooser.sample(sorted(world.processes), 2))
+        world.note("net", f"cut between {sorted(pair)}")
+        world.cuts.add(pair)
+        world.at(chooser.uniform(2, 12), world.cuts.discard, pair)
+    elif kind == "leave" and process.alive and process.machine.ready:
+        process.leave()
+        if chooser.random() < 0.5:
+            world.at(chooser.uniform(7, 12), process.spawn)
+    elif kind == "network":
+        for process in world.processes.values():
+            if process.alive and process.conn and chooser.random() < 0.6:
+                process.offline_until_s = world.now + chooser.uniform(0.1, 6)
+                process.conn.cut(told=chooser.random() < 0.7)
+
+
+def _quiet(world: World) -> None:
+    """I4: faults stop; those who live go on, and become one."""
+    world.note("walk", "faults stop")
+    world.faults_left = 0
+    world.cuts.clear()
+    object.__setattr__(world.knobs, "corrupt", 0.0)
+    for process in world.processes.values():
+        process.frozen_until_s = min(process.frozen_until_s, world.now + 0.1)
+        process.hung_until_s = process.offline_until_s = 0.0
+    world.run(world.now + 3.1)  # a coordinator that is down is started, a killed replica comes back
+    if not world.server.up:
+        world.server.start()
+    settings = world.knobs.settings
+    least = int(settings["min_replicas"] or 1)
+    for process in world.processes.values():
+        if process.alive and process.leaving and least > 1:
+            world.at(7.0, process.spawn)
+        if sum(p.alive and not p.leaving for p in world.processes.values()) < least:
+            process.spawn()
+    # A cut-off process sees the end of its connection within dead_after_s; gathering ends in start_s + recovery_s.
+    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0)
+    machine = world.server.machine
+    assert machine is not None
+    living = {p.mark for p in world.processes.values() if p.alive}
+    if any(x.mark not in living for x in machine.roster.members.values()):
+        bound_s += float(settings["forget_s"] or 0) + bound_s
+    old = set(world.checks.versions)
+    if not world.run(world.now + bound_s, lambda: _together(world, old)):
+        held = {
+            p.name: [(s.record.version, s.record.chain[:6]) if s.record else None for s in p.shards]
+            for p in world.processes.values()
+            if p.alive
+        }
+        raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
+
+
+def _together(world: World, old: set[tuple[int, str]]) -> bool:
+    """Whether all the living hold the same version of each fragment, and it is a new one."""
+    machine = world.server.machine
+    living = [p for p in world.processes.values() if p.alive and not p.leaving]
+    if machine is None or not machine.running or not living:
+        return False
+    for fragment in range(world.knobs.fragments):
+        at = machine.rounds[fragment].at
+        if (fragment, at.chain) in old:
+            return False
+        records = [p.machine.record(fragment) for p in living]
+        if any(record is None or record.position != at for record in records):
+            return False
+    return True

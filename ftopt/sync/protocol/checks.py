@@ -1,0 +1,167 @@
+"""Whether a well-formed message from a replica makes sense: numbers in range, names that are names, lists of sane length.
+
+`from_replica` is the door: text of a stranger in, a message that the coordinator machine can take out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence, Sized
+
+from ftopt.sync.protocol import limits
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.limits import MAX_INT, MAX_STEPS
+
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
+
+
+def from_replica(text: str) -> m.FromReplica:
+    """The message in ``text``.
+
+    Raises:
+        MessageError: it is none, or none that a replica may send; says what is wrong.
+    """
+    message = m.decode(text)
+    if not isinstance(message, m.FromReplica):
+        raise m.MessageError(f"a replica sends no {type(message).__name__}")
+    check(message)
+    return message
+
+
+def check(message: m.FromReplica) -> None:
+    """Raises `MessageError` for a message that makes no sense, whatever the state of the job."""
+    match message:
+        case m.Hello():
+            _hello(message)
+        case m.Propose(contribution=contribution):
+            _contribution(contribution)
+        case m.Prepared():
+            _fragment(message.fragment)
+            _within("attempt", message.attempt, MAX_INT)
+            _word("digest", message.digest)
+        case m.Failed():
+            _fragment(message.fragment)
+            _within("attempt", message.attempt, MAX_INT)
+            _text("reason", message.reason, limits.MAX_TEXT)
+            if message.peer:
+                _name("peer", message.peer)
+        case m.Progress():
+            _text("state", message.state, limits.MAX_WORD)
+            _within("inner_step", message.inner_step, MAX_STEPS)
+            _within("step_s", message.step_s, limits.MAX_STEP_S)
+            _few("values", message.values, limits.MAX_VALUES)
+        case m.Holds(position=position):
+            _position(position)
+        case m.Lacks(fragment=fragment):
+            _fragment(fragment)
+        case m.StoreSet():
+            _text("key", message.key, limits.MAX_KEY)
+            _text("value", message.value, limits.MAX_VALUE)
+            if not _BASE64.fullmatch(message.value):
+                raise m.MessageError("value: base64 is needed")
+        case m.StoreGet(key=key):
+            _text("key", key, limits.MAX_KEY)
+
+
+def _hello(hello: m.Hello) -> None:
+    _name("job", hello.job)
+    _name("replica", hello.replica)
+    _within("incarnation", hello.incarnation, MAX_STEPS)
+    _within("epoch", hello.epoch, limits.MAX_EPOCH)
+    _within("inner_step", hello.inner_step, MAX_STEPS)
+    _within("size", hello.size, limits.MAX_RANKS, least=1)
+    _within("rank", hello.rank, hello.size - 1)
+    _within("fragments", hello.fragments, limits.MAX_FRAGMENTS, least=1)
+    _text("address", hello.address, limits.MAX_WORD)
+    _word("initial", hello.initial)
+    _few("lines", hello.lines, limits.MAX_LINES)
+    for key, line in hello.lines.items():
+        _text("lines", key, limits.MAX_WORD)
+        _text("lines", line, limits.MAX_TEXT)
+    _few("settings", hello.settings, limits.MAX_LINES)
+    for key, setting in hello.settings.items():
+        _text("settings", key, limits.MAX_WORD)
+        if isinstance(setting, str):
+            _text("settings", setting, limits.MAX_TEXT)
+    for what, parts in (
+        ("positions", hello.positions),
+        ("contributions", hello.contributions),
+        ("prepared", hello.prepared),
+    ):
+        _once_a_fragment(what, parts, hello.fragments)
+    for position in hello.positions:
+        _position(position)
+    for contribution in hello.contributions:
+        _contribution(contribution)
+    for mark in hello.prepared:
+        _within("prepared.attempt", mark.attempt, MAX_INT)
+        _within("prepared.version", mark.version, MAX_STEPS)
+        _word("prepared.digest", mark.digest)
+    _marks("roster", hello.roster, limits.MAX_REPLICAS)
+    _marks("gone", hello.gone, limits.MAX_GONE)
+
+
+def _contribution(c: m.Contribution) -> None:
+    _fragment(c.fragment)
+    _within("version", c.version, MAX_STEPS)
+    _within("last_step", c.last_step, MAX_STEPS)
+    _within("steps", c.steps, c.last_step)
+    _within("weight", c.weight, limits.MAX_WEIGHT)
+    _within("tokens", c.tokens, MAX_INT)
+    _within("norm", c.norm, float("inf"))
+    if c.weight and not (c.finite and c.steps):
+        raise m.MessageError(f"weight: {c.weight:g} for what has no steps or is not finite; 0 is needed")
+    _few("ranges", c.ranges, limits.MAX_RANGES)
+    for start, stop in c.ranges:
+        _within("ranges", stop, MAX_INT)
+        _within("ranges", start, stop)
+
+
+def _position(position: m.Position) -> None:
+    _fragment(position.fragment)
+    _within("version", position.version, MAX_STEPS)
+    _word("chain", position.chain)
+
+
+def _once_a_fragment(what: str, parts: Sequence[m.Position | m.Contribution | m.PreparedMark], fragments: int) -> None:
+    seen: set[int] = set()
+    for part in parts:
+        _within(f"{what}.fragment", part.fragment, fragments - 1)
+        if part.fragment in seen:
+            raise m.MessageError(f"{what}: two of fragment {part.fragment}")
+        seen.add(part.fragment)
+
+
+def _marks(what: str, marks: Sequence[m.Mark], most: int) -> None:
+    _few(what, marks, most)
+    for replica, incarnation in marks:
+        _name(what, replica)
+        _within(what, incarnation, MAX_STEPS, least=1)
+
+
+def _fragment(fragment: int) -> None:
+    _within("fragment", fragment, limits.MAX_FRAGMENTS - 1)
+
+
+def _name(what: str, name: str) -> None:
+    if wrong := limits.wrong_name(name):
+        raise m.MessageError(f"{what}: {wrong}")
+
+
+def _word(what: str, word: str) -> None:
+    _text(what, word, limits.MAX_WORD)
+
+
+def _text(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise m.MessageError(f"{what}: {len(text)} characters; at most {most} are allowed")
+
+
+def _few(what: str, items: Sized, most: int) -> None:
+    if len(items) > most:
+        raise m.MessageError(f"{what}: {len(items)} entries; at most {most} are allowed")
+
+
+def _within(what: str, value: float, most: float, *, least: float = 0) -> None:
+    if not least <= value <= most:
+        raise m.MessageError(f"{what}: {value!r:.40}; must be from {least:g} to {most:g}")

@@ -1,0 +1,67 @@
+"""Who may come in: whether a hello fits the job, and what happens when two processes use one id."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.limits import MAX_FRAGMENTS
+from ftopt.sync.protocol.settings import Sync
+
+
+def settings_of(hello: m.Hello) -> Sync:
+    """The job's settings, as its first replica brings them. Raises `ValueError`."""
+    names = {f.name for f in fields(Sync)}
+    try:
+        return Sync(**{k: v for k, v in hello.settings.items() if k in names})  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"replica {hello.replica} brings settings of a wrong type: {error}") from None
+
+
+def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello) -> str:
+    """Why a replica can't be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
+    if hello.protocol != m.PROTOCOL:
+        return (
+            f"replica {hello.replica} speaks protocol {hello.protocol}, the coordinator {m.PROTOCOL}; "
+            "install the same version of ftopt on both"
+        )
+    if hello.job != job:
+        return f"this is job {job!r}, not {hello.job!r}"
+    if broken := _broken(hello):
+        return f"the hello of replica {hello.replica!r} makes no sense: {broken}"
+    if lines is None:
+        try:
+            settings_of(hello)
+        except ValueError as error:
+            return str(error)
+        return ""
+    wrong = [
+        f"{name}: {hello.lines.get(name, 'nothing')} here, {lines.get(name, 'nothing')} in the job"
+        for name in sorted(lines.keys() | hello.lines.keys())
+        if hello.lines.get(name) != lines.get(name)
+    ]
+    if not wrong:
+        return ""
+    return (
+        f"replica {hello.replica} does not fit job {job!r}: {'; '.join(wrong)}. The first replica of a job "
+        "defines it; start this one with the same settings, or use another job name"
+    )
+
+
+def _broken(hello: m.Hello) -> str:
+    if not hello.replica:
+        return "an empty id"
+    if not 1 <= hello.fragments <= MAX_FRAGMENTS:
+        return f"{hello.fragments} fragments; 1 to {MAX_FRAGMENTS} are possible"
+    if hello.incarnation < 0 or hello.epoch < 0:
+        return "a negative incarnation or epoch"
+    parts = [p.fragment for p in hello.positions]
+    parts += [c.fragment for c in hello.contributions]
+    parts += [p.fragment for p in hello.prepared]
+    if any(not 0 <= f < hello.fragments for f in parts):
+        return "a fragment that it does not have"
+    if hello.incarnation == 0 and parts:
+        return "a newcomer that holds something"
+    if len({p.fragment for p in hello.positions}) < len(hello.positions):
+        return "two positions of one fragment"
+    return ""

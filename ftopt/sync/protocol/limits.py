@@ -1,0 +1,49 @@
+"""What a message may hold. Beyond it a connection is closed, and nothing else happens."""
+
+from __future__ import annotations
+
+MAX_NAME = 128
+"""Characters of a job's name and of a replica's id. A host name has 64 at most, and a process id follows it."""
+MAX_WORD = 256
+"""Characters of a digest, a chain, an address, a state."""
+MAX_TEXT = 4096
+"""Characters of a reason, or of a line that must agree among the replicas."""
+MAX_LINES = 256
+"""Lines that must agree; a method has about ten settings."""
+MAX_FRAGMENTS = 1024
+"""Fragments of a job. Each costs the coordinator a few KiB, and a look at each message; papers use up to 50."""
+MAX_REPLICAS = 4096
+"""Replicas of a job that are known at a time. A job of ten thousand nodes has islands of several."""
+MAX_GONE = 1 << 15
+"""Gone marks in a message; each is an id that was used once."""
+MAX_RANKS = 4096
+"""Ranks of a replica."""
+MAX_RANGES = 1 << 15
+"""Sample ranges of a contribution."""
+MAX_VALUES = 64
+"""Numbers in a heartbeat."""
+MAX_KEY = 512
+"""Characters of a rendezvous key: job, fragment, attempt and rank."""
+MAX_VALUE = 1 << 20
+"""Characters of a rendezvous value: 200 bytes for each of 4096 members, in base64."""
+MAX_INT = (1 << 53) - 1
+"""Any integer: what JSON carries exactly everywhere, and SQLite stores."""
+MAX_STEPS = 1 << 40
+"""Inner steps, versions, incarnations: 35 years of a thousand a second."""
+MAX_EPOCH = 1 << 33
+"""Epochs count from the seconds since 1970: good until 2242. A million attempt numbers each stay below `MAX_INT`."""
+MAX_WEIGHT = 1e15
+"""A weight: that of a trillion tokens, and sums of 4096 of them are exact enough in float64."""
+MAX_STEP_S = 3600.0
+"""Seconds of an inner step: a call-in waits two of them."""
+
+
+def wrong_name(name: str) -> str:
+    """Why ``name`` can be no job's or replica's, "" when it can."""
+    if not name:
+        return "it is empty"
+    if len(name) > MAX_NAME:
+        return f"it has {len(name)} characters; at most {MAX_NAME} are allowed"
+    if not name.isprintable():
+        return "it holds characters that cannot be printed"
+    return ""

@@ -1,0 +1,62 @@
+"""What happens to members, and whom it is told: known, away, gone. Each change is journalled before it is told."""
+
+from __future__ import annotations
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.effects import Close, Effect, Gone, Known, Send, Tell
+from ftopt.sync.protocol.roster import Member, Roster
+from ftopt.sync.protocol.rounds import Rounds
+
+
+class Members:
+    """The roster and the fragments' rounds, which a member's fate touches."""
+
+    def __init__(self) -> None:
+        self.roster = Roster()
+        self.rounds: list[Rounds] = []
+
+    def know(self, now: float, mark: m.Mark) -> list[Effect]:
+        """Puts an incarnation on the roster, unless it is there, gone or superseded."""
+        known = self.roster.members.get(mark[0])
+        if self.roster.is_gone(mark) or (known is not None and known.incarnation >= mark[1]):
+            return []
+        effects = self.gone(known.mark, "superseded") if known is not None else []
+        self.roster.know(mark, now)
+        return [*effects, Known(*mark), *self.broadcast(m.Roster((mark,), ()))]
+
+    def away(self, now: float, member: Member, *, close: bool = False) -> list[Effect]:
+        """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
+        conn = member.conn
+        self.roster.detach(member, now)
+        for r in self.rounds:
+            r.lose(member.replica)
+        effects: list[Effect] = [Close(conn)] if close and conn is not None else []
+        if member.said_bye:
+            return [*effects, *self.leave(now, member)]
+        return [*effects, Tell("lost", member.replica, member.incarnation)]
+
+    def gone(self, mark: m.Mark, reason: str) -> list[Effect]:
+        """Irrevocable: journalled, told to everybody, its COUNT entries dropped with the next commits."""
+        member = self.roster.members.get(mark[0])
+        conn = member.conn if member is not None and member.incarnation <= mark[1] else None
+        self.roster.forget(mark)
+        for r in self.rounds:
+            r.undropped[mark[0]] = max(mark[1], r.undropped.get(mark[0], 0))
+            if mark[0] not in self.roster.members:
+                r.lose(mark[0])
+        effects: list[Effect] = [Gone(*mark), Tell("gone", mark[0], mark[1], data={"reason": reason})]
+        if conn is not None:
+            effects += [Send(conn, m.Refused("gone", reason)), Close(conn)]
+        return [*effects, *self.broadcast(m.Roster((), (mark,)))]
+
+    def leave(self, now: float, member: Member) -> list[Effect]:
+        """A goodbye: gone in good order."""
+        conn = member.conn
+        self.roster.detach(member, now)
+        effects: list[Effect] = [Tell("leave", member.replica, member.incarnation)]
+        effects += self.gone(member.mark, "left")
+        return [*effects, Close(conn)] if conn is not None else effects
+
+    def broadcast(self, message: m.FromCoordinator) -> list[Effect]:
+        """To everybody who is connected."""
+        return [Send(x.conn, message) for x in self.roster.connected() if x.conn is not None]

@@ -1,0 +1,91 @@
+"""What the replica machine asks of its shell, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftopt.sync.protocol import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` to the coordinator."""
+
+    message: m.FromReplica
+
+
+@dataclass(frozen=True, slots=True)
+class StartReduce:
+    """Reduce ``contribution`` among ``members``; answer with `Replica.reduced` or `Replica.reduce_failed`."""
+
+    quorum: m.Quorum
+    members: tuple[m.Mark, ...]
+    contribution: m.Contribution
+
+
+@dataclass(frozen=True, slots=True)
+class StopReduce:
+    """The attempt is over: stop reducing; its result may be dropped."""
+
+    fragment: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Committed: what was prepared in ``attempt`` is the committed state now, with ``record``."""
+
+    attempt: int
+    record: m.Record
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fetch the state at ``position`` from one of ``sources``, or what `Replica.latest_fetch` says by then.
+
+    One at a time for a fragment. Ask `Replica.install` before the state is installed, and answer with
+    `Replica.fetched`; if it is refused or nobody has it, with `Replica.fetch_failed`.
+    """
+
+    position: m.Position
+    sources: tuple[str, ...]
+    heal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Cold start: the own state is committed as ``record``. ``reborn``: pending work on it is void."""
+
+    record: m.Record
+    reborn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reborn:
+    """This incarnation is gone: pending work is void. Hang up, and connect anew as a newcomer."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The coordinator refuses this replica for good; the user must act."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """Drop the connection and try again later (EPOCH: a coordinator of the past)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something for the user to read while waiting."""
+
+    text: str
+
+
+Effect = Send | StartReduce | StopReduce | Adopt | Fetch | Begin | Reborn | GiveUp | Disconnect | Notice

@@ -1,0 +1,86 @@
+"""Whom a round still waits for: grace, call-in, and trainers that hang (step 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.effects import Effect, Send, Tell
+from ftopt.sync.protocol.roster import Member, Roster
+
+PATIENCE_S = 0.5
+"""Newcomers have at least so long after the first proposal."""
+
+
+class Waiting:
+    """The patience of one round of one fragment."""
+
+    def __init__(self, fragment: int, roster: Roster, grace_s: float) -> None:
+        self._fragment = fragment
+        self._roster = roster
+        self._grace_s = grace_s
+        self._opened_s: float | None = None
+        self._deadline: dict[str, float] = {}
+
+    def forget(self, replica: str) -> None:
+        """It is away; when it is back it is asked anew."""
+        self._deadline.pop(replica, None)
+
+    def close(self) -> None:
+        """Nobody has proposed any more: the next proposal opens the round."""
+        self._opened_s = None
+
+    def step(
+        self, now: float, version: int, proposers: list[Member], holds: Callable[[Member], bool]
+    ) -> list[Effect] | None:
+        """What is to be told; None once the quorum need not wait for anybody."""
+        proposed = {x.replica for x in proposers}
+        if self._opened_s is None and not all(x.leaving for x in proposers):
+            self._opened_s = now
+        missing = [x for x in self._roster.connected() if self._awaited(x, proposed, holds)]
+        if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
+            return [] if missing else None
+        effects: list[Effect] = []
+        late = now >= self._opened_s + self._grace_s
+        for x in missing:
+            if x.replica not in self._deadline and (late or (self._fragment in x.newcomer and holds(x))):
+                self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
+                effects += self.call_in(x, version) if holds(x) else []
+        if any(now < self._deadline.get(x.replica, math.inf) for x in missing):
+            return effects
+        return None
+
+    def hung(self, proposed: Container[str], holds: Callable[[Member], bool]) -> list[Member]:
+        """Trainers at work that have let their call-in pass."""
+        return [
+            x
+            for x in self._roster.connected()
+            if self._awaited(x, proposed, holds)
+            and holds(x)
+            and x.state == "training"
+            and self._fragment not in x.newcomer
+        ]
+
+    def call_in(self, member: Member, version: int) -> list[Effect]:
+        """Asks for a contribution at the next step boundary."""
+        if member.conn is None:
+            return []
+        return [
+            Send(member.conn, m.CallIn(self._fragment, version)),
+            Tell("call_in", member.replica, member.incarnation, self._fragment, version),
+        ]
+
+    def deadline_s(self, now: float, proposed: Container[str]) -> float:
+        """When `step` is to be called, if nothing happens before."""
+        due = [t for replica, t in self._deadline.items() if replica not in proposed]
+        if self._opened_s is not None:
+            due.append(self._opened_s + self._grace_s)
+        return min((t for t in due if t > now), default=math.inf)
+
+    def _awaited(self, member: Member, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
+        if member.replica in proposed:
+            return False
+        if holds(member):
+            return not member.leaving and not member.stalled
+        return self._fragment in member.catching_up

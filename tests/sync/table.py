@@ -1,0 +1,208 @@
+"""A table at which scenarios are played by hand: real machines, and messages that go when the test says so.
+
+Steps are counted by hand; a result is the set of contributions in it. No clock but ``now``, no randomness.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ftopt.sync.protocol import effects as e
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol import replica as r
+from ftopt.sync.protocol.coordinator import Coordinator
+
+SETTINGS: dict[str, float | int | str | None] = {
+    "start_replicas": 2, "start_s": 10.0, "grace_s": 2.0, "heartbeat_s": 1.0, "dead_after_s": 3.0,
+    "recovery_s": 30.0, "forget_s": 600.0,
+}  # fmt: skip
+M = TypeVar("M")
+
+
+class Seat:
+    """A replica's machine, and its connection."""
+
+    def __init__(self, table: Table, name: str, initial: str = "init") -> None:
+        self.table = table
+        self.name = name
+        self.machine = r.Replica(
+            r.Identity(
+                job="j",
+                replica=name,
+                lines={"model": "m"},
+                settings=table.settings,
+                initial=initial,
+                address=name,
+            )
+        )
+        self.conn: int | None = None
+        self.inbox: list[m.FromCoordinator] = []
+        self.asked: list[r.Effect] = []
+
+    @property
+    def record(self) -> m.Record:
+        record = self.machine.record(0)
+        assert record is not None
+        return record
+
+    def connect(self) -> None:
+        """Opens a connection; the hello arrives, what is answered is taken in."""
+        self.open()
+        self.take()
+
+    def open(self) -> None:
+        """Opens a connection; the hello arrives."""
+        self.table.next_conn += 1
+        self.conn = self.table.next_conn
+        self.table.seats_by_conn[self.conn] = self
+        self.inbox.clear()
+        self.do(self.machine.connect())
+
+    def cut(self) -> None:
+        """The connection is lost, at both ends."""
+        assert self.conn is not None
+        conn, self.conn = self.conn, None
+        del self.table.seats_by_conn[conn]
+        self.inbox.clear()
+        self.do(self.machine.disconnect())
+        self.table.do(self.table.coordinator.lost(self.table.now, conn))
+
+    def die(self) -> Seat:
+        """SIGKILL; returns the process that is started in its place."""
+        if self.conn is not None:
+            self.cut()
+        return Seat(self.table, self.name, self.machine.identity.initial)
+
+    def do(self, effects: list[r.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, r.Send):
+                self.say(effect.message)
+            else:
+                self.asked.append(effect)
+
+    def say(self, message: m.FromReplica) -> None:
+        """Tells the coordinator."""
+        if self.conn is not None:
+            m.decode(m.encode(message))
+            self.table.do(self.table.coordinator.receive(self.table.now, self.conn, message))
+
+    def take(self) -> None:
+        """Takes in all that has arrived."""
+        while self.inbox:
+            message = self.inbox.pop(0)
+            self.do(self.machine.receive(m.decode(m.encode(message))))  # type: ignore[arg-type]
+
+    def got(self, kind: type[M]) -> list[M]:
+        """Messages of a kind that have arrived and are not taken in yet."""
+        return [x for x in self.inbox if isinstance(x, kind)]
+
+    def pop(self, kind: type[M]) -> M:
+        """What the machine has asked for: the last effect of a kind."""
+        found = [x for x in self.asked if isinstance(x, kind)][-1]
+        self.asked.remove(found)  # type: ignore[arg-type]
+        return found
+
+    def propose(self, last_step: int) -> m.Contribution:
+        """Offers all steps up to ``last_step``; what follows stays in the inboxes."""
+        steps = last_step - self.machine.counted_step(self.record)
+        contribution = m.Contribution(0, self.record.version, steps, last_step, float(steps))
+        self.do(self.machine.propose(contribution))
+        return contribution
+
+    def reduce(self, digest: str = "sum") -> r.StartReduce:
+        """Takes the quorum in, reduces, and prepares."""
+        self.take()
+        start = self.pop(r.StartReduce)
+        rows = [[self.table.last_step(mark, start)] for mark in start.members]
+        self.do(self.machine.reduced(0, start.quorum.attempt, digest, rows))
+        return start
+
+    def fetch(self, source: Seat) -> None:
+        """Does the fetch that the machine has asked for, from ``source``."""
+        self.take()
+        self.pop(r.Fetch)
+        record = source.machine.serves(0)
+        assert record is not None
+        if self.machine.install(record):
+            self.do(self.machine.fetched(record))
+        else:
+            self.do(self.machine.fetch_failed(0))
+        self.take()
+
+
+class Table:
+    """A coordinator with its journal, and the seats around it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = SETTINGS | settings
+        self.now = 100.0
+        self.life = 1
+        self.next_conn = 0
+        self.seats_by_conn: dict[int, Seat] = {}
+        self.journal: list[e.Journalled] = []
+        self.told: list[e.Tell] = []
+        self.coordinator = Coordinator("j", now=self.now)
+
+    def start(self, *names: str) -> list[Seat]:
+        """A job of these replicas, started, nobody behind."""
+        seats = [Seat(self, name) for name in names]
+        for seat in seats:
+            seat.open()
+        for seat in seats:
+            seat.take()
+            assert seat.record.version == 0
+        return seats
+
+    def do(self, effects: list[e.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case e.Send(conn=conn, message=message):
+                    if conn in self.seats_by_conn:
+                        self.seats_by_conn[conn].inbox.append(message)
+                case e.Close(conn=conn):
+                    if seat := self.seats_by_conn.pop(conn, None):
+                        seat.take()
+                        seat.conn = None
+                        seat.do(seat.machine.disconnect())
+                case e.Tell():
+                    self.told.append(effect)
+                case e.Halt():
+                    pass
+                case _:
+                    self.journal.append(effect)
+
+    def tick(self, seconds: float) -> None:
+        """Lets time pass; whoever is connected sends heartbeats."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 1.0)
+            for seat in list(self.seats_by_conn.values()):
+                if seat.machine.welcomed:
+                    seat.say(m.Progress("training", 1, 0.1))
+            self.do(self.coordinator.tick(self.now))
+
+    def restart(self, *, journal: bool) -> None:
+        """The coordinator dies and is started again; all connections are lost."""
+        for seat in list(self.seats_by_conn.values()):
+            seat.conn = None
+            seat.inbox.clear()
+            seat.do(seat.machine.disconnect())
+        self.seats_by_conn.clear()
+        self.life += 1
+        saved = e.replay(self.journal) if journal else None
+        if not journal:
+            self.journal.clear()
+        self.coordinator = Coordinator("j", saved=saved, now=self.now, life=self.life)
+
+    def last_step(self, mark: m.Mark, start: r.StartReduce) -> int:
+        """What that member exchanges in an attempt: the last step of its contribution."""
+        attempt = self.coordinator.rounds[0].attempt
+        assert attempt is not None and attempt.attempt == start.quorum.attempt
+        return attempt.contributions[mark[0]].last_step
+
+    def events(self, name: str) -> list[e.Tell]:
+        return [tell for tell in self.told if tell.event == name]
+
+    @property
+    def version(self) -> int:
+        return self.coordinator.rounds[0].at.version
