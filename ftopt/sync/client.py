@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import logging
 import random
 import threading
@@ -20,21 +19,20 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
-
 from ftopt.errors import FtoptError, Refused, Unreachable
 from ftopt.events import Event, OnEvent
+from ftopt.sync.fetcher import Fetcher
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Host
 from ftopt.sync.link import Channel, Link
 from ftopt.sync.loop import LoopThread
-from ftopt.sync.ports import Meta, StateTransfer, Transport
+from ftopt.sync.ports import StateTransfer, Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
+from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WORD
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.reducer import Reducer
 
 _log = logging.getLogger(__name__)
-_FETCH_AGAIN_S = 0.2
 
 
 class Client:
@@ -69,7 +67,6 @@ class Client:
         self.sync = sync
         self._job = job
         self._link = link
-        self._state = state
         self._network = network
         self._on_event = on_event
         self._connect_s = connect_s
@@ -90,12 +87,10 @@ class Client:
         # Network thread only.
         self._channel: Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._fetches: dict[int, asyncio.Task[None]] = {}
-        self._deferred: dict[int, list[Contribution]] = {}
-        self._installing: set[int] = set()
         self._notice = ""
         self._said_bye = False
         self._reducer = Reducer(self, transport)
+        self._fetcher = Fetcher(self, state, timeout_s=sync.dead_after_s)
 
     # ------------------------------------------------------------ training thread
 
@@ -127,7 +122,7 @@ class Client:
             if self._failure is not None:
                 raise self._failure
             self._offered[contribution.fragment] += 1
-        self._network.soon(self._propose, contribution)
+        self._network.soon(self.accept, contribution)
 
     def wait(self, fragment: int) -> bool:
         self._waiting = True
@@ -206,7 +201,7 @@ class Client:
     # ------------------------------------------------------------ network thread: life
 
     async def _open(self, fingerprint: Fingerprint) -> None:
-        address = await self._state.start(self._provide, self._on_serve)
+        address = await self._fetcher.start()
         settings = asdict(self.sync)
         lines = dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()}
         identity = p.Identity(
@@ -225,17 +220,20 @@ class Client:
 
     async def _session(self) -> None:
         """Connects, listens until the connection is lost, connects again."""
-        machine = self._machine
-        assert machine is not None
+        machine = self.machine
         give_up = time.monotonic() + self._connect_s
-        ever, delay_s = False, 0.02
+        ever, delay_s, complaint = False, 0.02, ""
         while True:
             try:
                 self._channel = channel = await self._link.open(self._receive)
-            except Refused as error:
-                self._fail(error)
-                return
-            except OSError as error:
+            except (OSError, Refused) as error:
+                if isinstance(error, Refused) and not ever:
+                    self._fail(error)
+                    return
+                # Later whoever answers so is not the coordinator that let us in: the trainer goes on alone meanwhile.
+                if isinstance(error, Refused) and str(error) != complaint:
+                    complaint = str(error)
+                    _log.warning("replica %s: %s", self.replica, complaint)
                 if not ever and time.monotonic() > give_up:
                     self._fail(
                         Unreachable(
@@ -247,12 +245,12 @@ class Client:
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(0.5, delay_s * 2)
                 continue
-            ever = True
-            self._run(machine.connect())
+            ever, complaint = True, ""
+            self.run(machine.connect())
             await channel.closed()
             delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
             self._channel = None
-            self._run(machine.disconnect())
+            self.run(machine.disconnect())
             self._reducer.fail_store()
             if self._said_bye:
                 return
@@ -266,7 +264,7 @@ class Client:
                 state, inner_step, step_s = self._progress
                 if self._waiting and state == "training":
                     state = "waiting"
-                channel.send(m.encode(m.Progress(state, inner_step, step_s)))
+                channel.send(m.encode(m.Progress(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S))))
             await asyncio.sleep(self.sync.heartbeat_s)
 
     async def _bye(self) -> None:
@@ -277,16 +275,16 @@ class Client:
                 await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
 
     async def _end(self) -> None:
-        for task in [*self._tasks, *self._fetches.values()]:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *self._fetches.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._channel is not None:
             await self._channel.close()
         await self._link.end()
-        await self._state.stop()
+        await self._fetcher.stop()
 
     async def _committed(self) -> list[Committed]:
-        return [self._meta(record) for record in self._records()]
+        return [self.committed(record) for record in self._records()]
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -301,30 +299,29 @@ class Client:
     # ------------------------------------------------------------ network thread: the machine
 
     def _receive(self, text: str) -> None:
-        machine = self._machine
-        assert machine is not None
+        machine = self.machine
         message = m.decode(text)
         if isinstance(message, m.StoreValue):
             self._reducer.store_value(message.key, base64.b64decode(message.value))
         elif isinstance(message, m.FromCoordinator):
-            self._run(machine.receive(message))
+            self.run(machine.receive(message))
 
-    def _propose(self, contribution: Contribution) -> None:
-        machine = self._machine
-        assert machine is not None
-        if contribution.fragment in self._installing:
-            self._deferred.setdefault(contribution.fragment, []).append(contribution)
+    def accept(self, contribution: Contribution) -> None:
+        """A proposal of the training thread reaches the machine. Network thread."""
+        machine = self.machine
+        if self._fetcher.defers(contribution):
             return
         effects = machine.propose(contribution)
         with self._changed:
             self._offered[contribution.fragment] -= 1
-        self._run(effects)
+        self.run(effects)
 
     def _leave(self) -> None:
         if self._machine is not None:
-            self._run(self._machine.leave())
+            self.run(self._machine.leave())
 
-    def _run(self, effects: list[p.Effect]) -> None:
+    def run(self, effects: list[p.Effect]) -> None:
+        """Performs what the machine asks for. Network thread."""
         for effect in effects:
             self._perform(effect)
         self._mirror()
@@ -341,15 +338,13 @@ class Client:
             case p.Adopt(attempt=attempt, record=record):
                 started = self._reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
-                self.host.commit(started, self._meta(record))
+                self.host.commit(started, self.committed(record))
             case p.Begin(record=record, reborn=reborn):
                 if reborn:  # otherwise the host begins with its own state anyway
                     digest, tensors = self.host.state(record.fragment)
-                    self.host.install(self._meta(record), digest, tensors, reborn=True)
-            case p.Fetch(position=position):
-                task = asyncio.create_task(self._fetch(effect))
-                self._fetches[position.fragment] = task
-                task.add_done_callback(self._on_task_end)
+                    self.host.install(self.committed(record), digest, tensors, reborn=True)
+            case p.Fetch():
+                self._fetcher.begin(effect, self._on_task_end)
             case p.Reborn(reason=reason):
                 self.emit("reborn", data={"reason": reason})
                 self._hang_up()
@@ -382,8 +377,7 @@ class Client:
             task.add_done_callback(self._tasks.remove)
 
     def _mirror(self) -> None:
-        machine = self._machine
-        assert machine is not None
+        machine = self.machine
         with self._changed:
             for f in range(len(self._outstanding)):
                 self._outstanding[f] = machine.outstanding(f)
@@ -394,89 +388,46 @@ class Client:
             self._ready = machine.ready
             self._changed.notify_all()
 
+    def drop(self, fragment: int, count: int) -> None:
+        """``count`` proposals that the machine has not seen are void."""
+        with self._changed:
+            self._offered[fragment] -= count
+
+    @property
+    def machine(self) -> p.Replica:
+        """The replica machine; there from `start` on."""
+        assert self._machine is not None
+        return self._machine
+
     @property
     def host(self) -> Host:
+        """The optimizer's side."""
         assert self._host is not None
         return self._host
 
     def _records(self) -> list[m.Record]:
-        machine = self._machine
-        assert machine is not None
+        machine = self.machine
         records = [machine.record(f) for f in range(machine.identity.fragments)]
         return [r for r in records if r is not None]
 
-    def _meta(self, record: m.Record) -> Committed:
-        machine = self._machine
-        assert machine is not None
+    def committed(self, record: m.Record) -> Committed:
+        """``record`` as the host sees it."""
+        machine = self.machine
         first = record if record.fragment == 0 else machine.record(0)
         inner_step = first.inner_step if first is not None else record.inner_step
         return Committed(record.fragment, record.version, inner_step, machine.counted_step(record))
-
-    # ------------------------------------------------------------ network thread: the committed state
-
-    def _provide(self, fragment: int) -> tuple[Meta, Mapping[str, Tensor]]:
-        machine = self._machine
-        if machine is None or not 0 <= fragment < machine.identity.fragments:
-            raise KeyError(fragment)
-        record = machine.serves(fragment)
-        if record is None:
-            raise LookupError("no committed state")
-        digest, tensors = self.host.state(fragment)
-        return {"record": json.dumps(asdict(record), separators=(",", ":")), "digest": digest}, tensors
-
-    def _on_serve(self, fragment: int, meta: Meta) -> None:
-        self.emit("serve", fragment=fragment, version=_record(meta).version)
-
-    async def _fetch(self, effect: p.Fetch) -> None:
-        machine = self._machine
-        assert machine is not None
-        fragment = effect.position.fragment
-        target = machine.latest_fetch(fragment) or effect
-        at = target.position
-        self.emit("fetch", fragment=fragment, version=at.version)
-
-        def expect(meta: Meta) -> None:
-            record = _record(meta)
-            if record.position != at and record.version <= at.version:
-                raise ValueError(f"it holds version {record.version}, {at.version} is needed")
-
-        try:
-            meta, tensors = await self._state.fetch(
-                target.sources, fragment, timeout_s=self.sync.dead_after_s, expect=expect
-            )
-            record = _record(meta)
-            if not machine.install(record):
-                raise ConnectionError(f"version {record.version} is not wanted any more")
-            self._installing.add(fragment)
-            reborn = machine.reborn_in(fragment)
-            await asyncio.to_thread(self.host.install, self._meta(record), meta["digest"], tensors, reborn=reborn)
-        except (ConnectionError, ValueError) as error:
-            self.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
-            await asyncio.sleep(_FETCH_AGAIN_S)
-            self._installing.discard(fragment)
-            self._run(machine.fetch_failed(fragment))
-        else:
-            self._installing.discard(fragment)
-            self.emit("fetched", fragment=fragment, version=record.version)
-            with self._changed:  # the install has freed what was to be proposed meanwhile
-                self._offered[fragment] -= len(self._deferred.pop(fragment, []))
-            self._run(machine.fetched(record))
-        for contribution in self._deferred.pop(fragment, []):
-            self._propose(contribution)
 
     # ------------------------------------------------------------ the reducer's word
 
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
         """From the reducer thread."""
-        assert self._machine is not None
-        machine = self._machine
-        self._network.soon(lambda: self._run(machine.reduced(fragment, attempt, digest, rows)))
+        machine = self.machine
+        self._network.soon(lambda: self.run(machine.reduced(fragment, attempt, digest, rows)))
 
     def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
         """From the reducer thread."""
-        assert self._machine is not None
-        machine = self._machine
-        self._network.soon(lambda: self._run(machine.reduce_failed(fragment, attempt, reason=reason, peer=peer)))
+        machine = self.machine
+        self._network.soon(lambda: self.run(machine.reduce_failed(fragment, attempt, reason=reason, peer=peer)))
 
     def send(self, message: m.FromReplica) -> None:
         """Sends a message of the rendezvous store; any thread.
@@ -487,10 +438,3 @@ class Client:
         if self._channel is None:
             raise ConnectionError("the coordinator is away")
         self._network.soon(self._send, message)
-
-
-def _record(meta: Meta) -> m.Record:
-    try:
-        return m.from_plain(m.Record, json.loads(meta["record"]))
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"the source's answer is no committed state: {error}") from None
