@@ -7,14 +7,19 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from ftopt.doors.tls import Tls, find_tls, is_public
+from ftopt.doors.token import find_token
 from ftopt.errors import UserError
 from ftopt.events import Event, OnEvent, ignore
 from ftopt.sync.client import Client
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.local import LocalHub, LocalLink, LocalState, LocalStates
 from ftopt.sync.loop import LoopThread
+from ftopt.sync.protocol.limits import wrong_name
 from ftopt.sync.protocol.settings import Sync
 from ftopt.transport.local import LocalTransport
 
@@ -27,6 +32,9 @@ def connect(
     *,
     job: str | None = None,
     token: str | None = None,
+    ca: str | Path | None = None,
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
     sync: Sync | None = None,
     host: str | None = None,
     on_event: OnEvent = ignore,
@@ -35,17 +43,22 @@ def connect(
     """This replica's membership in a job. The connection is opened when the wrapped optimizer starts.
 
     Args:
-        url: the coordinator, ``http://host:port``. Default: ``FTOPT_COORDINATOR``.
+        url: the coordinator, ``http://host:port``, or ``https://`` if it has a certificate. Default:
+            ``FTOPT_COORDINATOR``.
         replica: this replica's id, unique in the job. Default: ``FTOPT_REPLICA``, else host name and process id.
         job: the job's name. Default: ``FTOPT_JOB``, else ``default``.
         token: the job's token. Default: ``FTOPT_TOKEN``, else none.
+        ca: file of the certificates to trust, and no others. Default: ``FTOPT_CA``, else the system's.
+        cert: this replica's certificate; with it, its state is served to peers over TLS. It must name ``host``.
+            Default: ``FTOPT_CERT``, else none.
+        key: the certificate's key. Default: ``FTOPT_KEY``.
         sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
         host: this machine's address as peers reach it. Default: the one that reaches the coordinator.
         on_event: is told what happens, on several threads.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
 
     Raises:
-        UserError: no address is given, or it is none.
+        UserError: no address is given, or it is none; a name, the token, or a file of TLS cannot be used.
     """
     # Here and not above: `import ftopt` brings neither aiohttp nor the process groups.
     from ftopt.http_state import HttpState
@@ -54,25 +67,36 @@ def connect(
 
     url = (url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
-            f"coordinator {url!r}; must be http://HOST:PORT; give url=, or set FTOPT_COORDINATOR, to the address that "
-            "`ftopt coordinator` prints"
+            f"coordinator {url!r}; must be http://HOST:PORT or https://HOST:PORT; give url=, or set FTOPT_COORDINATOR, "
+            "to the address that `ftopt coordinator` prints"
         )
     replica = replica or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     job = job or os.environ.get("FTOPT_JOB") or "default"
-    token = token or os.environ.get("FTOPT_TOKEN")
+    for what, name in (("replica", replica), ("job", job)):
+        if wrong := wrong_name(name):
+            raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
+    token = find_token(token)
+    tls = find_tls(cert, key, ca)
     sync = sync or Sync()
     host = host or _own_address(parts.hostname, parts.port or 80)
+    if parts.scheme == "https" and is_public(host):
+        _warn_of_open_payloads(host, tls)
     if on_event is ignore:
         on_event = _tell_the_log()
     return Client(
         replica,
         job,
         sync,
-        link=WebSocketLink(url, token=token, dead_after_s=sync.dead_after_s),
+        link=WebSocketLink(
+            url,
+            token=token,
+            dead_after_s=sync.dead_after_s,
+            tls=tls.client() if parts.scheme == "https" else None,
+        ),
         transport=GlooTransport(host, sync.dead_after_s),
-        state=HttpState(host, token),
+        state=HttpState(host, token, tls),
         network=LoopThread(),
         on_event=on_event,
         connect_s=connect_s,
@@ -132,6 +156,18 @@ def _tell_the_log() -> OnEvent:
                 _log.warning("%s: %s: %s", event.replica, event.event, text)
 
     return on_event
+
+
+@cache
+def _warn_of_open_payloads(host: str, tls: Tls) -> None:
+    """Once a process: TLS for control suggests that the wire is not trusted, and Gloo has none."""
+    state = "" if tls.cert else ", and so does the model's state that newcomers fetch (no cert= is given)"
+    _log.warning(
+        "the coordinator is reached over TLS, but payloads leave the public address %s in the clear%s: Gloo in torch's "
+        "wheels has no TLS; put the replicas on a private network or a tunnel (WireGuard), and give host= its address",
+        host,
+        state,
+    )
 
 
 def _own_address(host: str, port: int) -> str:

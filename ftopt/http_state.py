@@ -6,28 +6,40 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from ftopt.doors.tls import Tls
+from ftopt.doors.token import for_state
 from ftopt.sync.ports import Meta, Provider
-from ftopt.transport.state_transfer import StateServer, fetch
+from ftopt.transport.state_server import StateServer
+from ftopt.transport.state_transfer import fetch
 
 
 class HttpState:
-    """The committed state over HTTP: this replica's server, and fetching from the others'."""
+    """The committed state over HTTP: this replica's server, and fetching from the others'.
 
-    def __init__(self, host: str, token: str | None) -> None:
+    Args:
+        host: this machine's address, as peers reach it.
+        token: the job's token; replicas show each other a key derived from it.
+        tls: with a certificate, the state is served over TLS; its ``ca`` is trusted when peers do so.
+    """
+
+    def __init__(self, host: str, token: str | None, tls: Tls | None = None) -> None:
+        tls = tls or Tls()
         self._host = host
-        self._token = token
+        self._token = for_state(token)
+        self._serves = tls.server()
+        self._trusts = tls.client()
         self._server: StateServer | None = None
 
     async def start(self, provider: Provider, on_serve: Callable[[int, Meta], None]) -> str:
-        self._server = StateServer(provider, token=self._token, host=self._host, on_serve=on_serve)
+        self._server = StateServer(provider, token=self._token, host=self._host, on_serve=on_serve, tls=self._serves)
         port = await self._server.start()
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{port}"
+        return f"{'http' if self._serves is None else 'https'}://{host}:{port}"
 
     async def fetch(
         self, sources: Sequence[str], fragment: int, *, timeout_s: float, expect: Callable[[Meta], None]
     ) -> tuple[Meta, Mapping[str, Tensor]]:
-        return await fetch(sources, fragment, token=self._token, timeout_s=timeout_s, expect=expect)
+        return await fetch(sources, fragment, token=self._token, timeout_s=timeout_s, expect=expect, tls=self._trusts)
 
     async def stop(self) -> None:
         if self._server is not None:

@@ -31,7 +31,14 @@ ALLOWED = {
 
 TORCH_ALONE = {"methods", "codecs"}
 IN_ONE_FILE = {"wandb": "telemetry/wandb.py", "omegaconf": "config/loader.py", "rich": "telemetry/progress.py"}
-AIOHTTP = {"sync/coordinator.py", "sync/websocket.py", "transport/state_transfer.py", "http_state.py"}
+AIOHTTP = {
+    "doors/http.py",
+    "sync/connection.py",
+    "sync/coordinator.py",
+    "sync/websocket.py",
+    "transport/state_server.py",
+    "transport/state_transfer.py",
+}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ftopt.cli.doors import add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import say
 from ftopt.events import OnEvent, ignore
+
+if TYPE_CHECKING:
+    from ftopt.sync.coordinator import CoordinatorServer
 
 _REPLICAS_LEAVE_S = 5.0
 """When the runner is killed, replicas and coordinator hear of it at once; the replicas need it to leave."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[--bind ADDR] [--journal FILE] [--token TOKEN]; what ``ftopt run`` adds is not shown."""
+    """[--bind ADDR] [--journal FILE], and the doors: token, certificate; what ``ftopt run`` adds is not shown."""
     parser.add_argument("--bind", default="127.0.0.1:29400", help="HOST:PORT to listen on (default: %(default)s)")
     parser.add_argument("--journal", type=Path, help="file that survives a restart (default: none)")
-    parser.add_argument("--token", help="what replicas must show (default: FTOPT_TOKEN, else none)")
+    add_token(parser)
+    add_certificate(parser)
+    parser.add_argument("--open-status", action="store_true", help="answer `ftopt status` without the token, too")
     parser.add_argument("--folder", type=Path, help="a run's folder to write events.jsonl to")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)
@@ -33,11 +40,15 @@ def run(arguments: argparse.Namespace) -> int:
         from ftopt.job.supervised import FinishUp, terminate_self
 
         FinishUp(patience_s=10.0).on_asked(lambda: terminate_self(_REPLICAS_LEAVE_S))
+    on_event, made = _subscribers(arguments)
     run_coordinator(
         arguments.bind,
         journal=arguments.journal,
-        token=arguments.token or os.environ.get("FTOPT_TOKEN"),
-        on_event=_subscribers(arguments),
+        token=token_of(arguments),
+        tls=tls_of(arguments),
+        open_status=arguments.open_status,
+        on_event=on_event,
+        made=made,
         ready=say if arguments.supervised else _ready,
     )
     return 0
@@ -47,10 +58,13 @@ def _ready(url: str) -> None:
     say(f"coordinator at {url}; `ftopt status {url}` shows the job; Ctrl-C ends it")
 
 
-def _subscribers(arguments: argparse.Namespace) -> OnEvent:
-    """Events to the run's folder, and the faults of the run's recipe that aim at the coordinator."""
+def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:
+    """Events to the run's folder, and the faults of the run's recipe that aim at the coordinator.
+
+    The second one, if any, is to be told the server: a fault may cut it off.
+    """
     if arguments.folder is None:
-        return ignore
+        return ignore, None
     from ftopt.config.loader import load
     from ftopt.faults.injector import FaultInjector
     from ftopt.faults.spec import COORDINATOR
@@ -63,4 +77,9 @@ def _subscribers(arguments: argparse.Namespace) -> OnEvent:
     log = EventLog(JsonLines(folder.events, arguments.started or time.time()))
     faults = load(str(folder.recipe)).faults if folder.recipe.exists() else []
     aimed = [fault for fault in faults if fault.replica == COORDINATOR]
-    return fan_out(log, FaultInjector(aimed, log, incarnation=arguments.life))
+    injector = FaultInjector(aimed, log, incarnation=arguments.life)
+
+    def made(server: CoordinatorServer) -> None:
+        injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
+
+    return fan_out(log, injector), made

@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 
+from ftopt.cli.doors import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.errors import UserError
 
 
@@ -18,7 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", metavar="URL", help="its address (default: FTOPT_COORDINATOR)")
     parser.add_argument("--id", help="this replica's id (default: FTOPT_REPLICA, else host and process)")
     parser.add_argument("--job", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
-    parser.add_argument("--token", help="the job's token (default: FTOPT_TOKEN, else none)")
+    add_token(parser)
+    add_ca(parser)
+    add_certificate(parser)
     parser.add_argument("--folder", type=Path, help="the run's folder (default: log.dir/NAME-ID)")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
@@ -41,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         url=url,
         replica=replica,
         job=arguments.job or os.environ.get("FTOPT_JOB") or recipe.name,
-        token=arguments.token or os.environ.get("FTOPT_TOKEN"),
+        token=token_of(arguments),
+        tls=tls_of(arguments),
         folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
         started=arguments.started or time.time(),
         supervised=arguments.supervised,

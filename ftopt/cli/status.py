@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import ssl
 import urllib.error
 import urllib.request
 
+from ftopt.cli.doors import add_ca, add_token, tls_of, token_of
 from ftopt.cli.output import say
+from ftopt.doors.tls import why_not
+from ftopt.doors.token import authorization
 from ftopt.errors import Unreachable, UserError
 
 _TIMEOUT_S = 5.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """URL [--token TOKEN]."""
+    """URL [--token-file FILE] [--ca FILE]."""
     parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
-    parser.add_argument("--token", help="the job's token (default: FTOPT_TOKEN, else none)")
+    add_token(parser)
+    add_ca(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,17 +29,18 @@ def run(arguments: argparse.Namespace) -> int:
     url = arguments.url.rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{arguments.url!r} is no address; write http://HOST:PORT, as `ftopt coordinator` prints it")
-    token = arguments.token or os.environ.get("FTOPT_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(f"{url}/status", headers=authorization(token_of(arguments)))
+    context = tls_of(arguments).client() if url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/status", headers=headers), timeout=_TIMEOUT_S
-        ) as got:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as got:
             status = json.load(got)
     except urllib.error.HTTPError as error:
-        hint = "give the job's --token" if error.code in (401, 403) else "is this an ftopt coordinator?"
+        refused = error.code in (401, 403)
+        hint = "give the job's token: --token-file, or FTOPT_TOKEN" if refused else "is this an ftopt coordinator?"
         raise UserError(f"{url} answers {error.code} {error.reason}; {hint}") from error
     except (OSError, ValueError) as error:
+        if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
+            raise UserError(why_not(url, reason)) from error
         raise Unreachable(
             f"no coordinator answers at {url} ({error}); start one with `ftopt coordinator`, or check the address"
         ) from error

@@ -1,1 +1,1 @@
-"""Who may come in: the job's token, TLS, and what a stranger may cost. Standard library alone."""
+"""Who may come in: the job's token, TLS, and what a stranger may cost. Standard library alone, but for `http`."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ftopt.events import Event, OnEvent
-from ftopt.faults.spec import Fault
+from ftopt.faults.spec import COORDINATOR, Fault
+
+Action = Callable[[Fault, Event], None]
+"""Does to the process what a fault says, at the event where it strikes."""
 
 
 class FaultInjector:
@@ -22,6 +27,9 @@ class FaultInjector:
         incarnation: the life of this process; None takes it from each event.
         training_thread: ident of the thread that trains; default: the one that makes this object.
         sleep: blocks the calling thread for that many seconds.
+        clock: seconds, monotonic.
+
+    What needs to reach into the process (``partition``, ``corrupt``, ``nan``) is given to `learn` once it is there.
     """
 
     def __init__(
@@ -32,23 +40,52 @@ class FaultInjector:
         incarnation: int | None = None,
         training_thread: int | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._waiting = list(faults)
+        self._left = [fault.times for fault in faults]
+        self._actions: dict[str, Action] = {
+            "kill": lambda fault, event: os.kill(os.getpid(), signal.SIGKILL),
+            "stop": lambda fault, event: stop_for(fault.for_s or 0.0),
+            "hang": self._hang,
+            "slow": self._slow_down,
+        }
         self._on_event = on_event
         self._incarnation = incarnation
         self._training_thread = training_thread if training_thread is not None else threading.get_ident()
         self._sleep = sleep
         self._lock = threading.Lock()
+        self._clock = clock
         self._hang_s = 0.0
         self._inner_step = 0
+        self._factor = 1.0
+        self._slow_until_s = 0.0
+        self._stepped_s: float | None = None
+
+    def learn(self, actions: Mapping[str, Action]) -> None:
+        """Actions by the name that a fault's ``do`` has."""
+        self._actions |= actions
+
+    def add(self, fault: Fault) -> None:
+        """One more fault to wait for. Any thread."""
+        with self._lock:
+            self._waiting.append(fault)
+            self._left.append(fault.times)
+
+    def strike(self, fault: Fault, event: Event) -> None:
+        """Strikes at ``event``, whatever the fault waits for. Any thread."""
+        self._on_event(_on_record(fault, event))
+        self._actions[fault.do](fault, event)
 
     def __call__(self, event: Event) -> None:
         """Strikes when a fault's moment has come; then the event takes effect."""
+        if event.event == "stepped" and self._factor > 1:
+            self._drag()
         if not self._waiting and not self._hang_s:
             return
         struck = self._due(event)
         for fault in struck:
-            self._strike(fault, event)
+            self.strike(fault, event)
         if threading.get_ident() == self._training_thread:
             with self._lock:
                 hang_s, self._hang_s = self._hang_s, 0.0
@@ -60,39 +97,29 @@ class FaultInjector:
         with self._lock:
             if event.inner_step is not None:
                 self._inner_step = event.inner_step  # Events off the training thread do not know it.
-            due = [fault for fault in self._waiting if _matches(fault, event, life, self._inner_step)]
-            self._waiting = [fault for fault in self._waiting if fault not in due]
+            struck = [_matches(fault, event, life, self._inner_step) for fault in self._waiting]
+            due = [fault for fault, hit in zip(self._waiting, struck, strict=True) if hit]
+            left = [(f, n - hit) for f, n, hit in zip(self._waiting, self._left, struck, strict=True) if n > hit]
+            self._waiting, self._left = [f for f, _ in left], [n for _, n in left]
         return due
 
-    def _strike(self, fault: Fault, event: Event) -> None:
-        data = {
-            "do": fault.do,
-            "point": fault.point,
-            "for_s": fault.for_s,
-            "rejoin_s": fault.rejoin_s,
-            "journal": fault.journal,
-        }
-        self._on_event(
-            Event(
-                "fault",
-                event.replica,
-                event.incarnation,
-                fragment=event.fragment,
-                version=event.version,
-                attempt=event.attempt,
-                inner_step=event.inner_step,
-                data=data,
-            )
-        )
-        if fault.do == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.do == "stop":
-            assert fault.for_s is not None
-            stop_for(fault.for_s)
-        else:
-            assert fault.for_s is not None
-            with self._lock:
-                self._hang_s += fault.for_s
+    def _hang(self, fault: Fault, event: Event) -> None:
+        with self._lock:
+            self._hang_s += fault.for_s or 0.0
+
+    def _slow_down(self, fault: Fault, event: Event) -> None:
+        self._factor, self._stepped_s = fault.factor or 1.0, None
+        self._slow_until_s = self._clock() + fault.for_s if fault.for_s is not None else math.inf
+
+    def _drag(self) -> None:
+        """Behind an inner step: waits until it has taken ``factor`` times as long."""
+        now_s = self._clock()
+        if now_s >= self._slow_until_s:
+            self._factor = 1.0
+            return
+        if self._stepped_s is not None:
+            self._sleep((now_s - self._stepped_s) * (self._factor - 1))
+        self._stepped_s = self._clock()
 
 
 def stop_for(seconds: float) -> None:
@@ -106,6 +133,21 @@ def stop_for(seconds: float) -> None:
     )
     os.kill(os.getpid(), signal.SIGSTOP)
     waker.wait()
+
+
+def _on_record(fault: Fault, event: Event) -> Event:
+    data = {
+        "do": fault.do,
+        "point": fault.point,
+        "for_s": fault.for_s,
+        "rejoin_s": fault.rejoin_s,
+        "journal": fault.journal,
+        "what": fault.aim or None,
+        "factor": fault.factor,
+    }
+    if fault.replica == COORDINATOR:  # its events are often about a replica
+        event = replace(event, replica=COORDINATOR, incarnation=0)
+    return replace(event, event="fault", data=data)
 
 
 def _matches(fault: Fault, event: Event, life: int, inner_step: int) -> bool:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 COORDINATOR = "coordinator"
 POINTS = ("inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply", "fetch", "serve")
 COORDINATOR_POINTS = ("join", "quorum", "decide", "abort")
-ACTIONS = ("kill", "stop", "hang")
-LATER = ("partition", "corrupt", "nan", "slow")
+ACTIONS = ("kill", "stop", "hang", "partition", "corrupt", "nan", "slow")
+COORDINATOR_ACTIONS = ("kill", "stop", "partition")
+WHAT = {"corrupt": ("sum", "result", "anchor", "outer"), "nan": ("params", "grads")}
+_LASTING = ("stop", "hang", "partition")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +21,18 @@ class Fault:
     Args:
         replica: index in the recipe's replicas, a replica's id, or ``coordinator``.
         point: the event at which it strikes, before that event's effect (``reduce.after``: behind it).
-        do: ``kill`` (SIGKILL), ``stop`` (SIGSTOP for ``for_s``), ``hang`` (the training thread sleeps ``for_s``).
+        do: ``kill`` (SIGKILL), ``stop`` (SIGSTOP for ``for_s``), ``hang`` (the training thread sleeps ``for_s``),
+            ``partition`` (no connection for ``for_s``), ``corrupt`` (a flipped bit), ``nan``, ``slow``.
         at_step: the replica's inner step (the coordinator's: the committed one) from which on the fault waits.
-        for_s: seconds that ``stop`` and ``hang`` last.
+        for_s: seconds that ``stop``, ``hang`` and ``partition`` last; ``slow``: null for the rest of the life.
         rejoin_s: seconds until ``ftopt run`` starts a killed process again; null: never.
         incarnation: the life of the replica that it aims at; 1 is the first, 2 its successor.
         journal: ``keep`` or ``delete``, for a killed coordinator that rejoins.
+        what: where ``corrupt`` flips a bit: ``sum`` (the reduced payloads; at ``reduce.after``, default there),
+            ``result`` (what was prepared, behind its digest; at ``prepare``, default there), ``anchor`` (default) or
+            ``outer`` (the committed state); where ``nan`` puts one: ``params`` (default) or ``grads``.
+        times: so many strikes, at successive events, for ``corrupt`` and ``nan``. Default 1.
+        factor: ``slow``: an inner step takes so many times as long.
 
     Raises:
         ValueError: a combination that cannot strike; the message says what is allowed.
@@ -38,30 +46,63 @@ class Fault:
     rejoin_s: float | None = None
     incarnation: int = 1
     journal: str = "keep"
+    what: str | None = None
+    times: int = 1
+    factor: float | None = None
 
     def __post_init__(self) -> None:
         coordinator = self.replica == COORDINATOR
         points = COORDINATOR_POINTS if coordinator else POINTS
         if self.point not in points:
             raise ValueError(f"point={self.point!r} of {self.replica!r}; allowed: {', '.join(points)}")
-        if self.do in LATER:
-            raise ValueError(f"do={self.do!r} is not available yet; allowed: {', '.join(ACTIONS)}")
         if self.do not in ACTIONS:
             raise ValueError(f"do={self.do!r}; allowed: {', '.join(ACTIONS)}")
-        if coordinator and self.do == "hang":
-            raise ValueError("do='hang' of the coordinator, which has no training thread; allowed: kill, stop")
-        if self.do == "kill" and self.for_s is not None:
-            raise ValueError(f"for_s={self.for_s:g} with do='kill' has no effect; use rejoin_s for the way back")
-        if self.do != "kill" and not (self.for_s is not None and self.for_s > 0):
-            raise ValueError(f"for_s={self.for_s} with do={self.do!r}; must be a number of seconds above 0")
-        if self.rejoin_s is not None and (self.do != "kill" or self.rejoin_s < 0):
-            raise ValueError(f"rejoin_s={self.rejoin_s:g} with do={self.do!r}; for kill only, and at least 0")
+        if coordinator and self.do not in COORDINATOR_ACTIONS:
+            raise ValueError(
+                f"do={self.do!r} of the coordinator, which does not train; allowed: {', '.join(COORDINATOR_ACTIONS)}"
+            )
+        self._check_time()
+        self._check_target()
         if self.at_step < 0 or self.incarnation < 1:
             raise ValueError(f"at_step={self.at_step}, incarnation={self.incarnation}; at least 0, at least 1")
         if self.point == "fetch" and self.incarnation < 2:
             raise ValueError("point='fetch' with incarnation=1, which has nothing to fetch; use incarnation=2 or above")
         if self.journal not in ("keep", "delete"):
             raise ValueError(f"journal={self.journal!r}; allowed: keep, delete")
+
+    @property
+    def aim(self) -> str:
+        """``what``, or its default at this point."""
+        if self.what is not None or self.do not in WHAT:
+            return self.what or ""
+        return "params" if self.do == "nan" else {"reduce.after": "sum", "prepare": "result"}.get(self.point, "anchor")
+
+    def _check_time(self) -> None:
+        if self.for_s is not None and self.do == "kill":
+            raise ValueError(f"for_s={self.for_s:g} with do='kill' has no effect; use rejoin_s for the way back")
+        if self.for_s is not None and self.do in WHAT:
+            raise ValueError(f"for_s={self.for_s:g} with do={self.do!r} has no effect; use times for more of it")
+        lasts = self.for_s is not None and self.for_s > 0
+        if not lasts and (self.do in _LASTING or (self.do == "slow" and self.for_s is not None)):
+            raise ValueError(f"for_s={self.for_s} with do={self.do!r}; must be a number of seconds above 0")
+        if self.rejoin_s is not None and (self.do != "kill" or self.rejoin_s < 0):
+            raise ValueError(f"rejoin_s={self.rejoin_s:g} with do={self.do!r}; for kill only, and at least 0")
+        if (self.factor is not None) != (self.do == "slow") or (self.factor is not None and self.factor <= 1):
+            raise ValueError(f"factor={self.factor} with do={self.do!r}; for slow, which needs it, and above 1")
+
+    def _check_target(self) -> None:
+        allowed = WHAT.get(self.do, ())
+        if self.what is not None and self.what not in allowed:
+            raise ValueError(f"what={self.what!r} with do={self.do!r}; allowed: {', '.join(allowed) or 'null'}")
+        only = {"sum": "reduce.after", "result": "prepare", "grads": "inner"}.get(self.aim, self.point)
+        if self.point != only:
+            raise ValueError(f"what={self.aim!r} at point={self.point!r}; it is there at {only!r} only")
+        if self.do == "nan" and self.point not in ("inner", "propose"):
+            raise ValueError(f"do='nan' at point={self.point!r}; allowed: inner, propose")
+        if self.do == "slow" and self.point != "inner":
+            raise ValueError(f"do='slow' at point={self.point!r}; inner steps are slow: use inner")
+        if self.times < 1 or (self.times > 1 and self.do not in WHAT):
+            raise ValueError(f"times={self.times} with do={self.do!r}; at least 1, more for corrupt and nan only")
 
     def target(self, ids: Sequence[str]) -> str | None:
         """The id of the process that it aims at, None if there is none among ``ids``."""

@@ -9,7 +9,9 @@ import torch
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
+from ftopt.doors.tls import Tls
 from ftopt.faults.injector import FaultInjector
+from ftopt.job.harm import Harm
 from ftopt.job.subscribers import StepLog, StepRecord, fan_out
 from ftopt.job.supervised import FinishUp, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
@@ -29,6 +31,7 @@ def run_replica(
     replica: str,
     job: str,
     token: str | None,
+    tls: Tls,
     folder: Path,
     started: float,
     supervised: bool,
@@ -41,6 +44,7 @@ def run_replica(
         replica: this replica's id.
         job: the job's name.
         token: the job's token.
+        tls: its certificate, key and CA.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.
         supervised: started by `ftopt.job.runner`, which says when to end.
@@ -68,7 +72,17 @@ def run_replica(
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
     on_event = fan_out(events, steps, *([mirror] if mirror is not None else []), injector)
-    group = ftopt.connect(url, replica, job=job, token=token, sync=recipe.sync, on_event=on_event)
+    group = ftopt.connect(
+        url,
+        replica,
+        job=job,
+        token=token,
+        ca=tls.ca,
+        cert=tls.cert,
+        key=tls.key,
+        sync=recipe.sync,
+        on_event=on_event,
+    )
     trainer = Trainer(
         recipe,
         group,
@@ -77,6 +91,7 @@ def run_replica(
         evaluates=replica == ids[0],
         wait_for_others=(lambda: _wait(finish_up)) if finish_up is not None else lambda: None,
     )
+    injector.learn(Harm(trainer.optimizer, group).actions())
     if finish_up is not None:
         finish_up.on_asked(terminate_self)
     try:

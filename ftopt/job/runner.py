@@ -6,6 +6,7 @@ everything when the job is done, when it cannot go on, or when it is told to.
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 from ftopt.config.loader import dump
 from ftopt.config.schema import Recipe
@@ -79,6 +81,7 @@ class Runner:
         self._state = _State()
         self._url = ""
         self._bind = "127.0.0.1:0"
+        self._token = secrets.token_hex(32)  # other users of this machine reach the port, too
         folder.create()
         folder.recipe.write_text(dump(recipe), encoding="utf-8")
         self._events = EventLog(JsonLines(folder.events, self._started))
@@ -112,12 +115,13 @@ class Runner:
 
     def _start_coordinator(self, life: int) -> None:
         arguments = ["coordinator", "--bind", self._bind, "--journal", str(self._folder.journal), "--supervised"]
+        arguments.append("--open-status")  # it listens on this machine alone, and tells no more than the terminal
         child = self._start(COORDINATOR, life, [*arguments, "--life", str(life)], reports=True)
         self._url = child.first_line()
         if not self._url:
             child.end(5.0)
             self._complain(child, child.exit_status() or 1)
-        self._bind = self._url.removeprefix("http://")
+        self._bind = urlsplit(self._url).netloc
 
     def _start_replica(self, replica: str, life: int) -> None:
         arguments = ["replica", str(self._folder.recipe), "--coordinator", self._url, "--id", replica]
@@ -130,7 +134,7 @@ class Runner:
             [*arguments, "--folder", str(self._folder.path), "--started", repr(self._started)],
             log=self._folder.log(name),
             life=life,
-            env={"OMP_NUM_THREADS": threads},
+            env={"OMP_NUM_THREADS": threads, "FTOPT_TOKEN": self._token},
             reports=reports,
         )
         self._state.children[name] = child

@@ -68,7 +68,7 @@ class Trainer:
         torch.manual_seed(recipe.train.seed)
         self._model = build(recipe.model)
         self._inner = inner_optimizer(recipe.inner, self._model)
-        self._optimizer = ftopt.wrap(self._inner, self._model, recipe.method, group=group)
+        self.optimizer = self._optimizer = ftopt.wrap(self._inner, self._model, recipe.method, group=group)
 
     def stop(self) -> None:
         """Leaves in good order at the next step boundary. Any thread, signal handlers too."""

@@ -46,12 +46,23 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     Args:
         tensors: name -> tensor. Names, dtypes, shapes and bytes all count.
     """
-    sha = hashlib.sha256()
+    return digest_and_sums(tensors)[0]
+
+
+def digest_and_sums(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+    """`digest`, and each tensor's `block_sums`, with which `damage` can say later what has changed."""
+    sha, sums = hashlib.sha256(), dict[str, Tensor]()
     for name in sorted(tensors):
-        tensor = tensors[name]
+        tensor, sums[name] = tensors[name], block_sums(tensors[name])
         sha.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        sha.update(block_sums(tensor).numpy().astype("<i8").tobytes())
-    return sha.hexdigest()
+        sha.update(sums[name].numpy().astype("<i8").tobytes())
+    return sha.hexdigest(), sums
+
+
+def damage(tensor: Tensor, sums: Tensor) -> list[slice]:
+    """The blocks of a flat tensor, as slices of its elements, that are not what they were when ``sums`` were taken."""
+    size = BLOCK_BYTES // tensor.element_size()
+    return [slice(b * size, (b + 1) * size) for b in (block_sums(tensor) != sums).nonzero().flatten().tolist()]
 
 
 def bad_blocks(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import Method, Progress
-from ftopt.optimizer.digest import digest
+from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
-from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Fingerprint, ReplicaGroup
+from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
 
 
 class OuterStep:
@@ -54,7 +54,7 @@ class OuterStep:
         for index, view in enumerate(views):
             anchor = view.read(view.empty())
             outer = method.init(anchor)
-            state = State(Committed(index, 0, 0, 0), anchor, outer, digest(name_tensors(anchor, outer)))
+            state = State(Committed(index, 0, 0, 0), anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
             self._fragments.append(Fragment(view, state))
 
     # Starting, and where it stands. Training thread.
@@ -232,8 +232,9 @@ class OuterStep:
                 fragment.view.write(start)
             elif reborn:
                 self._drop(fragment, start, "reborn")
-            else:
-                self._rebase(fragment, base, start)
+            elif base is not fragment.start or version != fragment.taken.meta.version:
+                self._rebase(fragment, base, start, self._unknown(fragment, base) if state.fetched else [])
+            # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
             if base is not fragment.start and not state.fetched:
                 fragment.spare = base  # The counted snapshot of a decided attempt: nobody reads it any more.
             fragment.start = start
@@ -244,13 +245,24 @@ class OuterStep:
             fragment.marked_step = self.local_steps
         return True
 
-    def _rebase(self, fragment: Fragment, base: Tensor, start: Tensor) -> None:
+    def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
+        """Where ``base`` is damaged: how the parameters differ from it says nothing there."""
+        taken = fragment.taken
+        found = damage(base, taken.sums["anchor"]) if base is taken.anchor else []
+        if found:
+            data = {"blocks": len(found)}
+            self._group.emit("repaired", fragment=fragment.index, version=taken.meta.version, data=data)
+        return found
+
+    def _rebase(self, fragment: Fragment, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> None:
         """``params <- cast(new anchor) + (params - base)``: moves the pending work onto the new anchor.
 
         With the cast, so that ``params - start`` is the work again and what the parameters' dtype rounds off
-        the anchor is not taken for work.
+        the anchor is not taken for work. In the blocks ``unknown`` the parameters become the anchor's.
         """
         moved = fragment.view.read(_borrow(fragment)).sub_(base).add_(start)
+        for block in unknown:
+            moved[block] = start[block]
         if bool(torch.isfinite(moved).all()):
             fragment.view.write(moved)
         else:
@@ -282,6 +294,7 @@ class OuterStep:
 
         Raises:
             InterruptedError: stopped, or a fetched state has overtaken the attempt.
+            Damaged: this replica's own committed state is not what it was: it must be fetched.
             ConnectionError, TimeoutError: as ``collective`` raises them. The contribution stays as it is.
         """
         fragment = self._fragments[attempt.fragment]
@@ -293,6 +306,8 @@ class OuterStep:
                 f"attempt {attempt.attempt} for version {attempt.version} is overtaken: "
                 f"this replica holds version {state.meta.version}"
             )
+        if fragment.tried == attempt.version and attempt.size > 1:
+            self._look_over(state)
         anchor, outer = state.anchor, state.outer
         if attempt.total_weight > 0:
             # Not kept while in use: after a failure a late piece may still be written to it.
@@ -300,14 +315,26 @@ class OuterStep:
             work = fragment.view.empty() if work is None else work
             self._payload(attempt, state, snapshot, work)
             collective.all_reduce_(work)
+            fragment.work = work
+            self._group.emit(
+                "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
+            )
             anchor, outer = self._method.outer_step(state.anchor, state.outer, work)
-            if anchor is not work:
-                fragment.work = work
-        result = Result(attempt.attempt, anchor, outer, digest(name_tensors(anchor, outer)))
+            if anchor is work:
+                fragment.work = None
+        result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
+        fragment.tried = attempt.version
         with self._lock:
             if fragment.state is state:
                 fragment.result = result
         return result.digest
+
+    def _look_over(self, state: State) -> None:
+        """Before a retry of what had been prepared: if the digests have differed, it may be this replica's fault."""
+        if blocks := state.damage():
+            at = state.meta
+            self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
+            raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
 
     def _payload(self, attempt: Attempt, state: State, snapshot: Snapshot, out: Tensor) -> None:
         if attempt.weight <= 0:
@@ -330,7 +357,7 @@ class OuterStep:
             if result is None or result.attempt != attempt.attempt:
                 assert fragment.state.meta.version >= committed.version, "a commit without its result"
                 return
-            fragment.advance(State(committed, result.anchor, result.outer, result.digest))
+            fragment.advance(State(committed, result.anchor, result.outer, result.digest, result.sums))
 
     def discard(self, fragment: int) -> None:
         """The attempt came to nothing: its result goes, the contribution stays (FREEZE)."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ftopt.optimizer.digest import digest
+from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.flat import FlatView
 from ftopt.sync.group import Committed, Contribution
 
@@ -38,6 +38,7 @@ class State:
         anchor: flat fp32.
         outer: the outer optimizer's state, flat fp32 tensors.
         digest: of `tensors`.
+        sums: of the blocks of `tensors`, as they were when the digest was taken.
         fetched: it came from a peer.
     """
 
@@ -45,7 +46,13 @@ class State:
     anchor: Tensor
     outer: Mapping[str, Tensor]
     digest: str
+    sums: Mapping[str, Tensor]
     fetched: bool = False
+
+    def damage(self) -> list[str]:
+        """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""
+        found = [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
+        return [f"{name}[{part.start}:{part.stop}]" for name, part in found]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by the names under which peers fetch them."""
@@ -72,14 +79,14 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
             + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
         )
     own = {name: t.detach().clone().to(held.anchor.device) for name, t in tensors.items()}
-    found = digest(own)
+    found, sums = digest_and_sums(own)
     if found != claimed:
         raise ValueError(
             f"fetched state of fragment {meta.fragment}, version {meta.version} has digest {found[:12]}, "
             f"expected {claimed[:12]}; it was damaged on the way; fetch it again"
         )
     outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
-    return State(meta, own["anchor"], outer, found, fetched=True)
+    return State(meta, own["anchor"], outer, found, sums, fetched=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,7 @@ class Result:
     anchor: Tensor
     outer: Mapping[str, Tensor]
     digest: str
+    sums: Mapping[str, Tensor]
 
 
 class Fragment:
@@ -128,6 +136,8 @@ class Fragment:
         self.base_step = 0
         self.base_tokens = 0
         self.reborn = False
+        # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
+        self.tried = 0
         # Local steps at the last proposal or take-over: what triggers count from. Training thread.
         self.marked_step = 0
         # Buffers to use again: one of the training thread's, one of the reducer's.

@@ -1,8 +1,9 @@
 """The invariants I1, I2, I4, I5 and I6 of ``docs/protocol.md``, checked after each event, on what it changed.
 
-I4 is checked by `ftopt.simulate.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2 with a
-coordinator that restarts: after a restart with its journal they hold as ever. Without it, histories may fork only if a
-living replica was not heard in time although the rule WAIT was kept; then the fork must be healed at the end.
+I4 is checked by `ftopt.simulate.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2
+with a coordinator that restarts: after a restart with its journal they hold as ever. Without it, histories may fork
+only if a living replica was not heard in time although the rule WAIT was kept; then the fork must be healed at the
+end.
 """
 
 from __future__ import annotations
@@ -69,12 +70,19 @@ class Checks:
             raise Violation(
                 "I1", f"{process.name} holds version {record.version}, chain {record.chain[:6]}, with other content"
             )
+        machine, conn = self.world.server.machine, process.conn
+        past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
+        if past and self.world.server.forgot and not parent:
+            # It hears only now what a coordinator whose memory is lost had told it: nobody could know of that.
+            self.fork_excuse = f"{process.name} was started late by a coordinator of the past"
         if self.fork_excuse or not self.counts(process):
             return
         for other in self.world.processes.values():
             if other is process or not self.counts(other) or other.machine.reborn_in(fragment):
                 continue
             theirs = other.machine.record(fragment)
+            if (theirs is not None and not theirs.version and not other.machine.ready) or not process.machine.ready:
+                continue  # half of a cold start, not trained from yet, may be begun anew
             if theirs is not None and not self._one_line(fragment, record, theirs):
                 raise Violation(
                     "I1",

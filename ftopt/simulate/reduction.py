@@ -1,7 +1,8 @@
 """A modelled process group: the members of one attempt meet, exchange payloads, and each computes the result.
 
-It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member that
-dies or stops breaks it for the others at once; a frozen one, or a cut between two, by the time-out, which names the peer.
+It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member
+that dies or stops breaks it for the others at once; a frozen one, or a cut between two, by the time-out, which names
+the peer.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ It crashes (everything is lost; it comes back as a newcomer), freezes (SIGSTOP: 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ftopt.simulate.host import Content, Shard
@@ -178,7 +179,8 @@ class Process:
             self.crash()
             world.at(world.between(0.2, 4.0), self.spawn)
         elif what == "freeze":
-            self.frozen_until_s = world.now + world.between(0.5, 3.0 * world.knobs.dead_after_s)
+            until_s = world.now + world.between(0.5, 3.0 * world.knobs.dead_after_s)
+            self.frozen_until_s = max(self.frozen_until_s, until_s)
         elif what == "hang":
             self.hung_until_s = world.now + world.between(0.5, 8.0)
         elif what == "offline" and self.conn:
@@ -266,7 +268,7 @@ class Process:
                 continue
             self.world.checks.served(source, fragment)
             duration_s = self.world.between(0.3, 1.5) * self.world.knobs.fetch_s
-            content = source.shards[fragment].content
+            content, record = source.shards[fragment].content, replace(record)
             self.later(duration_s, self._fetched, record, content, name, source.life, failed)
             return
         self.act(self.machine.fetch_failed(fragment))

@@ -124,9 +124,9 @@ def _quiet(world: World) -> None:
     world.cuts.clear()
     object.__setattr__(world.knobs, "corrupt", 0.0)
     for process in world.processes.values():
-        process.frozen_until_s = min(process.frozen_until_s, world.now + 0.1)
         process.hung_until_s = process.offline_until_s = 0.0
-    world.run(world.now + 3.1)  # a coordinator that is down is started, a killed replica comes back
+    thawed_s = max(process.frozen_until_s for process in world.processes.values())
+    world.run(max(world.now + 3.1, thawed_s))  # a coordinator that is down is started, a killed replica comes back
     if not world.server.up:
         world.server.start()
     settings = world.knobs.settings
@@ -154,7 +154,7 @@ def _quiet(world: World) -> None:
 
 
 def _together(world: World, old: set[tuple[int, str]]) -> bool:
-    """Whether all the living hold the same version of each fragment, and it is a new one."""
+    """Whether each fragment has moved on, and all the living with it."""
     machine = world.server.machine
     living = [p for p in world.processes.values() if p.alive and not p.leaving]
     if machine is None or not machine.running or not living:
@@ -164,6 +164,6 @@ def _together(world: World, old: set[tuple[int, str]]) -> bool:
         if (fragment, at.chain) in old:
             return False
         records = [p.machine.record(fragment) for p in living]
-        if any(record is None or record.position != at for record in records):
+        if any(record is None or (fragment, record.chain) in old for record in records):
             return False
     return True

@@ -183,6 +183,7 @@ class Server:
         self.heard: dict[int, m.Hello] = {}
         self.remembers = True
         self.old_copy = False
+        self.forgot = False
         self.first_hello_s = math.inf
         self._armed_s = math.inf
 
@@ -199,6 +200,7 @@ class Server:
         if self.life:
             self.world.coverage["restart with journal" if entries else "restart without journal"] += 1
         self.old_copy = not self.remembers and bool(entries)
+        self.forgot = self.forgot or not self.remembers
         if keep is not None:
             self.journal = list(entries)
         self.life += 1

@@ -89,6 +89,7 @@ class Client:
         self._tasks: list[asyncio.Task[None]] = []
         self._notice = ""
         self._said_bye = False
+        self._cut_until_s = 0.0
         self._reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, timeout_s=sync.dead_after_s)
 
@@ -198,6 +199,17 @@ class Client:
             Event(event, self.replica, self._incarnation, fragment, version, attempt, inner_step, data or {})
         )
 
+    def cut(self, for_s: float) -> None:
+        """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds. Any thread."""
+        self._cut_until_s = time.monotonic() + for_s
+        self._reducer.cut()
+        self._network.soon(self._hang_up)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a `cut` lasts."""
+        return time.monotonic() < self._cut_until_s
+
     # ------------------------------------------------------------ network thread: life
 
     async def _open(self, fingerprint: Fingerprint) -> None:
@@ -225,6 +237,8 @@ class Client:
         ever, delay_s, complaint = False, 0.02, ""
         while True:
             try:
+                if self.cut_off:
+                    raise ConnectionError("cut off")
                 self._channel = channel = await self._link.open(self._receive)
             except (OSError, Refused) as error:
                 if isinstance(error, Refused) and not ever:
@@ -299,6 +313,8 @@ class Client:
     # ------------------------------------------------------------ network thread: the machine
 
     def _receive(self, text: str) -> None:
+        if self.cut_off:
+            return
         machine = self.machine
         message = m.decode(text)
         if isinstance(message, m.StoreValue):
@@ -330,7 +346,10 @@ class Client:
         match effect:
             case p.Send(message=message):
                 self._send(message)
-            case p.StartReduce():
+            case p.StartReduce(quorum=q):
+                if q.outlier:
+                    data = {"reason": q.outlier}
+                    self.emit("outlier", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
                 self._reducer.begin(effect)
             case p.StopReduce(fragment=fragment, attempt=attempt):
                 self._reducer.abort(attempt)
@@ -358,7 +377,7 @@ class Client:
                 self.emit("hold", data={"text": text})
 
     def _send(self, message: m.FromReplica) -> None:
-        if self._channel is None:
+        if self._channel is None or self.cut_off:
             return
         sent = None
         if isinstance(message, m.Propose):
@@ -423,6 +442,11 @@ class Client:
         """From the reducer thread."""
         machine = self.machine
         self._network.soon(lambda: self.run(machine.reduced(fragment, attempt, digest, rows)))
+
+    def damaged(self, fragment: int, attempt: int, reason: str) -> None:
+        """From the reducer thread."""
+        machine = self.machine
+        self._network.soon(lambda: self.run(machine.damaged(fragment, attempt, reason=reason)))
 
     def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
         """From the reducer thread."""

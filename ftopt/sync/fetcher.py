@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ _FETCH_AGAIN_S = 0.2
 
 class Owner(Protocol):
     """What the fetcher asks of the client."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether nothing reaches anybody, by fault injection."""
 
     @property
     def machine(self) -> p.Replica:
@@ -104,7 +108,7 @@ class Fetcher:
         if not 0 <= fragment < machine.identity.fragments:
             raise KeyError(fragment)
         record = machine.serves(fragment)
-        if record is None:
+        if record is None or self._owner.cut_off:
             raise LookupError("no committed state")
         digest, tensors = self._owner.host.state(fragment)
         return {"record": json.dumps(asdict(record), separators=(",", ":")), "digest": digest}, tensors
@@ -127,17 +131,14 @@ class Fetcher:
                 raise ValueError(f"it holds version {record.version}, {at.version} is needed")
 
         try:
-            meta, tensors = await self._transfer.fetch(
-                target.sources, fragment, timeout_s=self._timeout_s, expect=expect
-            )
-            record = _record(meta)
-            if not machine.install(record):
-                raise ConnectionError(f"version {record.version} is not wanted any more")
-            self._installing.add(fragment)
-            reborn = machine.reborn_in(fragment)
-            await asyncio.to_thread(
-                self._owner.host.install, self._owner.committed(record), meta["digest"], tensors, reborn=reborn
-            )
+            try:
+                record = await self._take(fragment, target.sources, expect)
+            except ValueError as error:
+                if len(target.sources) < 2:
+                    raise
+                # Damaged, and nobody knows by whom: each source alone, the preferred one last.
+                self._owner.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
+                record = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
         except (ConnectionError, ValueError) as error:
             self._owner.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
             await asyncio.sleep(_FETCH_AGAIN_S)
@@ -151,6 +152,32 @@ class Fetcher:
             self._owner.run(machine.fetched(record))
         for contribution in self._deferred.pop(fragment, []):
             self._owner.accept(contribution)
+
+    async def _take(self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]) -> m.Record:
+        """Fetches and installs; returns what is held by then.
+
+        Raises:
+            ConnectionError: no source gives it, or it is not wanted any more.
+            ValueError: what came is damaged; nothing has changed.
+        """
+        machine = self._owner.machine
+        meta, tensors = await self._transfer.fetch(sources, fragment, timeout_s=self._timeout_s, expect=expect)
+        record = _record(meta)
+        if self._owner.cut_off or not machine.install(record):
+            raise ConnectionError(f"version {record.version} is not wanted any more")
+        self._installing.add(fragment)
+        committed, reborn = self._owner.committed(record), machine.reborn_in(fragment)
+        await asyncio.to_thread(self._owner.host.install, committed, meta["digest"], tensors, reborn=reborn)
+        return record
+
+    async def _take_from_any(self, sources: Sequence[str], fragment: int, expect: Callable[[Meta], None]) -> m.Record:
+        answers = []
+        for source in sources:
+            try:
+                return await self._take(fragment, [source], expect)
+            except (ConnectionError, ValueError) as error:
+                answers.append(f"{source}: {error}")
+        raise ConnectionError("; ".join(answers))
 
 
 def _record(meta: Meta) -> m.Record:

@@ -65,6 +65,10 @@ class Committed:
     counted_step: int
 
 
+class Damaged(Exception):
+    """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
+
+
 class Collective(Protocol):
     """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
 
@@ -98,7 +102,7 @@ class Host(Protocol):
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
         Called again for a retry, with the same contribution. Returns the digest (hex) of the result and of the scrubbed
-        part of the committed state. Raises what ``collective`` raises.
+        part of the committed state. Raises what ``collective`` raises, and `Damaged`.
         """
 
     def commit(self, attempt: Attempt, committed: Committed) -> None:

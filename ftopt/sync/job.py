@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from ftopt.events import Event, OnEvent
 from ftopt.sync.journal import Journal
+from ftopt.sync.limits import Limits
 from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import Coordinator
+from ftopt.sync.rendezvous import Rendezvous
 
 _log = logging.getLogger(__name__)
 _TICK_S = 0.02
@@ -31,10 +32,15 @@ class Peer:
 class Job:
     """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups."""
 
-    GROUPS = 64
-    """Process groups whose rendezvous keys are kept."""
-
-    def __init__(self, name: str, journal: Journal, on_event: OnEvent) -> None:
+    def __init__(
+        self,
+        name: str,
+        journal: Journal,
+        on_event: OnEvent,
+        *,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.name = name
         self.machine = Coordinator(
             name, saved=journal.load(name), now=time.monotonic(), life=int(time.time())
         )
@@ -43,8 +49,18 @@ class Job:
         self._peers: dict[int, Peer] = {}
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._keys: OrderedDict[str, dict[str, str]] = OrderedDict()
-        self._waiting: dict[str, set[int]] = {}
+        self._limits = limits
+        self._rendezvous = Rendezvous(limits, self._answer)
+
+    @property
+    def connected(self) -> int:
+        """Connections that it has."""
+        return len(self._peers)
+
+    @property
+    def unused(self) -> bool:
+        """Nobody is connected, and nobody has defined it: its hellos were refused."""
+        return not self._peers and self.machine.lines is None and not self.machine.roster.members
 
     def open(self, peer: Peer) -> int:
         """A new connection; returns its number."""
@@ -53,21 +69,32 @@ class Job:
         return self._next
 
     def receive(self, conn: int, message: m.FromReplica) -> None:
-        """A message arrived."""
+        """A message arrived.
+
+        Raises:
+            Exceeded: a limit; nothing has been changed.
+        """
+        if conn not in self._peers:
+            return  # closed meanwhile
         match message:
-            case m.StoreSet():
-                self._set(message)
+            case m.StoreSet() | m.StoreGet() if self.machine.roster.by_conn(conn) is None:
+                return
+            case m.StoreSet(key=key, value=value):
+                self._rendezvous.set(key, value)
             case m.StoreGet(key=key):
-                self._get(conn, key)
+                self._rendezvous.get(conn, key)
+            case m.Hello() if reason := self._refuses(message):
+                peer = self._peers.pop(conn)
+                peer.send(m.encode(m.Refused("final", reason)))
+                peer.close()
             case _:
                 self._perform(self.machine.receive(time.monotonic(), conn, message))
 
     def lost(self, conn: int) -> None:
         """A connection ended."""
+        self._rendezvous.forget(conn)
         if self._peers.pop(conn, None) is None:
             return
-        for waiting in self._waiting.values():
-            waiting.discard(conn)
         self._perform(self.machine.lost(time.monotonic(), conn))
 
     def end(self) -> None:
@@ -123,23 +150,17 @@ class Job:
         if due_s < 1e6:
             self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
 
-    def _set(self, message: m.StoreSet) -> None:
-        group = message.key.partition("/")[0]
-        keys = self._keys.setdefault(group, {})
-        keys[message.key] = message.value
-        while len(self._keys) > self.GROUPS:
-            self._keys.popitem(last=False)
-        for conn in self._waiting.pop(message.key, ()):
-            self._answer(conn, message.key, message.value)
-
-    def _get(self, conn: int, key: str) -> None:
-        value = self._keys.get(key.partition("/")[0], {}).get(key)
-        if value is not None:
-            self._answer(conn, key, value)
-            return
-        self._waiting.setdefault(key, set()).add(conn)
-        while len(self._waiting) > 16 * self.GROUPS:
-            self._waiting.pop(next(iter(self._waiting)))
+    def _refuses(self, hello: m.Hello) -> str:
+        """Why there is no room for those whom ``hello`` names, "" when there is."""
+        known = self.machine.roster.members
+        new = {hello.replica, *(replica for replica, _ in hello.roster)} - known.keys()
+        heard = self.machine.gathering.hellos if self.machine.gathering is not None else ()
+        if not new or len(known) + len(heard) + len(new) <= self._limits.replicas:
+            return ""
+        return (
+            f"job {self.name!r} has {len(known) + len(heard)} replicas already, at most {self._limits.replicas} are "
+            "taken; end some, or start another job"
+        )
 
     def _answer(self, conn: int, key: str, value: str) -> None:
         if peer := self._peers.get(conn):

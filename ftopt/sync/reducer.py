@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ftopt.sync.group import Attempt, Collective, Host
+from ftopt.sync.group import Attempt, Collective, Damaged, Host
 from ftopt.sync.ports import Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
@@ -29,6 +29,9 @@ class Owner(Protocol):
 
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
         """The reduction is done and prepared."""
+
+    def damaged(self, fragment: int, attempt: int, reason: str) -> None:
+        """The host's own committed state is damaged."""
 
     def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
         """The reduction failed; ``peer`` is the member that was lost, "" when unknown."""
@@ -71,11 +74,7 @@ class Reducer:
     def stop(self) -> None:
         self._jobs.put(None)
         self.fail_store()
-        with self._lock:
-            groups = [group for _, group in self._groups.values()]
-            self._groups.clear()
-        for group in groups:
-            group.close()
+        self.cut()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
@@ -96,6 +95,14 @@ class Reducer:
             self._attempts = {n: a for n, a in self._attempts.items() if a.fragment != q.fragment}
             self._attempts[q.attempt] = attempt
         self._jobs.put(start)
+
+    def cut(self) -> None:
+        """Ends all groups at once, as if the network were gone. Any thread."""
+        with self._lock:
+            groups = [group for _, group in self._groups.values()]
+            self._groups.clear()
+        for group in groups:
+            group.close()
 
     def started(self, attempt: int) -> Attempt:
         """The attempt that was begun last under this number."""
@@ -129,11 +136,13 @@ class Reducer:
             digest = owner.host.reduce(attempt, group)
             self._sent_bytes += group.sent_bytes - before
             data = {"wire_bytes": self._sent_bytes}
-            owner.emit("reduce.after", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
-            owner.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt)
+            owner.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
         except InterruptedError as error:
             self._drop(q.fragment)
             owner.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], "")  # heeded if it is news
+        except Damaged as error:
+            self._drop(q.fragment)
+            owner.damaged(q.fragment, q.attempt, f"{error}"[:500])
         except (ConnectionError, TimeoutError) as error:
             self._drop(q.fragment)
             rank = getattr(error, "rank", None)

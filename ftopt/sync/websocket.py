@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 
 import aiohttp
 
+from ftopt.doors.tls import why_not
+from ftopt.doors.token import authorization
 from ftopt.errors import Refused
 from ftopt.sync.link import MAX_MESSAGE_BYTES, Channel
 
 
 class WebSocketLink:
-    """A WebSocket to ``url`` (``http://host:port``).
+    """A WebSocket to ``url`` (``http://host:port`` or ``https://host:port``).
 
     Args:
         url: the coordinator's address.
         token: the job's token, None without.
         dead_after_s: seconds without an answer to a ping after which the coordinator counts as lost.
+        tls: whom to trust when ``url`` is ``https://``.
     """
 
-    def __init__(self, url: str, *, token: str | None, dead_after_s: float) -> None:
+    def __init__(self, url: str, *, token: str | None, dead_after_s: float, tls: ssl.SSLContext | None = None) -> None:
         self.url = url
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
+        self._tls = tls if tls is not None else True
         self._heartbeat_s = dead_after_s * 2 / 3  # aiohttp waits half of it for the answer
         self._session: aiohttp.ClientSession | None = None
 
@@ -37,13 +42,21 @@ class WebSocketLink:
                     heartbeat=self._heartbeat_s,
                     max_msg_size=MAX_MESSAGE_BYTES,
                     compress=0,
+                    ssl=self._tls,
                 ),
                 timeout=3.0,
             )
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 401:
-                raise Refused(f"the coordinator at {self.url} refuses the token; set FTOPT_TOKEN or token=") from None
+                raise Refused(
+                    f"the coordinator at {self.url} takes {'another' if self._headers else 'a'} token; give the job's: "
+                    "FTOPT_TOKEN, --token-file or token="
+                ) from None
             raise Refused(f"{self.url} is no ftopt coordinator: it answers {error.status}; check the address") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise Refused(_tls_message(self.url, error.certificate_error)) from None
+        except aiohttp.ClientConnectorSSLError as error:
+            raise Refused(_tls_message(self.url, error.os_error)) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ConnectionError(f"{self.url}: {error or 'no answer'}") from None
         return _WebSocketChannel(socket, receive)
@@ -51,6 +64,10 @@ class WebSocketLink:
     async def end(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _tls_message(url: str, error: Exception) -> str:
+    return why_not(url, error if isinstance(error, ssl.SSLError) else ssl.SSLError(str(error)))
 
 
 class _WebSocketChannel:

@@ -19,7 +19,7 @@ _STATES = {
     "leave": "left",
     "death": "dead",
 }
-_AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging"}
+_AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _WINDOW_S = 5.0
 
 
@@ -93,7 +93,7 @@ class RunView:
         if name == "end":
             row.state = data["reason"]
         elif name == "fault":
-            row.state = _AFTER_FAULT[data["do"]]
+            row.state = _AFTER_FAULT.get(data["do"], row.state)
         else:
             row.state = _STATES.get(name, row.state)
 
@@ -106,7 +106,8 @@ def sentence(record: Record) -> str | None:
         who += f" (incarnation {record['incarnation']})"
     if name == "fault":
         lasting = f" for {data['for_s']:g} s" if data.get("for_s") else ""
-        return f"fault: {data['do']} {who} at {data['point']}, inner step {record.get('inner_step')}{lasting}"
+        what = f" {data['what']} of" if data.get("what") else ""
+        return f"fault: {data['do']}{what} {who} at {data['point']}, inner step {record.get('inner_step')}{lasting}"
     if name == "abort":
         return f"version {record['version']}: an attempt was aborted ({data.get('reason', 'no reason given')})"
     if name == "evaluate":
@@ -121,6 +122,9 @@ def sentence(record: Record) -> str | None:
         "reborn": f"{who} was away for too long and starts anew",
         "fork": f"{who} is on another branch of the history",
         "mismatch": f"version {record.get('version')}: results differ",
+        "put_out": f"version {record.get('version')}: {who} disagrees again; it fetches what the others hold",
+        "damaged": f"{who}: memory of version {record.get('version')} has changed; it fetches it anew",
+        "outlier": f"{who} weighs nothing: {data.get('reason')}",
         "rollback": f"went back to version {record.get('version')}",
     }
     if name == "spawn" and data.get("life", 1) > 1:

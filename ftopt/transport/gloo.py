@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
-from ftopt.transport.sockets import rank_of, shut_down
+from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.store import RendezvousStore, StoreOps
 
 _SLICE = timedelta(milliseconds=5)
@@ -46,6 +46,11 @@ _DEPTH = 4
 """Pieces handed to Gloo and not waited for yet, so that its threads never run dry."""
 _OPEN_MARGIN_S = 0.5
 """`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
+
+_PROBE_S = 0.5
+"""After a time-out, who does not answer within so long is named."""
+_WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
+"""Who reaches everybody waits so much longer with its complaint: those who are cut from each other name the peer."""
 
 _EXIT_S = 1.0
 _running: set[threading.Thread] = set()
@@ -62,6 +67,14 @@ class PeerLost(ConnectionError):
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerSilent(TimeoutError):
+    """Nothing moves, and the host of the member ``rank`` does not answer."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
 
@@ -132,7 +145,8 @@ class GlooCollective:
 
         InterruptedError: stopped.
         ConnectionError: a peer is gone (`PeerLost`), or, while connecting, the link to the coordinator.
-        TimeoutError: no piece was reduced, or a peer did not come, within ``timeout_s``.
+        TimeoutError: no piece was reduced, or a peer did not come, within ``timeout_s``; `PeerSilent` if it is known
+            whose host cannot be reached.
 
     After any of them the collective is closed, so that the other members fail, too, and every tensor given to
     it is spoilt: a piece may still be written to.
@@ -168,11 +182,14 @@ class GlooCollective:
 
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
+        failure: BaseException | None = None
         if not self._opened.wait(self._timeout_s + _OPEN_MARGIN_S):
-            self.close()
-            raise TimeoutError(f"a peer came to the group but did not connect within {self._timeout_s:g} s")
-        if self._failure is not None and not self._stopped.is_set():
+            failure = self._blame(f"a peer came to the group but did not connect within {self._timeout_s:g} s")
+        elif self._failure is not None and not self._stopped.is_set():
             failure = self._failure
+            if isinstance(failure, TimeoutError):
+                failure = self._blame(str(failure))
+        if failure is not None:
             self.close()
             raise failure
         self._check()
@@ -259,10 +276,19 @@ class GlooCollective:
                 if done:  # then it is the work's own error, not the end of the slice
                     raise self._explain(error, "was lost in a reduction") from None
             if time.monotonic() - since_s > self._timeout_s:
-                raise TimeoutError(
+                raise self._blame(
                     f"no piece was reduced for {self._timeout_s:g} s: a peer hangs or is cut off, or the "
                     f"network is too slow for pieces of {self._piece_bytes} bytes"
                 )
+
+    def _blame(self, message: str) -> BaseException:
+        """The error of a time-out, with the member that cannot be reached from here; if all can, it comes late."""
+        silent = unreachable(dict(self._store.values), self.rank, _PROBE_S)
+        if silent:
+            return PeerSilent(f"{message}; the host of rank {silent[0]} does not answer", rank=silent[0])
+        if self._stopped.wait(_WORD_S):
+            return InterruptedError("the reduction was stopped")
+        return TimeoutError(message)
 
     def _put_away(self, box: list[Any]) -> None:
         """Ends the connections and drops the group in ``box``, to which the caller holds no other reference."""

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 Meta = dict[str, str]
@@ -83,7 +82,10 @@ def meta_of(data: bytes) -> Meta:
         ValueError: it is no such header.
     """
     stop = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:stop])
+    try:
+        header = json.loads(data[8:stop])
+    except RecursionError:
+        raise ValueError("the header is nested too deep") from None
     meta = header.get("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(meta, dict):
         raise ValueError("the header has no metadata")
@@ -99,6 +101,6 @@ def decode(parts: Sequence[bytes]) -> tuple[Meta, dict[str, Tensor]]:
     data = b"".join(parts)
     try:
         tensors = safetensors.torch.load(data)
-    except SafetensorError as error:
-        raise ValueError(f"no valid safetensors: {error}") from error
+    except Exception as error:  # besides SafetensorError whatever a stranger's dtypes and shapes bring about in torch
+        raise ValueError(f"no valid safetensors: {type(error).__name__}: {error}") from error
     return meta_of(data), tensors

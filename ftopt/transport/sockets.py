@@ -11,12 +11,18 @@ Gloo's own time-out.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import select
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EINVAL)
+"""What `connect` says when there is no way to a host (EINVAL: a route that drops)."""
 
 
 def shut_down(addresses: Mapping[str, bytes]) -> int:
@@ -81,6 +87,48 @@ def rank_of(message: str, addresses: Mapping[str, bytes], own: int) -> int | Non
             return None
         if len(ranks) == 1:
             return ranks[0]
+    return None
+
+
+def unreachable(addresses: Mapping[str, bytes], own: int, limit_s: float) -> list[int]:
+    """The ranks whose host does not answer: a connection to their listeners is neither taken nor refused.
+
+    Args:
+        addresses: Gloo's store key (``../rank``) -> the member's address as Gloo wrote it.
+        own: this member's rank.
+        limit_s: seconds to wait for answers, in all.
+    """
+    waiting: dict[socket.socket, int] = {}
+    silent: list[int] = []
+    try:
+        for key, value in addresses.items():
+            rank, address = int(key.rpartition("/")[2]), _address(value)
+            if rank == own or address is None:
+                continue
+            probe = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+            waiting[probe] = rank
+            probe.setblocking(False)
+            if probe.connect_ex(address) in _NO_WAY:
+                silent.append(waiting[probe])
+        pending = [probe for probe, rank in waiting.items() if rank not in silent]
+        deadline = time.monotonic() + limit_s
+        while pending and (left_s := deadline - time.monotonic()) > 0:
+            for probe in select.select([], pending, [], left_s)[1]:
+                pending.remove(probe)
+                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _NO_WAY:
+                    silent.append(waiting[probe])
+        return sorted({*silent, *(waiting[probe] for probe in pending)})
+    finally:
+        for probe in waiting:
+            probe.close()
+
+
+def _address(value: bytes) -> tuple[str, int] | None:
+    """Host and port of the first ``sockaddr`` in a member's address."""
+    if found := re.search(rb"\x02\x00(..)(.{4})\x00{8}", value, re.DOTALL):
+        return socket.inet_ntop(socket.AF_INET, found[2]), int.from_bytes(found[1], "big")
+    if found := re.search(rb"\x0a\x00(..).{4}(.{16})", value, re.DOTALL):
+        return socket.inet_ntop(socket.AF_INET6, found[2]), int.from_bytes(found[1], "big")
     return None
 
 

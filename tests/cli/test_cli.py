@@ -13,7 +13,15 @@ from ftopt.cli.main import VERBS, main
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("FTOPT_COORDINATOR", "FTOPT_REPLICA", "FTOPT_JOB", "FTOPT_TOKEN"):
+    for name in (
+        "FTOPT_COORDINATOR",
+        "FTOPT_REPLICA",
+        "FTOPT_JOB",
+        "FTOPT_TOKEN",
+        "FTOPT_CA",
+        "FTOPT_CERT",
+        "FTOPT_KEY",
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 

@@ -54,7 +54,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "method.outer.lr=-1",
         "sync.dead_after_s=0.1",
         "train.seed=1.5",
-        "faults=[{replica: 1, point: reduc}, {do: nan}]",
+        "faults=[{replica: 1, point: reduc}, {do: explode}]",
     )
     assert "8 errors" in message
     for part in (
@@ -65,7 +65,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "sync.dead_after_s=0.1",
         "train.seed=1.5 (float); must be a whole number",
         "faults[0]: point='reduc'",
-        "do='nan' is not available yet; allowed: kill, stop, hang",
+        "do='explode'; allowed: kill, stop, hang, partition",
     ):
         assert part in message
 

@@ -91,6 +91,32 @@ def test_a_newcomers_fetch_does_not_wait_for_a_step() -> None:
     assert struck.slept == [1.0]
 
 
+def test_a_fault_strikes_as_often_as_it_says_and_does_what_was_learnt() -> None:
+    struck, done = Struck(Fault(point="reduce.after", do="corrupt", times=2)), list[str]()
+    struck.injector.learn({"corrupt": lambda fault, event: done.append(fault.aim)})
+    for attempt in range(4):
+        struck.injector(Event("reduce.after", "r0", 1, attempt=attempt))
+    assert done == ["sum", "sum"]
+    assert [event.attempt for event in struck.told] == [0, 1]
+
+
+def test_a_slow_trainers_inner_steps_take_so_many_times_as_long() -> None:
+    slept, now = list[float](), [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    injector = FaultInjector(
+        [Fault(do="slow", factor=3.0, at_step=2, for_s=0.75)], lambda event: None, sleep=sleep, clock=lambda: now[0]
+    )
+    for step in range(8):
+        injector(Event("inner", "r0", 1, inner_step=step))
+        now[0] += 0.1
+        injector(Event("stepped", "r0", 1, inner_step=step))
+    assert [round(seconds, 3) for seconds in slept] == [0.2, 0.2]
+
+
 def test_the_coordinators_life_stands_for_its_incarnation() -> None:
     struck = Struck(Fault(replica="coordinator", point="decide", do="stop", for_s=1.0), incarnation=2)
     struck.injector(Event("decide", "coordinator", 0, inner_step=5))
@@ -101,13 +127,21 @@ def test_the_coordinators_life_stands_for_its_incarnation() -> None:
     ("fields", "part"),
     [
         ({"point": "nowhere"}, "allowed: inner"),
-        ({"do": "corrupt"}, "not available yet"),
+        ({"do": "corrupt", "what": "sum"}, "at 'reduce.after' only"),
+        ({"do": "corrupt", "what": "params"}, "allowed: sum, result, anchor, outer"),
+        ({"do": "corrupt", "for_s": 1.0}, "use times"),
+        ({"do": "nan", "point": "reduce"}, "allowed: inner, propose"),
+        ({"do": "slow"}, "factor"),
+        ({"do": "slow", "factor": 3.0, "point": "apply"}, "use inner"),
+        ({"do": "kill", "times": 2}, "corrupt and nan only"),
+        ({"do": "partition"}, "seconds above 0"),
+        ({"replica": "coordinator", "point": "decide", "do": "corrupt"}, "does not train"),
         ({"do": "explode"}, "allowed: kill, stop, hang"),
         ({"do": "kill", "for_s": 1.0}, "no effect"),
         ({"do": "stop"}, "seconds above 0"),
         ({"do": "stop", "for_s": 1.0, "rejoin_s": 1.0}, "for kill only"),
         ({"replica": "coordinator", "point": "reduce"}, "allowed: join"),
-        ({"replica": "coordinator", "point": "decide", "do": "hang", "for_s": 1.0}, "no training thread"),
+        ({"replica": "coordinator", "point": "decide", "do": "hang", "for_s": 1.0}, "does not train"),
         ({"journal": "burn"}, "allowed: keep, delete"),
     ],
 )

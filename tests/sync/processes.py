@@ -5,6 +5,7 @@ Processes come from a fork server that has torch and ftopt loaded. Whatever a te
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,11 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
+from ftopt.job.harm import Harm
 from ftopt.job.subscribers import StepLog, StepRecord, fan_out
-from ftopt.sync.coordinator import run_coordinator
+from ftopt.sync.coordinator import CoordinatorServer, run_coordinator
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, read
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
 from ftopt.telemetry.summary import summarize
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,15 +39,44 @@ CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed", "tests.sync.processes", "ftopt.transport.gloo", "aiohttp"]
 )
 LIMIT_S = 60.0
+NOW = "inner"
+"""The point of an ordered fault that does not wait for its event."""
 FAST = ftopt.Sync(
     grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, forget_s=60.0, start_replicas=3
 )
 
 
-def tiny_model() -> nn.Module:
+def assert_nothing_lost(summary: Mapping[str, Any]) -> None:
+    """No survivor's step is lost or counted twice, there is one history, and all who are done hold the same state."""
+    assert summary["survivor_inner_steps_lost"] == 0, summary
+    assert summary["inner_steps_counted_twice"] == 0, summary
+    assert summary["chain_conflicts"] == [], summary
+    assert len(set(summary["anchor_digests"].values())) == 1, summary
+
+
+def tiny_model(width: int = 16) -> nn.Module:
     """The same in every replica."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
+
+
+def _in_namespace(namespace: str | None, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Runs ``target`` in a network namespace of ``ip netns``; threads started from now on are in it too."""
+    if namespace is not None:
+        with open(f"/run/netns/{namespace}", "rb") as handle:  # noqa: PTH123 (its descriptor is what is needed)
+            if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    target(*args)
+
+
+def _obey(orders: Any, injector: FaultInjector) -> None:
+    """Strikes what the test orders, whatever the process is doing."""
+    while True:
+        fault, event = orders.get()
+        if fault.point == NOW:
+            injector.strike(fault, event)
+        else:
+            injector.add(fault)
 
 
 def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault], journal: str, life: int) -> None:
@@ -55,8 +87,15 @@ def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault
     def ready(url: str) -> None:
         (folder / f"url-{life}").write_text(url)
 
+    def made(server: CoordinatorServer) -> None:
+        injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
+
     run_coordinator(
-        bind, journal=folder / journal if journal else None, on_event=fan_out(events, injector), ready=ready
+        bind,
+        journal=folder / journal if journal else None,
+        on_event=fan_out(events, injector),
+        ready=ready,
+        made=made,
     )
 
 
@@ -69,15 +108,18 @@ def _replica(
     options: Mapping[str, Any],
     target: Any,
     finish: Any,
+    orders: Any,
 ) -> None:
-    torch.set_num_threads(1)
+    os.environ |= options.get("environ", {}).get(replica, {})
+    torch.set_num_threads(options.get("threads", {}).get(replica, 1))
     files = RunFolder(folder)
     events, record = EventLog(JsonLines(files.events, started)), StepRecord()
     steps = StepLog(JsonLines(files.steps(replica), started), record)
     injector = FaultInjector(faults, events)
+    threading.Thread(target=_obey, args=(orders, injector), daemon=True).start()
     on_event = fan_out(events, steps, injector)
     try:
-        _train(url, replica, options, on_event, record, target, finish)
+        _train(url, replica, options, on_event, record, target, finish, injector)
     except UserError as error:
         on_event(Event("refused", replica, data={"text": str(error)}))
         os._exit(2)
@@ -91,12 +133,18 @@ def _train(
     record: StepRecord,
     target: Any,
     finish: Any,
+    injector: FaultInjector,
 ) -> None:
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
-    model = tiny_model()
-    group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=5.0)
-    optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters(), lr=1e-3), model, options["method"], group=group)
+    model = tiny_model(options.get("width", 16))
+    group = ftopt.connect(url, replica, job=options.get("job"), sync=options["sync"], on_event=on_event, connect_s=5.0)
+    optimizer = ftopt.wrap(
+        torch.optim.AdamW(model.parameters(), lr=options.get("lr", 1e-3)), model, options["method"], group=group
+    )
+    injector.learn(Harm(optimizer, group).actions())
+    kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+    on_event(Event("kernels", replica, data=kernels))
     step_s = options["step_s"]
     step_s = step_s[replica] if isinstance(step_s, dict) else step_s
     with optimizer:
@@ -147,14 +195,19 @@ class TinyJob:
         step_s: float | dict[str, float] = 0.004,
         faults: Mapping[str, Sequence[Fault]] | None = None,
         journal: str = "journal.sqlite",
+        bind: str = "127.0.0.1",
+        beside: TinyJob | None = None,
+        namespaces: Mapping[str, str] | None = None,
+        **options: Any,
     ) -> None:
         self.folder = folder
-        self.names = [f"r{i}" for i in range(replicas)]
+        self.names = [f"{options.get('job', 'r')}{i}" for i in range(replicas)]
         self.started = time.time()
         self.options = {
             "method": method or ftopt.DiLoCo(sync_every=20),
             "sync": sync,
             "step_s": step_s,
+            **options,
         }
         self.faults = dict(faults or {})
         self.journal = journal
@@ -164,8 +217,15 @@ class TinyJob:
         self._all: list[BaseProcess] = []
         self._lives = 0
         RunFolder(folder).create()
-        self.url = "http://127.0.0.1:0"
-        self.start_coordinator()
+        self._tail = Tail(RunFolder(folder).events)
+        self._events: list[dict[str, Any]] = []
+        self.namespaces = dict(namespaces or {})
+        self.orders: dict[str, Any] = {}
+        self.url = f"http://{bind}:0"
+        if beside is not None:  # another job of the same coordinator
+            self.url, self.started = beside.url, beside.started
+        else:
+            self.start_coordinator()
 
     def start_coordinator(self) -> None:
         """Starts the coordinator, or its successor at the same address."""
@@ -180,11 +240,12 @@ class TinyJob:
         )
         self._start("coordinator", _coordinator, args)
         path = self.folder / f"url-{self._lives}"
-        self._until(lambda: path.exists() and bool(path.read_text()), "the coordinator listens")
+        self.wait_until(lambda: path.exists() and bool(path.read_text()), "the coordinator listens")
         self.url = path.read_text()
 
     def start(self, name: str, **options: Any) -> BaseProcess:
         """Starts a replica."""
+        self.orders[name] = CONTEXT.SimpleQueue()
         args = (
             self.folder,
             self.url,
@@ -194,8 +255,14 @@ class TinyJob:
             {**self.options, **options},
             self.target,
             self.finish,
+            self.orders[name],
         )
         return self._start(name, _replica, args)
+
+    def order(self, name: str, fault: Fault) -> None:
+        """A fault of a living replica: at once with point `NOW`, otherwise at its point's next event."""
+        life = max((e["incarnation"] for e in self.events("join", name)), default=1)
+        self.orders[name].put((replace(fault, incarnation=life), Event("order", name, life)))
 
     def start_all(self) -> None:
         for name in self.names:
@@ -203,8 +270,8 @@ class TinyJob:
 
     def events(self, event: str | None = None, replica: str | None = None) -> list[dict[str, Any]]:
         """The events so far."""
-        found = read(RunFolder(self.folder).events)
-        return [e for e in found if event in (None, e["event"]) and replica in (None, e["replica"])]
+        self._events += self._tail.more()
+        return [e for e in self._events if event in (None, e["event"]) and replica in (None, e["replica"])]
 
     def until(
         self, event: str, replica: str | None = None, *, count: int = 1, at_step: int = 0, incarnation: int = 0
@@ -218,7 +285,7 @@ class TinyJob:
                 if e.get("inner_step", 0) >= at_step and incarnation in (0, e["incarnation"])
             ]
 
-        self._until(lambda: len(found()) >= count, f"{event} of {replica or 'anybody'}")
+        self.wait_until(lambda: len(found()) >= count, f"{event} of {replica or 'anybody'}")
         return found()[count - 1]
 
     def kill(self, name: str) -> None:
@@ -236,6 +303,15 @@ class TinyJob:
         lines.write({"event": "death", "replica": name, "incarnation": max(joins, default=0)})
         lines.close()
 
+    def after(self, event: dict[str, Any], name: str, replica: str | None = None, *, count: int = 1) -> dict[str, Any]:
+        """Waits for the ``count``-th event of that name after ``event``; returns it."""
+
+        def found() -> list[dict[str, Any]]:
+            return [e for e in self.events(name, replica) if e["t_s"] > event["t_s"]]
+
+        self.wait_until(lambda: len(found()) >= count, f"{name} of {replica or 'anybody'} after {event['event']}")
+        return found()[count - 1]
+
     def enough(self, *, more: int = 40) -> None:
         """The job ends ``more`` committed inner steps from now (for one that was started with ``steps=None``)."""
         self.target.value = max(e["inner_step"] for e in self.events("decide")) + more
@@ -243,14 +319,19 @@ class TinyJob:
     def end(self) -> dict[str, Any]:
         """Waits until all replicas are done, lets them go, and returns the run's summary."""
         waiting = [n for n in self.processes if n != "coordinator"]
-        self._until(lambda: all(self._ended(n) for n in waiting), f"the end of {waiting}")
+        self.wait_until(lambda: all(self._ended(n) for n in waiting), f"the end of {waiting}")
         self.finish.set()
         for name in waiting:
             self.processes[name].join(LIMIT_S)
             assert self.processes[name].exitcode == 0, (name, self.processes[name].exitcode)
         files = RunFolder(self.folder)
         steps = {name: read(files.steps(name)) for name in self.names}
-        return summarize(self.events(), steps)
+        return summarize([e for e in self.events() if self._is_own(e)], steps)
+
+    def _is_own(self, event: dict[str, Any]) -> bool:
+        """Not of another job in the same folder."""
+        members = event.get("data", {}).get("members", [])
+        return event["replica"] in (*self.names, "coordinator") and all(m[0] in self.names for m in members)
 
     def close(self) -> None:
         """Ends whatever still lives."""
@@ -270,13 +351,14 @@ class TinyJob:
         return any(e["incarnation"] == max(lives, default=0) for e in self.events("end", name))
 
     def _start(self, name: str, target: Any, args: tuple[Any, ...]) -> BaseProcess:
-        process = CONTEXT.Process(target=target, args=args, name=name)
+        process = CONTEXT.Process(target=_in_namespace, args=(self.namespaces.get(name), target, args), name=name)
         process.start()
         self.processes[name] = process
         self._all.append(process)
         return process
 
-    def _until(self, true: Callable[[], bool], what: str) -> None:
+    def wait_until(self, true: Callable[[], bool], what: str) -> None:
+        """Waits for a condition; an AssertionError with the last events when it does not come."""
         deadline = time.monotonic() + LIMIT_S
         while not true():
             if time.monotonic() > deadline:

@@ -99,7 +99,7 @@ class Seat:
     def pop(self, kind: type[M]) -> M:
         """What the machine has asked for: the last effect of a kind."""
         found = [x for x in self.asked if isinstance(x, kind)][-1]
-        self.asked.remove(found)  # type: ignore[arg-type]
+        self.asked.remove(found)
         return found
 
     def propose(self, last_step: int) -> m.Contribution:

@@ -12,14 +12,7 @@ import pytest
 
 import ftopt
 from ftopt.faults.spec import Fault
-from tests.sync.processes import FAST, tiny_job
-
-
-def assert_nothing_lost(summary: dict[str, Any]) -> None:
-    assert summary["survivor_inner_steps_lost"] == 0, summary
-    assert summary["inner_steps_counted_twice"] == 0, summary
-    assert summary["chain_conflicts"] == [], summary
-    assert len(set(summary["anchor_digests"].values())) == 1, summary
+from tests.sync.processes import FAST, assert_nothing_lost, tiny_job
 
 
 @pytest.mark.parametrize("method", [ftopt.DiLoCo(sync_every=20), ftopt.LocalSGD(sync_every=20)])

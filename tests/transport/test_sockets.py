@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import socket
 import struct
+from contextlib import ExitStack
 
 import pytest
 
-from ftopt.transport.sockets import rank_of, shut_down
+from ftopt.transport.sockets import rank_of, shut_down, unreachable
 
 
 def address(host: str, port: int) -> bytes:
@@ -51,3 +52,27 @@ def test_only_the_connections_of_the_named_listeners_are_shut_down() -> None:
         assert accepted[1].recv(1) == b"x"
         for connection in clients + accepted:
             connection.close()
+
+
+def test_a_host_that_refuses_is_there_and_one_that_does_not_answer_is_not() -> None:
+    def listener(end: socket.socket) -> bytes:
+        host, port = end.getsockname()
+        return b"\x02\x00" + port.to_bytes(2, "big") + socket.inet_aton(host) + bytes(8)
+
+    with ExitStack() as stack:
+        listens = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        closed = stack.enter_context(socket.socket())
+        closed.bind(("127.0.0.1", 0))
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # from now on its kernel drops what comes, as a cut cable does
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        addresses = {
+            "x/0": listener(listens),
+            "x/1": listener(closed),
+            "x/2": listener(full),
+            "x/3": b"no address",
+        }
+        assert unreachable(addresses, own=0, limit_s=0.3) == [2]
+        assert unreachable(addresses, own=2, limit_s=0.3) == []

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ftopt.transport.snapshot import Meta, Snapshot, decode
-from ftopt.transport.state_transfer import StateServer, fetch
+from ftopt.transport.state_server import StateServer
+from ftopt.transport.state_transfer import fetch
 
 from .helpers import members
 

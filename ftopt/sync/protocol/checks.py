@@ -1,4 +1,4 @@
-"""Whether a well-formed message from a replica makes sense: numbers in range, names that are names, lists of sane length.
+"""Whether a well-formed message from a replica makes sense: numbers in range, names that are names, short lists.
 
 `from_replica` is the door: text of a stranger in, a message that the coordinator machine can take out.
 """

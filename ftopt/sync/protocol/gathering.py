@@ -1,10 +1,10 @@
 """The phase before a job runs: hellos are kept and nothing is decided, until it is known what the truth is.
 
 - WAIT: if anybody holds a version, until everybody on the roster was heard or is gone, ``recovery_s`` at most (with a
-  journal that knows as much as they do ``dead_after_s``: nothing that it knows can be reversed). A member that is known to hold more than anybody
-  heard is waited for until it is gone (ROLLBACK).
-- COLD: if nobody holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members are
-  unheard that may hold one.
+  journal that knows as much as they do ``dead_after_s``: nothing that it knows can be reversed). A member that may hold
+  more than anybody heard is waited for until it is gone (ROLLBACK).
+- COLD: if nobody holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
+  are unheard that may hold one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Gathering:
         unheard = self._unheard()
         if veterans := self.veterans():
             best = {p.fragment: _highest(veterans, p.fragment) for p in veterans[0].positions}
-            unknown = [x for x in unheard if not x.held]
+            unknown = [x for x in unheard if len(x.held) < len(best)]
             ahead = any(x.may_exceed(best) for x in unheard)
             return not ahead and (not unknown or now >= self.deadline_s())
         if unheard:  # what they hold may come back; with a journal we know that it exists

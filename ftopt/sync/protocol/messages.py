@@ -301,7 +301,8 @@ class Quorum:
     """An attempt starts. Of constant size: members come as a change of the last list sent on this connection.
 
     ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone marks whose COUNT entries
-    the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE).
+    the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why that one
+    weighs nothing and is not counted, "" when it is taken.
     """
 
     fragment: int
@@ -317,6 +318,7 @@ class Quorum:
     joined: tuple[Mark, ...]
     left: tuple[Mark, ...]
     drop: tuple[Mark, ...]
+    outlier: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ would make current.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.holding import Holding, Prepared, agree
+from ftopt.sync.protocol.holding import Identity as Identity
 from ftopt.sync.protocol.orders import Adopt as Adopt
 from ftopt.sync.protocol.orders import Begin as Begin
 from ftopt.sync.protocol.orders import Disconnect as Disconnect
@@ -27,53 +28,7 @@ from ftopt.sync.protocol.orders import Reborn as Reborn
 from ftopt.sync.protocol.orders import Send as Send
 from ftopt.sync.protocol.orders import StartReduce as StartReduce
 from ftopt.sync.protocol.orders import StopReduce as StopReduce
-
-
-@dataclass(slots=True)
-class _Prepared:
-    attempt: int
-    digest: str
-    record: m.Record
-
-
-@dataclass(slots=True)
-class _Fragment:
-    record: m.Record | None = None
-    contribution: m.Contribution | None = None
-    quorum: m.Quorum | None = None
-    prepared: _Prepared | None = None
-    members: tuple[m.Mark, ...] = ()
-    fetching: Fetch | None = None
-    told: list[m.Position] = field(default_factory=list)
-    """States that the coordinator named on this connection: only these are taken up."""
-    unhealed: bool = False
-    """The held state is in doubt, until a fetch is complete."""
-    under_way: bool = False
-    """The shell is fetching: it answers with `fetched` or `fetch_failed`."""
-    installing: bool = False
-    """A fetched state is being installed: what is held is not known before that has ended."""
-    reborn: bool = False
-    """The held state is a dead incarnation's: pending work on it is void."""
-    offered: bool = False
-    """The outstanding contribution is known on this connection."""
-    called_in: bool = False
-    released: bool = False
-    """Don't wait for the outstanding contribution: cut off, or too few replicas."""
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a replica says of itself in each hello."""
-
-    job: str
-    replica: str
-    lines: dict[str, str]
-    settings: dict[str, int | float | str | None]
-    initial: str
-    fragments: int = 1
-    address: str = ""
-    rank: int = 0
-    size: int = 1
+from ftopt.sync.protocol.outliers import withheld
 
 
 @dataclass
@@ -90,7 +45,7 @@ class Replica:
     gone: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._fragments = [_Fragment() for _ in range(self.identity.fragments)]
+        self._fragments = [Holding() for _ in range(self.identity.fragments)]
         self._greeted = False
 
     # ------------------------------------------------------------ what the shell may ask
@@ -235,16 +190,8 @@ class Replica:
         q = f.quorum
         if q is None or q.attempt != attempt or f.record is None:
             return []
-        counted = {(name, life): step for name, life, step in f.record.counted}
-        dropped = dict(q.drop)
-        counted = {mark: step for mark, step in counted.items() if not m.is_gone(mark, dropped)}
-        counted |= {mark: row[0] for mark, row in zip(f.members, rows, strict=True)}
-        table = tuple(sorted((name, life, step) for (name, life), step in counted.items()))
-        inner_step = f.record.inner_step + q.advance
-        agreed = hashlib.sha256(f"{digest}|{table}|{inner_step}".encode()).hexdigest()[:32]
-        chain = m.next_chain(f.record.chain, fragment, q.version, agreed)
-        record = replace(f.record, version=q.version, chain=chain, inner_step=inner_step, counted=table)
-        f.quorum, f.prepared = None, _Prepared(attempt, agreed, record)
+        agreed, record = agree(f.record, q, f.members, rows, digest)
+        f.quorum, f.prepared = None, Prepared(attempt, agreed, record)
         return [Send(m.Prepared(fragment, attempt, agreed))] if self.welcomed else []
 
     def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str = "") -> list[Effect]:
@@ -254,6 +201,15 @@ class Replica:
             return []
         f.quorum = None
         return [Send(m.Failed(fragment, attempt, reason, peer))] if self.welcomed else []
+
+    def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[Effect]:
+        """The held state is not what it was: it is served to nobody, and nothing is proposed, until it is fetched."""
+        f = self._fragments[fragment]
+        if f.quorum is None or f.quorum.attempt != attempt:
+            return []
+        f.unhealed = True
+        failed = self.reduce_failed(fragment, attempt, reason=reason)
+        return [*failed, *self._lacks(fragment)] if self.welcomed else []
 
     def fetched(self, record: m.Record) -> list[Effect]:
         """A fetched state is installed: it is what this replica holds, whatever has happened meanwhile.
@@ -279,9 +235,10 @@ class Replica:
         """No source had a state that is wanted, or it could not be installed."""
         f = self._fragments[fragment]
         wanted, f.fetching, f.installing, f.under_way = f.fetching is not None, None, False, False
+        f.members = ()
         return self._answer(m.Lacks(fragment) if wanted else None)
 
-    def _is_mine(self, f: _Fragment, record: m.Record) -> bool:
+    def _is_mine(self, f: Holding, record: m.Record) -> bool:
         """FREEZE: besides what the held state counts, only the one outstanding contribution can be counted."""
         step = self.counted_step(record)
         if f.record is None or f.reborn:
@@ -392,7 +349,7 @@ class Replica:
             f.released = True
         return [*effects, *self._fetch(f)]
 
-    def _fetch(self, f: _Fragment) -> list[Effect]:
+    def _fetch(self, f: Holding) -> list[Effect]:
         if f.fetching is None or f.under_way or not f.fetching.sources:
             return []
         f.under_way = True
@@ -412,9 +369,9 @@ class Replica:
         c = f.contribution if f.contribution and f.contribution.last_step == q.last_step else None
         if not fits or c is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
             failed = m.Failed(q.fragment, q.attempt, "the quorum does not fit what this replica holds", "")
-            return [*effects, Send(failed), Send(m.Lacks(q.fragment))]
+            return [*effects, Send(failed), *self._lacks(q.fragment)]
         f.quorum, f.called_in, f.released = q, False, False
-        return [*effects, StartReduce(q, f.members, c)]
+        return [*effects, StartReduce(q, f.members, withheld(c) if q.outlier else c)]
 
     def _commit(self, message: m.Commit) -> list[Effect]:
         f = self._fragments[message.fragment]
@@ -427,10 +384,16 @@ class Replica:
             known = f.record is not None and f.record.position == m.Position(
                 message.fragment, message.version, message.chain
             )
-            return [] if known or f.fetching else [Send(m.Lacks(message.fragment))]
+            return [] if known or f.fetching else self._lacks(message.fragment)
         f.record, f.prepared, f.contribution = p.record, None, None
         f.called_in = f.released = False
         return [Adopt(p.attempt, p.record)]
+
+    def _lacks(self, fragment: int) -> list[Effect]:
+        """It does not hold what it should; both ends begin with an empty member list again."""
+        effects = self._stop(fragment)
+        self._fragments[fragment].members = ()
+        return [*effects, Send(m.Lacks(fragment))]
 
     def _stop(self, fragment: int, *, keep_prepared: bool = False) -> list[Effect]:
         f = self._fragments[fragment]

@@ -1,4 +1,4 @@
-"""Who is known, who is connected, and what each replica holds. STICKY: suspicion never shrinks the roster, only *gone*."""
+"""Who is known, who is connected, what each replica holds. STICKY: suspicion never shrinks the roster, only *gone*."""
 
 from __future__ import annotations
 

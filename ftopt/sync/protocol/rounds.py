@@ -16,6 +16,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Agreed, Attempt, Failure
 from ftopt.sync.protocol.catch_up import CatchUp
 from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
+from ftopt.sync.protocol.outliers import outliers, withheld
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.protocol.waiting import Waiting
@@ -115,6 +116,8 @@ class Rounds:
         """It is away, or gone: it offers its contribution again when it is back."""
         self.withdraw(replica)
         self.catch_up.drop(replica)
+        self._sitting_out.discard(replica)
+        self._cuts = Counter({pair: n for pair, n in self._cuts.items() if replica not in pair})
 
     def withdraw(self, replica: str) -> None:
         """It takes no part for now."""
@@ -155,6 +158,7 @@ class Rounds:
         """It could not fetch, or what it holds does not fit."""
         member.held.pop(self.fragment, None)
         member.hopes.pop(self.fragment, None)
+        member.told.pop(self.fragment, None)
         self.withdraw(member.replica)
         if self.attempt is not None:  # its contribution is free as soon as it has fetched: it must not be counted
             self.attempt.prepared.pop(member.replica, None)
@@ -221,12 +225,16 @@ class Rounds:
 
     def _form(self, proposers: list[Member]) -> list[Effect]:
         """Starts an attempt with all who have proposed (step 2's end)."""
-        members = [x for x in proposers if x.replica not in self._sitting_out] or proposers
+        members = [x for x in proposers if x.replica not in self._sitting_out]
+        if len(members) < self.sync.min_replicas:  # better a quorum that may fail than none
+            members = proposers
         if len(members) < self.sync.min_replicas and not self._retry:
             untold = [x for x in members if x.replica not in self._told_train_on and x.conn is not None]
             self._told_train_on |= {x.replica for x in untold}
             return [Send(x.conn, m.TrainOn(self.fragment)) for x in untold if x.conn is not None]
         chosen = {x.replica: self.proposals[x.replica] for x in members}
+        odd = outliers(chosen, self.sync.norm_limit)
+        chosen |= {replica: withheld(chosen[replica]) for replica in odd}
         contributors = [c for c in chosen.values() if c.weight > 0]
         if not contributors:
             return self._void(members)
@@ -244,12 +252,18 @@ class Rounds:
             self._group, self._group_key = a.attempt, key
         data = {"members": [list(x) for x in a.members], "retry": self._retry}
         effects = [self._tell("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
+        for x in members:
+            if reason := odd.get(x.replica):
+                data = {"reason": reason, "norm": self.proposals[x.replica].norm}
+                effects.append(Tell("outlier", *x.mark, self.fragment, a.version, a.attempt, data=data))
         total = math.fsum(c.weight for c in contributors)
         for rank, member in enumerate(members):
-            effects += self._invite(member, rank, a, total, len(contributors))
+            effects += self._invite(member, rank, a, total, len(contributors), odd.get(member.replica, ""))
         return effects
 
-    def _invite(self, member: Member, rank: int, a: Attempt, total: float, contributors: int) -> list[Effect]:
+    def _invite(
+        self, member: Member, rank: int, a: Attempt, total: float, contributors: int, outlier: str
+    ) -> list[Effect]:
         if member.conn is None:
             return []
         member.newcomer.discard(self.fragment)
@@ -263,13 +277,14 @@ class Rounds:
             group=self._group,
             rank=rank,
             size=len(a.members),
-            last_step=a.contributions[member.replica].last_step,
+            last_step=self.proposals[member.replica].last_step,
             total_weight=total,
             contributors=contributors,
             advance=a.advance,
             joined=tuple(sorted(set(a.members) - set(before))),
             left=tuple(sorted(set(before) - set(a.members))),
             drop=a.drop,
+            outlier=outlier,
         )
         return [Send(member.conn, quorum)]
 
@@ -296,15 +311,15 @@ class Rounds:
         effects = [self._tell("mismatch", a, digests=dict(a.prepared), votes=dict(Counter(a.prepared.values())))]
         if verdict.majority:
             effects += self._abort("the digests differ")
-            self._put_out(a, verdict.majority)
-            return effects
+            return effects + self._put_out(a, verdict.majority)
         self._ties += 1
         if self._ties < 2:
             return effects + self._abort("the digests differ")
         return effects + self._commit(a.prepared[a.alive()[0]])
 
-    def _put_out(self, a: Attempt, majority: str) -> None:
+    def _put_out(self, a: Attempt, majority: str) -> list[Effect]:
         """Who disagrees twice with the majority heals before it takes part again."""
+        effects: list[Effect] = []
         for replica in (replica for replica, digest in a.prepared.items() if digest != majority):
             self._strikes[replica] += 1
             member = self.roster.members.get(replica)
@@ -312,6 +327,8 @@ class Rounds:
                 member.held.pop(self.fragment, None)
                 self.withdraw(replica)
                 self.catch_up.add(replica, heal=True)
+                effects.append(Tell("put_out", *member.mark, self.fragment, a.version, a.attempt))
+        return effects
 
     def _abort(self, reason: str) -> list[Effect]:
         a = self.attempt

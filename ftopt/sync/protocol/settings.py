@@ -20,6 +20,8 @@ class Sync:
             after which an attempt fails. Default 3; at least 3 heartbeats.
         recovery_s: seconds that a coordinator without its journal waits for the replicas it hears of. Default 30.
         forget_s: seconds after which a replica that is away is gone for good. Default 600.
+        norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
+            steps stay pending. Counts with two peers at least. Default 100: a spoilt replica, no noisy one; None: off.
         codec: wire precision of the payloads. ``fp32`` (default).
         backend: who moves the payloads. ``gloo`` (default).
 
@@ -35,6 +37,7 @@ class Sync:
     dead_after_s: float = 3.0
     recovery_s: float = 30.0
     forget_s: float = 600.0
+    norm_limit: float | None = 100.0
     codec: str = "fp32"
     backend: str = "gloo"
 
@@ -56,6 +59,8 @@ class Sync:
             )
         if self.forget_s < self.dead_after_s:
             raise ValueError(f"sync.forget_s={self.forget_s:g}; must be at least dead_after_s={self.dead_after_s:g}")
+        if self.norm_limit is not None and not self.norm_limit > 1:
+            raise ValueError(f"sync.norm_limit={self.norm_limit:g}; must be null or above 1; 100 is generous")
         if self.codec != "fp32":
             raise ValueError(f"sync.codec={self.codec!r}; allowed: fp32")
         if self.backend != "gloo":

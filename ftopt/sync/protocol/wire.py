@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, and back with exact errors: whatever does not fit its type is refused, and nothing is guessed."""
+"""Dataclasses as JSON, and back with exact errors: whatever does not fit its type is refused; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -88,9 +88,18 @@ def build(kind: Any, value: Any, where: str) -> Any:
         raise MessageError(f"{where}: a finite number is needed")
     if kind is int and abs(value) > MAX_INT:
         raise MessageError(f"{where}: a number too large")
-    if kind is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+    if kind is str and not _whole(value):
         raise MessageError(f"{where}: half a character")
     return value
+
+
+def _whole(text: str) -> bool:
+    """Whether ``text`` can be hashed and stored: JSON may escape half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _name(kind: Any) -> str:

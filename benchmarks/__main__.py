@@ -1,0 +1,28 @@
+"""``python -m benchmarks VERB [options]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+VERBS = {
+    "faults": "every fault at every point, with real processes",
+    "soak": "a job under faults of all kinds for a long time",
+}
+"""Verb -> what it does. A verb is a module of this package with ``add(parser)`` and ``run(arguments) -> int``."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one verb; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, what in VERBS.items():
+        importlib.import_module(f"benchmarks.{verb}").add(verbs.add_parser(verb, help=what, description=what))
+    parsed = parser.parse_args(arguments)
+    status: int = importlib.import_module(f"benchmarks.{parsed.verb}").run(parsed)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""The soak: six replicas, a fault on average every five seconds, of all kinds, for as long as one likes.
+
+Printed: each fault; what was lost; the longest time without an outer step; and how threads, file descriptors, sockets
+and memory of the coordinator and of the replicas that live throughout have grown from the first to the last quarter of
+the calm part (the time after the coordinator was killed for the last time, without the first tenth of it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import ftopt
+from ftopt.cli.output import say
+from ftopt.faults.spec import COORDINATOR, Fault
+from tests.sync.processes import FAST, NOW, TinyJob, tiny_job
+
+REPLICAS = 6
+KEPT = ("r0", "r1")
+"""Never killed, but struck by all the rest: their growth can be measured."""
+SYNC = replace(FAST, start_replicas=REPLICAS, grace_s=0.5, heartbeat_s=0.2, dead_after_s=1.5, recovery_s=8.0)
+STEP_S = 0.02
+GROWTH = 0.05
+SLACK = {"threads": 2, "fds": 2, "sockets": 2, "rss_mib": 4.0}
+"""Below this it is no growth: a worker of a thread pool, a group that is being put away."""
+STILL_S = 15.0
+"""Without an outer step for so long there is no progress."""
+_SAMPLE_S = 1.0
+_THAW = "the coordinator goes on"
+_FIRST_PART = 0.35
+"""The coordinator is killed in this part of the time only: what it holds later must not grow."""
+
+REPLICA_FAULTS: tuple[Fault, ...] = (
+    Fault(point="inner", do="kill"),
+    Fault(point="reduce", do="kill"),
+    Fault(point="prepare", do="kill"),
+    Fault(point="commit", do="kill"),
+    Fault(point=NOW, do="stop", for_s=0.7),
+    Fault(point=NOW, do="stop", for_s=2.5),
+    Fault(point="inner", do="hang", for_s=2.0),
+    Fault(point=NOW, do="partition", for_s=0.5),
+    Fault(point=NOW, do="partition", for_s=3.0),
+    Fault(point="reduce.after", do="corrupt"),
+    Fault(point="reduce.after", do="corrupt", times=2),
+    Fault(point="prepare", do="corrupt"),
+    Fault(point="apply", do="corrupt", what="anchor"),
+    Fault(point="apply", do="corrupt", what="outer"),
+    Fault(point="inner", do="nan", what="params"),
+    Fault(point="inner", do="nan", what="grads"),
+    Fault(point="inner", do="slow", factor=4.0, for_s=3.0),
+)
+COORDINATOR_FAULTS = ("stop", "kill", "kill and delete the journal")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a process holds."""
+
+    threads: int
+    fds: int
+    sockets: int
+    rss_mib: float
+
+
+class Meter:
+    """Samples of every process, once a second."""
+
+    def __init__(self, job: TinyJob) -> None:
+        self._job = job
+        self._next_s = 0.0
+        self.samples: dict[tuple[str, int], list[tuple[float, Sizes]]] = defaultdict(list)
+
+    def look(self, now_s: float) -> None:
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + _SAMPLE_S
+        for name, process in self._job.processes.items():
+            if process.pid is not None and (sizes := sizes_of(process.pid)) is not None:
+                self.samples[name, process.pid].append((now_s, sizes))
+
+    def growth(self, since_s: float) -> list[tuple[str, str, float, float]]:
+        """(process, what, first quarter's median, last quarter's) of whoever was there from ``since_s`` to the end."""
+        lines = []
+        for (name, _), samples in sorted(self.samples.items()):
+            late = [sizes for at_s, sizes in samples if at_s >= since_s]
+            if samples[0][0] > since_s or samples[-1][0] < self._next_s - 2 * _SAMPLE_S or len(late) < 8:
+                continue
+            quarter = len(late) // 4
+            for what in Sizes.__dataclass_fields__:
+                first, last = ([getattr(s, what) for s in part] for part in (late[:quarter], late[-quarter:]))
+                lines.append((name, what, statistics.median(first), statistics.median(last)))
+        return lines
+
+
+def sizes_of(pid: int) -> Sizes | None:
+    """A process' sizes, None when it is gone."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        status = dict(line.split(":\t", 1) for line in (folder / "status").read_text().splitlines() if ":\t" in line)
+        links = [str(fd.readlink()) for fd in (folder / "fd").iterdir()]
+        rss_kib = int(status["VmRSS"].split()[0])
+        return Sizes(int(status["Threads"]), len(links), sum(x.startswith("socket:") for x in links), rss_kib / 1024)
+    except (OSError, KeyError):
+        return None
+
+
+class Soak:
+    """One soak of a running job.
+
+    Args:
+        job: all of its replicas are started.
+        seconds: how long it is struck.
+        seed: of the faults.
+        every_s: seconds between two faults, on average.
+    """
+
+    def __init__(self, job: TinyJob, *, seconds: float, seed: int, every_s: float) -> None:
+        self.meter = Meter(job)
+        self.faults: Counter[str] = Counter()
+        self.calm_since_s = 0.0
+        self._job = job
+        self._seconds = seconds
+        self._every_s = every_s
+        self._chance = random.Random(seed)
+        self._later: list[tuple[float, str, Callable[[], None]]] = []
+        self._doomed: dict[str, int] = {}
+        self._busy_until_s = 0.0
+        self._start_s = time.monotonic()
+
+    def run(self) -> None:
+        """Strikes until the time is over, then waits until everybody is there again."""
+        due_s = self._chance.expovariate(1 / self._every_s)
+        while (now_s := self._now_s()) < self._seconds:
+            if now_s >= due_s:
+                due_s = now_s + self._chance.expovariate(1 / self._every_s)
+                self._strike(now_s)
+            self._tend(now_s)
+            time.sleep(0.05)
+        while self._later or self._doomed:
+            self._tend(self._now_s())
+            time.sleep(0.05)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def _strike(self, now_s: float) -> None:
+        if self._chance.random() < 0.12:
+            self._strike_coordinator(now_s)
+            return
+        fault = self._chance.choice(REPLICA_FAULTS)
+        alive = [name for name in self._job.names if name in self._job.processes and name not in self._doomed]
+        if fault.do == "kill":
+            alive = [name for name in alive if name not in KEPT]
+        if len(alive) < (1 if fault.do != "kill" else 2):
+            return
+        name = self._chance.choice(alive)
+        self._say(now_s, name, f"{fault.do} {fault.aim} at {fault.point} x{fault.times}, {fault.for_s} s", fault.do)
+        self._job.order(name, fault)
+        if fault.do == "kill":
+            pid = self._job.processes[name].pid
+            assert pid is not None
+            self._doomed[name] = pid
+
+    def _strike_coordinator(self, now_s: float) -> None:
+        kind = self._chance.choice(COORDINATOR_FAULTS)
+        if COORDINATOR not in self._job.processes:
+            return
+        if now_s > self._seconds * _FIRST_PART or now_s < self._busy_until_s:
+            kind = "stop"
+        self._busy_until_s = now_s + SYNC.recovery_s + 2
+        self._say(now_s, COORDINATOR, kind, f"coordinator: {kind}")
+        process = self._job.processes[COORDINATOR]
+        assert process.pid is not None
+        if kind == "stop":
+            pid, for_s = process.pid, self._chance.choice((0.7, 2.5))
+            os.kill(pid, signal.SIGSTOP)
+            self._later.append((now_s + for_s, _THAW, lambda: os.kill(pid, signal.SIGCONT)))
+            return
+        self._later = [x for x in self._later if x[1] != _THAW]
+        self._job.kill(COORDINATOR)
+        if kind != "kill":
+            for path in self._job.folder.glob("journal.sqlite*"):
+                path.unlink()
+        self._later.append((now_s + 1.0, COORDINATOR, self._job.start_coordinator))
+        self.calm_since_s = now_s + 1.0
+
+    def _tend(self, now_s: float) -> None:
+        """What has become due: processes that come back, sizes to look at."""
+        due = [x for x in self._later if x[0] <= now_s]
+        self._later = [x for x in self._later if x[0] > now_s]
+        for _, _, call in due:
+            call()
+        for name in [name for name in self._doomed if not self._job.processes[name].is_alive()]:
+            del self._doomed[name]
+            self._job.died(name)
+            self._later.append((now_s + 1.0, name, self._start(name)))
+        self.meter.look(now_s)
+
+    def _start(self, name: str) -> Callable[[], None]:
+        def start() -> None:
+            self._job.start(name)
+
+        return start
+
+    def _say(self, now_s: float, name: str, text: str, kind: str) -> None:
+        self.faults[kind] += 1
+        say(f"{now_s:7.1f} s  {name:<12} {text}")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """[--minutes N] [--seed S] [--every-s X]"""
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: %(default)g)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    parser.add_argument("--every-s", type=float, default=5.0, help="seconds between faults (default: %(default)g)")
+    parser.add_argument("--folder", type=Path, help="keep the run's files there (default: a temporary folder)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the figures; 1 when a survivor lost a step, progress ended, or something grew."""
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        return _soak(arguments, arguments.folder)
+    with tempfile.TemporaryDirectory(prefix="ftopt-soak-") as folder:
+        return _soak(arguments, Path(folder))
+
+
+def _soak(arguments: argparse.Namespace, folder: Path) -> int:
+    say(f"seed {arguments.seed}, {arguments.minutes:g} minutes, a fault every {arguments.every_s:g} s on average")
+    method = ftopt.DiLoCo(sync_every=20)
+    with tiny_job(folder, replicas=REPLICAS, sync=SYNC, steps=None, step_s=STEP_S, method=method) as job:
+        job.start_all()
+        job.until("decide", count=3)
+        soak = Soak(job, seconds=arguments.minutes * 60, seed=arguments.seed, every_s=arguments.every_s)
+        soak.run()
+        job.enough(more=100)
+        summary = job.end()
+        decided = [e["t_s"] for e in job.events("decide")]
+        told = Counter(e["event"] for e in job.events() if e["event"] in _TOLD)
+        growth = soak.meter.growth(soak.calm_since_s + 0.1 * (arguments.minutes * 60 - soak.calm_since_s))
+    still_s = max((b - a for a, b in itertools.pairwise(decided)), default=0.0)
+    say(f"faults: {sum(soak.faults.values())}: " + ", ".join(f"{n} {k}" for k, n in sorted(soak.faults.items())))
+    say("events: " + ", ".join(f"{n} {event}" for event, n in sorted(told.items())))
+    for key in _KEYS:
+        say(f"{key}: {summary[key]}")
+    say(f"longest time without an outer step: {still_s:.1f} s")
+    bad = _judge(summary, still_s)
+    for name, what, first, last in growth:
+        grown = last > first * (1 + GROWTH) and last - first > SLACK[what]
+        say(f"{name:<12} {what:<8} {first:8.1f} -> {last:8.1f}{'  GROWS' if grown else ''}")
+        bad += [f"{what} of {name} grows"] if grown else []
+    say("bad: " + "; ".join(bad) if bad else "all good")
+    return 1 if bad else 0
+
+
+_TOLD = {"join", "return", "lost", "gone", "mismatch", "put_out", "damaged", "repaired", "outlier", "discarded"}
+_TOLD |= {"rollback", "fork", "reborn", "recover", "abort", "stalled", "fetched", "fetch_failed", "death"}
+_KEYS = (
+    "outer_steps",
+    "attempts_aborted",
+    "inner_steps_executed",
+    "inner_steps_committed",
+    "inner_steps_pending",
+    "inner_steps_discarded",
+    "dead_inner_steps_lost",
+    "survivor_inner_steps_lost",
+    "inner_steps_counted_twice",
+    "chain_conflicts",
+    "stall_s",
+    "wall_s",
+)
+
+
+def _judge(summary: dict[str, object], still_s: float) -> list[str]:
+    zero = ("survivor_inner_steps_lost", "inner_steps_counted_twice")
+    bad = [f"{key}={summary[key]}" for key in zero if summary[key]]
+    bad += [f"forks at {summary['chain_conflicts']}"] if summary["chain_conflicts"] else []
+    digests = summary["anchor_digests"]
+    assert isinstance(digests, dict)
+    bad += [f"digests differ: {digests}"] if len(set(digests.values())) != 1 else []
+    bad += [f"no outer step for {still_s:.1f} s"] if still_s > STILL_S else []
+    return bad

@@ -1,0 +1,42 @@
+"""What aiohttp's server leaves open to strangers, closed here: tracebacks in the log, and a request without a path."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import ERROR
+
+
+class _Quiet(logging.Filter):
+    """Drops the tracebacks of requests that were refused because they are no HTTP (aiohttp gives them a 4xx code)."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return getattr(error, "code", None) not in range(400, 500)
+
+
+def quiet(name: str) -> logging.Logger:
+    """The logger of that name, for an HTTP server: broken requests must not fill the disk."""
+    logger = logging.getLogger(name)
+    if not any(isinstance(found, _Quiet) for found in logger.filters):
+        logger.addFilter(_Quiet())
+    return logger
+
+
+def guarded(runner: web.AppRunner) -> web.Server:
+    """The server of a runner that is set up, as a protocol factory.
+
+    ``CONNECT`` with blanks for a path comes out of aiohttp's parser (3.14) without a URL, and ends the connection's
+    task with an AttributeError. Here it is a request like any other.
+    """
+    server = runner.server
+    assert server is not None
+    make = server.request_factory
+
+    def request(message: Any, *rest: Any) -> Any:
+        return make(message if message.url is not None else ERROR, *rest)
+
+    server.request_factory = request
+    return server

@@ -1,0 +1,75 @@
+"""What a fault does inside a replica: memory that flips, numbers that are none, a network that is gone.
+
+The one place that reaches into the optimizer in order to break it. `ftopt.faults` decides when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+import ftopt
+from ftopt.events import Event
+from ftopt.faults.injector import Action
+from ftopt.faults.spec import Fault
+from ftopt.optimizer.state import Fragment
+from ftopt.sync.client import Client
+
+_BIT = 1 << 22
+"""The highest bit of a float's mantissa: the number changes by up to a half."""
+
+
+class Harm:
+    """The actions that need a replica's own objects.
+
+    Args:
+        optimizer: the replica's; it need not have started yet.
+        group: its group.
+    """
+
+    def __init__(self, optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> None:
+        self._core = optimizer._core
+        self._group = group
+
+    def actions(self) -> Mapping[str, Action]:
+        """``corrupt``, ``nan`` and ``partition``, for `FaultInjector.learn`."""
+        return {"corrupt": self._corrupt, "nan": self._nan, "partition": self._partition}
+
+    def _corrupt(self, fault: Fault, event: Event) -> None:
+        flip_bit(_target(self._fragment(event), fault.aim))
+
+    @torch.no_grad()
+    def _nan(self, fault: Fault, event: Event) -> None:
+        model = self._core.model
+        assert model is not None
+        parameter = next(p for p in model.parameters() if p.requires_grad)
+        target = parameter.grad if fault.aim == "grads" else parameter
+        if target is not None:
+            target.view(-1)[0] = float("nan")
+
+    def _partition(self, fault: Fault, event: Event) -> None:
+        assert isinstance(self._group, Client) and fault.for_s is not None
+        self._group.cut(fault.for_s)
+
+    def _fragment(self, event: Event) -> Fragment:
+        return self._core.started().fragments[event.fragment or 0]
+
+
+def flip_bit(flat: Tensor) -> None:
+    """Flips one bit of the fp32 tensor's greatest element, in place."""
+    index = int(flat.abs().argmax())
+    flat.view(torch.int32)[index] ^= _BIT
+
+
+def _target(fragment: Fragment, what: str) -> Tensor:
+    if what == "anchor":
+        return fragment.state.anchor
+    if what == "outer":
+        return max(fragment.state.outer.values(), key=lambda t: float(t.abs().max()))
+    if what == "sum":
+        assert fragment.work is not None
+        return fragment.work
+    assert fragment.result is not None
+    return fragment.result.anchor

@@ -1,0 +1,82 @@
+"""What a replica holds of one fragment, and what a reduction makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.orders import Fetch
+
+
+@dataclass(slots=True)
+class Prepared:
+    attempt: int
+    digest: str
+    record: m.Record
+
+
+@dataclass(slots=True)
+class Holding:
+    """One fragment's variables in a replica; ``docs/protocol.md`` has the state diagram."""
+
+    record: m.Record | None = None
+    contribution: m.Contribution | None = None
+    quorum: m.Quorum | None = None
+    prepared: Prepared | None = None
+    members: tuple[m.Mark, ...] = ()
+    fetching: Fetch | None = None
+    told: list[m.Position] = field(default_factory=list)
+    """States that the coordinator named on this connection: only these are taken up."""
+    unhealed: bool = False
+    """The held state is in doubt, until a fetch is complete."""
+    under_way: bool = False
+    """The shell is fetching: it answers with `fetched` or `fetch_failed`."""
+    installing: bool = False
+    """A fetched state is being installed: what is held is not known before that has ended."""
+    reborn: bool = False
+    """The held state is a dead incarnation's: pending work on it is void."""
+    offered: bool = False
+    """The outstanding contribution is known on this connection."""
+    called_in: bool = False
+    released: bool = False
+    """Don't wait for the outstanding contribution: cut off, or too few replicas."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a replica says of itself in each hello."""
+
+    job: str
+    replica: str
+    lines: dict[str, str]
+    settings: dict[str, int | float | str | None]
+    initial: str
+    fragments: int = 1
+    address: str = ""
+    rank: int = 0
+    size: int = 1
+
+
+def agree(
+    record: m.Record, quorum: m.Quorum, members: Sequence[m.Mark], rows: list[list[int]], digest: str
+) -> tuple[str, m.Record]:
+    """The digest that members report, and the record that a commit of ``quorum`` makes current (COUNT, CHAIN).
+
+    Args:
+        record: the current one.
+        quorum: the attempt.
+        members: its members, in rank order.
+        rows: each member's last step, in rank order.
+        digest: of the reduced result.
+    """
+    dropped = dict(quorum.drop)
+    counted = {(r, i): step for r, i, step in record.counted if not m.is_gone((r, i), dropped)}
+    counted |= {mark: row[0] for mark, row in zip(members, rows, strict=True)}
+    table = tuple(sorted((replica, life, step) for (replica, life), step in counted.items()))
+    inner_step = record.inner_step + quorum.advance
+    agreed = hashlib.sha256(f"{digest}|{table}|{inner_step}".encode()).hexdigest()[:32]
+    chain = m.next_chain(record.chain, record.fragment, quorum.version, agreed)
+    made = replace(record, version=quorum.version, chain=chain, inner_step=inner_step, counted=table)
+    return agreed, made

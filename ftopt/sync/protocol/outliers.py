@@ -1,0 +1,48 @@
+"""Contributions whose norm is out of line with their peers': they weigh nothing, and stay with their holder."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ftopt.sync.protocol.messages import Contribution
+
+_PEERS = 2
+"""With fewer peers nobody can say who is out of line."""
+
+
+def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> dict[str, str]:
+    """Replica -> why its contribution must not be summed.
+
+    A norm may be ``limit`` times the median of the peers' norms, and more in proportion for one that brings more steps
+    than they do: a replica that was cut off for long is not out of line.
+
+    Args:
+        contributions: of an attempt's members.
+        limit: ``sync.norm_limit``; None: nobody is an outlier.
+    """
+    if limit is None:
+        return {}
+    counting = {replica: c for replica, c in contributions.items() if c.weight > 0}
+    found = {}
+    for replica, c in counting.items():
+        peers = [x for name, x in counting.items() if name != replica]
+        if len(peers) < _PEERS:
+            continue
+        norm = statistics.median(x.norm for x in peers)
+        steps = statistics.median(x.steps for x in peers)
+        allowed = limit * norm * max(1.0, c.steps / max(steps, 1.0))
+        if norm > 0 and c.norm > allowed:
+            found[replica] = (
+                f"the norm of its contribution, {c.norm:.3g} over {c.steps} steps, is {c.norm / norm:.3g} times the "
+                f"median of its peers', {norm:.3g}; at most {allowed / norm:.3g} times is taken (sync.norm_limit); its "
+                "steps stay pending; end it, or lower its learning rate"
+            )
+    return found
+
+
+def withheld(contribution: Contribution) -> Contribution:
+    """What an outlier takes part with: nothing new, so that COUNT keeps what it has."""
+    counted = contribution.last_step - contribution.steps
+    return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())

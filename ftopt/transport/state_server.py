@@ -1,0 +1,220 @@
+"""Serving the committed state to newcomers: safetensors over HTTP, by ranges, while the replica trains on.
+
+`StateServer` runs in a replica's network loop and hands out what ``provider`` holds. The body is sent straight
+from the tensors' memory: nothing is serialized, copied or hashed, only the header is written. Equal states give
+bit-equal bodies on every peer, and the ETag (a hash of the header, thus of version, chain and digest in
+``meta``) says so. A version that somebody is fetching is kept though the replica moves on.
+
+HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 401):
+
+    GET /ping               200 ``ok``
+    GET /state/{fragment}   200 whole body; 206 with ``Range: bytes=a-b``; 412 when ``If-Match`` names a
+                            version that is not kept;
+                            404 unknown fragment; 416 range outside; 503 no committed state yet
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from aiohttp import web
+from torch import Tensor
+
+from ftopt.doors.http import guarded, quiet
+from ftopt.doors.tls import HANDSHAKE_S
+from ftopt.doors.token import admits
+from ftopt.doors.waiting_room import WaitingRoom
+from ftopt.transport.snapshot import Meta, Snapshot
+
+Provider = Callable[[int], tuple[Meta, Mapping[str, Tensor]]]
+
+_KEEP = 2
+_IDLE_S = 30.0
+_WAITING = 64
+"""Connections that have not shown the token yet; the oldest goes."""
+_PATIENCE_S = 10.0
+"""Seconds until the token must be shown."""
+
+
+class StateServer:
+    """Serves a replica's committed state to its peers, in the running asyncio loop.
+
+    Args:
+        provider: fragment -> ``(meta, tensors)``, the current state. Called on the loop's thread, must not
+            block; raises KeyError for an unknown fragment, LookupError while there is no committed state. The
+            tensors are never changed from then on. ``meta`` names the state (version, chain, digest, ...):
+            equal on all peers that hold the same state, unequal for different states.
+        token: what a request must bring; None: anybody may fetch.
+        host: address to listen on.
+        port: port to listen on; 0 (default): a free one.
+        on_serve: called with fragment and meta when a serve begins: at a request that names no version. On
+            the loop's thread.
+        tls: certificate and key to serve with; None: without TLS.
+
+    At most two versions a fragment are kept, besides those being sent at the moment; none for longer than 30
+    s after it was last asked for.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        *,
+        token: str | None,
+        host: str,
+        port: int = 0,
+        on_serve: Callable[[int, Meta], None] | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._provider = provider
+        self._tls = tls
+        self._token = token
+        self._host = host
+        self._port = port
+        self._on_serve = on_serve
+        self._kept: dict[int, dict[str, Snapshot]] = {}
+        self._runner: web.AppRunner | None = None
+        self._room: WaitingRoom | None = None
+        self._server: asyncio.Server | None = None
+        self._sweep: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Starts to listen; returns the port.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        app = web.Application(middlewares=[self._authorize])
+        app.router.add_get("/ping", self._ping, allow_head=False)
+        app.router.add_get(r"/state/{fragment:\d{1,9}}", self._state, allow_head=False)
+        runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=quiet(__name__),
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            keepalive_timeout=_IDLE_S,
+            auto_decompress=False,
+        )
+        await runner.setup()
+        room = WaitingRoom(guarded(runner), limit=_WAITING, patience_s=_PATIENCE_S)
+        handshake_s = HANDSHAKE_S if self._tls is not None else None
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                room, self._host, self._port, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            )
+        except OSError:
+            await runner.cleanup()
+            raise
+        self._runner, self._room = runner, room
+        self._sweep = asyncio.create_task(self._forget_idle())
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Stops listening, and breaks off what is being sent. Idempotent."""
+        sweep, self._sweep = self._sweep, None
+        runner, self._runner = self._runner, None
+        if sweep is not None:
+            sweep.cancel()
+            await asyncio.gather(sweep, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        if self._room is not None:
+            self._room.close()
+        if runner is not None:
+            await runner.cleanup()
+        self._kept.clear()
+
+    @web.middleware
+    async def _authorize(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not admits(self._token, request.headers.get("Authorization", "")):
+            refusal = web.HTTPUnauthorized(text="wrong or missing token", headers={"WWW-Authenticate": "Bearer"})
+            refusal.force_close()
+            raise refusal
+        assert self._room is not None
+        self._room.let_in(request.transport)
+        return await handler(request)
+
+    async def _ping(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok")
+
+    async def _state(self, request: web.Request) -> web.StreamResponse:
+        fragment = int(request.match_info["fragment"])
+        wanted = request.headers.get("If-Match")
+        snapshot = self._kept.get(fragment, {}).get(wanted) if wanted else None
+        if snapshot is None:
+            snapshot = await self._current(fragment)
+            if wanted and snapshot.etag != wanted:
+                raise web.HTTPPreconditionFailed(text="another version", headers={"ETag": snapshot.etag})
+        if not wanted and self._on_serve is not None:
+            self._on_serve(fragment, dict(snapshot.meta))
+        start, stop = _range_of(request, snapshot.size)
+        response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
+        response.headers.update({"ETag": snapshot.etag, "Accept-Ranges": "bytes"})
+        if response.status == 206:
+            response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{snapshot.size}"
+        response.content_type = "application/octet-stream"
+        response.content_length = stop - start
+        with _reading(snapshot):
+            await response.prepare(request)
+            try:
+                for chunk in snapshot.chunks(start, stop):
+                    async with asyncio.timeout(_IDLE_S):  # a hanging reader must not pin a version
+                        await response.write(chunk)
+                await response.write_eof()
+            except (TimeoutError, ConnectionError):
+                if request.transport is not None:
+                    request.transport.abort()
+        return response
+
+    async def _current(self, fragment: int) -> Snapshot:
+        try:
+            meta, tensors = self._provider(fragment)
+        except KeyError:
+            raise web.HTTPNotFound(text=f"no fragment {fragment}") from None
+        except LookupError:
+            raise web.HTTPServiceUnavailable(text="no committed state yet") from None
+        # On another thread: a tensor on a device or a non-contiguous one is copied.
+        fresh = await asyncio.to_thread(Snapshot, meta, tensors)
+        kept = self._kept.setdefault(fragment, {})
+        snapshot = kept.setdefault(fresh.etag, fresh)
+        snapshot.asked_s = time.monotonic()
+        resting = sorted((old.asked_s, etag) for etag, old in kept.items() if not old.readers)
+        for _, etag in resting[:-_KEEP]:
+            del kept[etag]
+        return snapshot
+
+    async def _forget_idle(self) -> None:
+        while True:
+            await asyncio.sleep(_IDLE_S / 4)
+            for kept in self._kept.values():
+                for etag, old in list(kept.items()):
+                    if not old.readers and time.monotonic() - old.asked_s > _IDLE_S:
+                        del kept[etag]
+
+
+@contextmanager
+def _reading(snapshot: Snapshot) -> Iterator[None]:
+    snapshot.readers += 1
+    try:
+        yield
+    finally:
+        snapshot.readers -= 1
+        snapshot.asked_s = time.monotonic()
+
+
+def _range_of(request: web.Request, size: int) -> tuple[int, int]:
+    try:
+        asked = request.http_range
+    except ValueError:
+        asked = None
+    if asked is not None:
+        start, stop, _ = asked.indices(size)
+        if start < stop:
+            return start, stop
+    raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
