@@ -19,6 +19,8 @@ from ftopt.sync.rendezvous import Rendezvous
 _log = logging.getLogger(__name__)
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
+_HALTED_S = 1.0
+"""A halted machine refuses everybody for so long: two coordinators of one job must not take turns too quickly."""
 
 
 class Peer:
@@ -41,10 +43,8 @@ class Job:
         limits: Limits = Limits(),  # noqa: B008 (frozen)
     ) -> None:
         self.name = name
-        self.machine = Coordinator(
-            name, saved=journal.load(name), now=time.monotonic(), life=int(time.time())
-        )
         self._journal = journal
+        self.machine = self._machine()
         self._on_event = on_event
         self._peers: dict[int, Peer] = {}
         self._next = 0
@@ -125,11 +125,23 @@ class Job:
                 case e.Tell():
                     self._tell(effect)
                 case e.Halt(reason=reason):
-                    _log.error("job %s: %s; this coordinator stops", self.machine.job, reason)
+                    _log.error("job %s: %s; starting anew from the journal", self.name, reason)
                     for peer in list(self._peers.values()):
                         peer.close()
                     self._peers.clear()
+                    self.end()
+                    self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._restart)
+                    return
         self._set_timer()
+
+    def _restart(self) -> None:
+        """EPOCH: a halted machine's successor, as if the process had been started again."""
+        self.machine = self._machine()
+        self._set_timer()
+
+    def _machine(self) -> Coordinator:
+        saved = self._journal.load(self.name)
+        return Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
 
     def _tell(self, tell: e.Tell) -> None:
         self._on_event(
