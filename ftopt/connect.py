@@ -53,7 +53,8 @@ def connect(
             Default: ``FTOPT_CERT``, else none.
         key: the certificate's key. Default: ``FTOPT_KEY``.
         sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
-        host: this machine's address as peers reach it. Default: the one that reaches the coordinator.
+        host: this machine's address as peers reach it. Default: ``FTOPT_HOST``, else the one that reaches the
+            coordinator.
         on_event: is told what happens, on several threads.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
 
@@ -80,7 +81,7 @@ def connect(
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
-    host = host or _own_address(parts.hostname, parts.port or 80)
+    host = host or os.environ.get("FTOPT_HOST") or _own_address(parts.hostname, parts.port or 80)
     if parts.scheme == "https" and is_public(host):
         _warn_of_open_payloads(host, tls)
     if on_event is ignore:

@@ -19,6 +19,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", metavar="URL", help="its address (default: FTOPT_COORDINATOR)")
     parser.add_argument("--id", help="this replica's id (default: FTOPT_REPLICA, else host and process)")
     parser.add_argument("--job", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
+    parser.add_argument(
+        "--host",
+        metavar="ADDR",
+        help="this machine's address as peers reach it (default: FTOPT_HOST, else the one "
+        "that reaches the coordinator)",
+    )
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)
@@ -46,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         job=arguments.job or os.environ.get("FTOPT_JOB") or recipe.name,
         token=token_of(arguments),
         tls=tls_of(arguments),
+        host=arguments.host,
         folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
         started=arguments.started or time.time(),
         supervised=arguments.supervised,

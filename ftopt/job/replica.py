@@ -32,6 +32,7 @@ def run_replica(
     job: str,
     token: str | None,
     tls: Tls,
+    host: str | None = None,
     folder: Path,
     started: float,
     supervised: bool,
@@ -45,6 +46,7 @@ def run_replica(
         job: the job's name.
         token: the job's token.
         tls: its certificate, key and CA.
+        host: this machine's address as peers reach it; None finds it.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.
         supervised: started by `ftopt.job.runner`, which says when to end.
@@ -80,6 +82,7 @@ def run_replica(
         ca=tls.ca,
         cert=tls.cert,
         key=tls.key,
+        host=host,
         sync=recipe.sync,
         on_event=on_event,
     )
