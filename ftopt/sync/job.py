@@ -125,7 +125,7 @@ class Job:
                 case e.Tell():
                     self._tell(effect)
                 case e.Halt(reason=reason):
-                    _log.error("job %s: %s; starting anew from the journal", self.name, reason)
+                    _log.error("job %s: %s; this coordinator stops, and starts anew from its journal", self.name, reason)
                     for peer in list(self._peers.values()):
                         peer.close()
                     self._peers.clear()
