@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,22 @@ def build(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     if recipe is not None:
         assert isinstance(recipe, Recipe)
         errors += recipe.problems()
+    elif isinstance(raw, Mapping):
+        errors += _problems_of_the_rest(raw)
     return (None if errors else recipe), errors
+
+
+def _problems_of_the_rest(raw: Mapping[str, Any]) -> list[str]:
+    """What is wrong between the sections that are sound themselves, when others are not."""
+    needed = {key: raw[key] for key in ("name", "method") if key in raw}
+    spoilt = set()
+    for key, value in raw.items():
+        if _section(Recipe, {**needed, key: value}, "", []) is None:
+            spoilt.add(str(key))
+    rest = _section(Recipe, {key: value for key, value in raw.items() if str(key) not in spoilt}, "", [])
+    if rest is None:
+        return []
+    return [text for text in rest.problems() if not any(re.search(rf"\b{re.escape(key)}\b", text) for key in spoilt)]
 
 
 def dump(recipe: Recipe) -> str:

@@ -134,3 +134,12 @@ def test_the_order_of_replica_ids_is_that_of_their_numbers() -> None:
     assert ids == sorted(ids)
     assert ids[0] == "r00"
     assert ids[-1] == "r11"
+
+
+def test_what_is_wrong_between_sections_is_said_beside_what_is_wrong_in_others() -> None:
+    with pytest.raises(UserError) as caught:
+        load("diloco_bytes", ["train.inner_stpes=5", "inner.lr=abc", "replicas=2", "sync.min_replicas=3"])
+    text = str(caught.value)
+    assert "3 errors" in text
+    assert "sync.min_replicas=3 with replicas=2" in text
+    assert "did you mean train.inner_steps" in text
