@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 from ftopt.simulate.host import Content
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.effects import Decided
 
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
-    from ftopt.simulate.world import World
+    from ftopt.simulate.world import Conn, Server, World
+    from ftopt.sync.protocol.coordinator import Coordinator
 
 
 class Violation(AssertionError):
@@ -44,7 +46,8 @@ class Checks:
         self.versions: dict[tuple[int, str], Version] = {}
         self.gone: set[m.Mark] = set()
         self.discarded: dict[tuple[int, m.Mark], set[int]] = {}
-        self.floor: dict[tuple[int, m.Mark], int] = {}
+        self.floor: dict[tuple[int, m.Mark, int], int] = {}
+        self.decisions: dict[tuple[int, str], Decided] = {}
         self.fork_excuse = ""
 
     def counts(self, process: Process) -> bool:
@@ -70,9 +73,17 @@ class Checks:
             raise Violation(
                 "I1", f"{process.name} holds version {record.version}, chain {record.chain[:6]}, with other content"
             )
+        for replica, incarnation, _, last_step, *_ in self.decisions[key].members if key in self.decisions else ():
+            if shard.content.steps.get((replica, incarnation)) != last_step:
+                has = shard.content.steps.get((replica, incarnation))
+                raise Violation(
+                    "I1",
+                    f"version {record.version} was decided with steps of {replica}#{incarnation} up to {last_step}, "
+                    f"and has them up to {has}",
+                )
         machine, conn = self.world.server.machine, process.conn
         past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
-        if past and self.world.server.forgot and not parent:
+        if past and any(server.forgot for server in self.world.servers) and not parent:
             # It hears only now what a coordinator whose memory is lost had told it: nobody could know of that.
             self.fork_excuse = f"{process.name} was started late by a coordinator of the past"
         if self.fork_excuse or not self.counts(process):
@@ -89,6 +100,17 @@ class Checks:
                     f"{process.name} holds version {record.version} ({record.chain[:6]}), "
                     f"{other.name} {theirs.version} ({theirs.chain[:6]}): not of one history",
                 )
+
+    def decided(self, decision: Decided, machine: Coordinator | None) -> None:
+        """A decision is in the journal; what it says of its members must be what the version consists of.
+
+        While two coordinators live, a replica that has not heard of the newer epoch may follow the older one.
+        """
+        if self.world.contested and machine is not None:
+            for process in self.world.processes.values():
+                if self.counts(process) and process.machine.epoch != machine.epoch:
+                    self.fork_excuse = f"{process.name} follows another coordinator"
+        self.decisions.setdefault((decision.fragment, decision.chain), decision)
 
     def _one_line(self, fragment: int, a: m.Record, b: m.Record) -> bool:
         high, low = (a, b) if a.version >= b.version else (b, a)
@@ -110,7 +132,7 @@ class Checks:
             if shard.record is None or shard.reborn or process.machine.reborn_in(fragment):
                 continue
             key = (fragment, process.mark)
-            inside = shard.content.steps.get(process.mark, self.floor.get(key, 0))
+            inside = shard.content.steps.get(process.mark, self.floor.get((*key, process.life), 0))
             if inside == shard.base_step:
                 continue
             low, high = sorted((inside, shard.base_step))
@@ -133,13 +155,15 @@ class Checks:
 
     def reborn(self, process: Process, fragment: int) -> None:
         """A new incarnation counts from here; what was pending is a dead one's."""
-        self.floor[(fragment, process.mark)] = process.local_steps
+        self.floor[(fragment, process.mark, process.life)] = process.local_steps
 
     # ------------------------------------------------------------ I5
 
-    def quorum(self, process: Process, quorum: m.Quorum) -> None:
+    def quorum(self, conn: Conn, quorum: m.Quorum, machine: Coordinator | None) -> None:
         """Members of an attempt hold the state that it builds on."""
-        machine = self.world.server.machine
+        process = conn.process
+        if self.world.contested and conn is not process.conn:
+            return  # it follows another coordinator by now, and this one has not noticed
         record = process.machine.record(quorum.fragment)
         if machine is None or not self.counts(process):
             return
@@ -159,12 +183,12 @@ class Checks:
 
     # ------------------------------------------------------------ I6
 
-    def opened(self, heard: list[m.Hello]) -> None:
+    def opened(self, server: Server, heard: list[m.Hello]) -> None:
         """A coordinator ends its gathering: was each living holder of a version heard?"""
-        server, machine = self.world.server, self.world.server.machine
-        assert machine is not None
+        assert server.machine is not None
         remembers, server.remembers = server.remembers, True
-        if server.life == 1 or remembers:
+        again, server.opened = server.opened, True  # after a rollback it knows what those hold whom it does not hear
+        if (server.life == 1 or remembers) and not self.world.contested:
             return
         marks = {(h.replica, h.incarnation) for h in heard if h.incarnation}
         told = {mark for h in heard for mark in h.roster}
@@ -178,7 +202,7 @@ class Checks:
                 continue
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
-            patience_s = knobs.dead_after_s if server.old_copy else knobs.recovery_s
-            if veterans and process.mark in told and waited_s < patience_s - 1e-6:
+            patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
+            if veterans and not again and process.mark in told and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             self.fork_excuse = f"{process.name} was not heard"

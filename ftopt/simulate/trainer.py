@@ -126,11 +126,13 @@ class Process:
         if self.gone:
             self._end()
             return
-        if not self.world.server.up or self.world.now < self.offline_until_s:
+        up = [server for server in self.world.servers if server.up]
+        if not up or self.world.now < self.offline_until_s:
             self.later(self.world.between(0.05, 0.5), self._connect)
             return
-        self.conn = Conn(self.world, self)
-        self.world.server.connect(self.conn)
+        server = self.world.random.choice(up) if len(up) > 1 else up[0]
+        self.conn = Conn(self.world, self, server)
+        server.connect(self.conn)
         self.act(self.machine.connect())
 
     def deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
@@ -197,7 +199,11 @@ class Process:
                         self.conn.up(message)
                         if isinstance(message, m.Prepared) and self.world.strike(5.0):
                             delay_s = self.world.between(0.0, 2.0 * self.world.knobs.reduce_s)
-                            self.world.at(delay_s, self.conn.cut)
+                            if self.world.chance(0.3):
+                                self.later(delay_s, self.crash)
+                                self.world.at(delay_s + self.world.between(0.2, 4.0), self.spawn)
+                            else:
+                                self.world.at(delay_s, self.conn.cut)
                         elif not isinstance(message, m.Hello) and self.world.strike():
                             self.misfortune()
                             if not self.alive:

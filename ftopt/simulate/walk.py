@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -35,8 +36,7 @@ def run(seed: int, *, trace: bool = False) -> History:
         history.failure = f"{type(error).__name__}: {error}"
     except Exception as error:
         history.failure = f"{type(error).__name__}: {error}"
-        if trace:
-            raise
+        history.trace += [traceback.format_exc()] if trace else []
     history.events, history.coverage = world.events, world.coverage
     history.versions = max((v.version for v in world.checks.versions.values()), default=0)
     return history
@@ -56,20 +56,20 @@ def _knobs(chooser: random.Random) -> Knobs:
     }
     return Knobs(
         settings=settings,
-        fragments=chooser.choice((1, 1, 1, 2)),
+        fragments=chooser.choice((1, 1, 1, 2, 3, 4)),
         sync_every=chooser.randint(2, 5),
         delay_s=chooser.choice((0.005, 0.05, 0.2)),
         reduce_s=chooser.choice((0.05, 0.5)),
         fetch_s=chooser.choice((0.1, 1.0)),
         fault=chooser.choice((0.01, 0.03, 0.08)),
-        corrupt=chooser.choice((0.0, 0.0, 0.0, 0.1)),
+        corrupt=chooser.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)),
         nonfinite=chooser.choice((0.0, 0.0, 0.0, 0.05)),
     )
 
 
 def _walk(world: World, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
-    count = chooser.randint(2, 6)
+    count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
     for index in range(count):
         name = f"r{index}"
         initial = "init" if same else f"init-{name}"
@@ -91,7 +91,7 @@ def _walk(world: World, chooser: random.Random) -> None:
 
 def _fault(world: World, chooser: random.Random) -> None:
     """A fault at a moment that has nothing to do with the protocol's."""
-    kind = chooser.choice(("replica", "replica", "coordinator", "pair", "leave", "network"))
+    kind = chooser.choice(("replica", "replica", "coordinator", "pair", "leave", "network", "schism", "rival"))
     process = chooser.choice(list(world.processes.values()))
     if kind == "replica" and process.alive:
         process.misfortune()
@@ -110,6 +110,11 @@ def _fault(world: World, chooser: random.Random) -> None:
         process.leave()
         if chooser.random() < 0.5:
             world.at(chooser.uniform(7, 12), process.spawn)
+    elif kind == "schism" and chooser.random() < 0.3:
+        world.server.schism = True
+    elif kind == "rival" and chooser.random() < 0.3:
+        world.note("net", "a second coordinator starts")
+        world.rival()
     elif kind == "network":
         for process in world.processes.values():
             if process.alive and process.conn and chooser.random() < 0.6:
@@ -122,6 +127,10 @@ def _quiet(world: World) -> None:
     world.note("walk", "faults stop")
     world.faults_left = 0
     world.cuts.clear()
+    for server in world.servers:
+        server.schism = False
+    if len(world.servers) > 1:
+        world.random.choice(world.servers).retire()
     object.__setattr__(world.knobs, "corrupt", 0.0)
     for process in world.processes.values():
         process.hung_until_s = process.offline_until_s = 0.0
@@ -140,7 +149,7 @@ def _quiet(world: World) -> None:
     bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0)
     machine = world.server.machine
     assert machine is not None
-    living = {p.mark for p in world.processes.values() if p.alive}
+    living = {p.mark for p in world.processes.values() if p.alive and not p.leaving}
     if any(x.mark not in living for x in machine.roster.members.values()):
         bound_s += float(settings["forget_s"] or 0) + bound_s
     old = set(world.checks.versions)

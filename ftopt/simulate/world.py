@@ -68,7 +68,9 @@ class World:
         self.events = 0
         self.coverage: Counter[str] = Counter()
         self.checks = Checks(self)
-        self.server = Server(self)
+        self.servers = [Server(self)]
+        self.lives = itertools.count(1)
+        self.contested = False
         self.processes: dict[str, Process] = {}
         self.cuts: set[frozenset[str]] = set()
         self.groups: dict[tuple[int, int], Reduction] = {}
@@ -76,6 +78,23 @@ class World:
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         self.conns = itertools.count(1)
+
+    @property
+    def server(self) -> Server:
+        """The coordinator; of two at once the one that was started last."""
+        return self.servers[-1]
+
+    def rival(self) -> None:
+        """A second coordinator is started on another host, without a journal, while the first one lives."""
+        if self.contested or not self.server.up:
+            return
+        self.contested = True
+        self.coverage["two coordinators at once"] += 1
+        self.servers.append(Server(self))
+        self.server.start()
+        for process in self.processes.values():
+            if process.alive and process.conn and self.chance(0.6):
+                process.conn.cut()
 
     def at(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         """Calls ``action(*args)`` after ``delay_s``."""
@@ -120,11 +139,12 @@ class World:
 class Conn:
     """One connection of a replica's process to one life of the coordinator."""
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: World, process: Process, server: Server) -> None:
         self.world = world
         self.process = process
+        self.server = server
         self.number = next(world.conns)
-        self.server_life = world.server.life
+        self.server_life = server.life
         self.works = True
         self.open_there = True
         self._up_s = self._down_s = 0.0
@@ -140,7 +160,7 @@ class Conn:
         self.world.at(self._down_s - self.world.now, self._arrive_down, message)
 
     def _arrive_up(self, message: m.FromReplica | None) -> None:
-        server = self.world.server
+        server = self.server
         if not self.works or not self.open_there or server.life != self.server_life:
             return
         if message is None:
@@ -167,8 +187,8 @@ class Conn:
         self.process.deliver(self, None)
 
     def _end_there(self) -> None:
-        if self.open_there and self.world.server.life == self.server_life:
-            self.world.server.lost(self)
+        if self.open_there and self.server.life == self.server_life:
+            self.server.lost(self)
 
 
 class Server:
@@ -182,9 +202,12 @@ class Server:
         self.conns: dict[int, Conn] = {}
         self.heard: dict[int, m.Hello] = {}
         self.remembers = True
-        self.old_copy = False
+        self.has_journal = False
+        self.opened = False
         self.forgot = False
         self.first_hello_s = math.inf
+        self.schism = False
+        """At the next decision of which several members are told, one alone shall hear of it, and go away with it."""
         self._armed_s = math.inf
 
     @property
@@ -193,30 +216,32 @@ class Server:
 
     def start(self, *, keep: int | None = None) -> None:
         """A new life, with the first ``keep`` entries of the journal (None: all)."""
-        if self.up:
+        if self.up or self not in self.world.servers:
             return
         entries = self.journal if keep is None else self.journal[:keep]
-        self.remembers = self.remembers and len(entries) == len(self.journal)
+        self.remembers = self.remembers and len(entries) == len(self.journal) and not self.world.contested
         if self.life:
             self.world.coverage["restart with journal" if entries else "restart without journal"] += 1
-        self.old_copy = not self.remembers and bool(entries)
+        self.has_journal = bool(entries)
+        self.opened = False
         self.forgot = self.forgot or not self.remembers
         if keep is not None:
             self.journal = list(entries)
-        self.life += 1
+        self.life = next(self.world.lives)
         self.first_hello_s = math.inf
         self._armed_s = math.inf
         saved = e.replay(entries) if entries else None
         self.machine = Coordinator(JOB, saved=saved, now=self.world.now, life=100 * self.life)
         self.world.note("coord", f"starts with {len(entries)} journal entries")
 
-    def crash(self) -> None:
+    def crash(self, *, spare: Conn | None = None) -> None:
+        """SIGKILL; what was sent on the connection ``spare`` still arrives."""
         if not self.up:
             return
         self.world.note("coord", "crashes")
         self.machine = None
         for conn in list(self.conns.values()):
-            if self.world.chance(0.5):
+            if conn is spare or self.world.chance(0.5):
                 conn.down(None)  # what was sent before still arrives
             else:
                 conn.cut(told=False)
@@ -249,14 +274,40 @@ class Server:
             self.world.note("coord", f"loses {conn.process.name}'s connection {conn.number}")
             self.act(self.machine.lost(self.world.now, conn.number))
 
+    def retire(self) -> None:
+        """It ends for good."""
+        self.crash()
+        self.world.servers.remove(self)
+
+    def _told_of(self, effects: list[e.Effect]) -> list[Conn]:
+        """The connections that are told of a decision."""
+        numbers = [x.conn for x in effects if isinstance(x, e.Send) and isinstance(x.message, m.Commit)]
+        return [self.conns[number] for number in numbers if number in self.conns]
+
+    def _split(self, told: list[Conn], decision: m.FromCoordinator) -> None:
+        """One member hears the decision and is cut off; the coordinator and its journal are lost: a fork may follow."""
+        world, patience_s = self.world, self.world.knobs.recovery_s
+        alone, others = told[0].process, told[1:]
+        world.note(alone.name, "alone hears the decision")
+        told[0].down(decision)
+        for conn in others:
+            conn.cut()
+        alone.offline_until_s = world.now + world.between(0.5, 3.0) * patience_s
+        self.schism = False
+        self.crash(spare=told[0])
+        world.at(world.between(0.1, 2.0), lambda: self.start(keep=0))
+
     def act(self, effects: list[e.Effect]) -> None:
         """Does what the machine asks, in order; a crash may come between any two."""
-        for effect in effects:
+        for index, effect in enumerate(effects):
             match effect:
+                case e.Send(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
+                    self._split(told, effect.message)
+                    return
                 case e.Send(conn=number, message=message):
                     if conn := self.conns.get(number):
                         if isinstance(message, m.Quorum):
-                            self.world.checks.quorum(conn.process, message)
+                            self.world.checks.quorum(conn, message, self.machine)
                         conn.down(message)
                         if isinstance(message, m.Commit | m.Quorum) and self.world.strike():
                             conn.cut(told=self.world.chance(0.5))
@@ -270,8 +321,11 @@ class Server:
                 case e.Halt(reason=reason):
                     self.world.note("coord", f"halts: {reason}")
                     self.world.coverage["halt"] += 1
-                    self.crash()
-                    self.world.at(1.0, self.start)
+                    if len(self.world.servers) > 1:
+                        self.retire()
+                    else:
+                        self.crash()
+                        self.world.at(1.0, self.start)
                     return
                 case _:
                     if self.world.strike():
@@ -279,6 +333,8 @@ class Server:
                         return
                     self.world.note("coord", f"journals {effect}")
                     self.journal.append(effect)
+                    if isinstance(effect, e.Decided):
+                        self.world.checks.decided(effect, self.machine)
                     if isinstance(effect, e.Gone):
                         self.world.checks.gone.add((effect.replica, effect.incarnation))
                     if self.world.strike():
@@ -292,8 +348,10 @@ class Server:
         self.world.coverage[tell.event] += 1
         if tell.event == "decide" and tell.data["away"]:
             self.world.coverage["decided while a member was away"] += 1
+            if not all(self.world.processes[name].alive for name in tell.data["away"]):
+                self.world.coverage["decided with a dead member's work"] += 1
         if tell.event in ("recover", "start"):
-            self.world.checks.opened(list(self.heard.values()))
+            self.world.checks.opened(self, list(self.heard.values()))
 
     def _arm(self) -> None:
         if self.machine is None:

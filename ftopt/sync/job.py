@@ -125,7 +125,8 @@ class Job:
                 case e.Tell():
                     self._tell(effect)
                 case e.Halt(reason=reason):
-                    _log.error("job %s: %s; this coordinator stops, and starts anew from its journal", self.name, reason)
+                    text = "job %s: %s; this coordinator stops, and starts anew from its journal"
+                    _log.error(text, self.name, reason)
                     for peer in list(self._peers.values()):
                         peer.close()
                     self._peers.clear()

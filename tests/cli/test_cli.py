@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.cli.main import VERBS, main
+from tests.sync import planted
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,8 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
         ["replica", "diloco_bytes", "--coordinator", "nonsense"],
         ["status", "localhost:29400"],
         ["cp", "nothing"],
+        ["simulate", "--histories", "0"],
+        ["simulate", "--replay", "-1"],
     ],
 )
 def test_wrong_input_ends_in_one_message_and_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,3 +108,31 @@ def test_an_unknown_verb_exits_with_2() -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["dance"])
     assert exit_.value.code == 2
+
+
+def test_simulate_counts_histories_and_what_they_cover(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--histories", "5", "--seed", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("5 histories (seeds 3 to 7), ")
+    assert any(line.split() == ["join", "100.0%"] for line in lines)
+    assert lines[-1] == "every invariant holds"
+
+
+def test_simulate_replays_a_history_to_the_letter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--replay", "7"]) == 0
+    first = capsys.readouterr().out
+    assert main(["simulate", "--replay", "7"]) == 0
+    assert capsys.readouterr().out == first
+    assert "process starts" in first
+
+
+def test_a_history_that_breaks_a_rule_is_printed_and_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    planted.count_off(monkeypatch)
+    assert main(["simulate", "--histories", "50"]) == 1
+    told = capsys.readouterr()
+    seed = told.err.split("--replay ")[1].strip()
+    assert "I2: " in told.err
+    assert "process starts" in told.out
+    assert main(["simulate", "--replay", seed]) == 1

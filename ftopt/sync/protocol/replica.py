@@ -331,6 +331,7 @@ class Replica:
         reborn = f.reborn
         f.record, f.fetching = m.Record(at.fragment, at.version, at.chain, inner_step), None
         f.reborn = f.unhealed = f.released = False
+        f.contribution = f.prepared = None  # of another cold start, that came to nothing
         return [Begin(f.record, reborn)]
 
     def _behind(self, message: m.Behind) -> list[Effect]:

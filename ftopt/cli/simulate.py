@@ -1,0 +1,79 @@
+"""``ftopt simulate``: random histories of faults under a virtual clock, every invariant checked after every event."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from ftopt.cli.output import complain, say
+from ftopt.errors import UserError
+from ftopt.simulate.tally import Tally
+from ftopt.simulate.walk import History
+from ftopt.simulate.walk import run as walk
+
+_PROGRESS_S = 0.5
+_PLAIN_PROGRESS_S = 10.0
+"""Where standard error is no terminal: a line each."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """[--histories N] [--seed S] [--replay SEED]."""
+    parser.add_argument("--histories", metavar="N", type=int, default=1000, help="how many; default 1000")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the first history; default 0")
+    parser.add_argument("--replay", metavar="SEED", type=int, help="print the trace of this one history")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Walks, and says what was seen; 1 if an invariant does not hold."""
+    if arguments.replay is not None:
+        return _replay(_natural("--replay", arguments.replay))
+    count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)
+    tally, began_s = Tally(), time.monotonic()
+    shown_s = began_s
+    every_s = _PROGRESS_S if sys.stderr.isatty() else _PLAIN_PROGRESS_S
+    for done in tally.walk(seed, count):
+        if time.monotonic() - shown_s >= every_s:
+            shown_s = time.monotonic()
+            _progress(f"{done:,} of {count:,} histories, {tally.events / (shown_s - began_s):,.0f} events/s")
+    wall_s = time.monotonic() - began_s
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+    if tally.failed is not None:
+        _tell(walk(tally.failed.seed, trace=True))
+    say(f"{tally.histories:,} histories (seeds {seed} to {seed + tally.histories - 1}), {tally.events:,} events")
+    say(f"{wall_s:.1f} s, {tally.events / wall_s:,.0f} events/s; share of the histories with:")
+    for line in tally.table():
+        say(line)
+    if tally.failed is not None:
+        again = f"ftopt simulate --replay {tally.failed.seed}"
+        complain(f"seed {tally.failed.seed}: {tally.failed.failure}; see it again: {again}")
+        return 1
+    say("every invariant holds")
+    return 0
+
+
+def _replay(seed: int) -> int:
+    history = walk(seed, trace=True)
+    _tell(history)
+    if history.failure is not None:
+        complain(f"seed {seed}: {history.failure}")
+        return 1
+    say(f"seed {seed}: {history.events:,} events, version {history.versions}, every invariant holds")
+    return 0
+
+
+def _tell(history: History) -> None:
+    for line in history.trace:
+        say(line)
+
+
+def _progress(text: str) -> None:
+    sys.stderr.write(f"\r\033[K{text}" if sys.stderr.isatty() else f"{text}\n")
+    sys.stderr.flush()
+
+
+def _natural(option: str, value: int, *, least: int = 0) -> int:
+    if value < least:
+        raise UserError(f"{option}={value}; must be a whole number from {least} up")
+    return value

@@ -1,0 +1,313 @@
+"""Protocol bugs to plant, one a rule: the walks must find each of them.
+
+A bug that a later defence absorbs is planted together with that defence taken out; `Bug.without` says which.
+
+``python -m tests.sync.planted [NAME ...]`` prints the table of ``docs/protocol.md``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ftopt.simulate.walk import History, run
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.attempts import Agreed, Attempt
+from ftopt.sync.protocol.coordinator import Coordinator
+from ftopt.sync.protocol.gathering import Gathering
+from ftopt.sync.protocol.replica import Adopt, Replica, Send, StartReduce
+from ftopt.sync.protocol.roster import Member, Roster
+from ftopt.sync.protocol.rounds import Rounds
+
+LIMIT = 10_000
+"""Histories within which each must be found."""
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``without``: the later defence that is taken out, too. ``slow``: found only after many histories."""
+
+    rule: str
+    plant: Callable[[Patch], None]
+    without: str = ""
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__
+
+    @property
+    def text(self) -> str:
+        return (self.plant.__doc__ or "").strip().rstrip(".")
+
+
+def find(bug: Bug, patch: Patch) -> tuple[int, History | None]:
+    """Plants it and walks from seed 0; returns after how many histories it was found, and in which."""
+    bug.plant(patch)
+    for seed in range(LIMIT):
+        history = run(seed)
+        if history.failure is not None:
+            return seed + 1, history
+    return LIMIT, None
+
+
+# ---------------------------------------------------------------- contributions
+
+
+def freeze_off(patch: Patch) -> None:
+    """A lost connection frees the contribution; the next one is another."""
+    disconnect = Replica.disconnect
+
+    def mutant(self: Replica) -> Any:
+        for f in self._fragments:
+            f.contribution = None
+        return disconnect(self)
+
+    patch.setattr(Replica, "disconnect", mutant)
+    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+
+
+def changed_retry(patch: Patch) -> None:
+    """An abort frees the contribution; the retry takes another one."""
+    receive = Replica.receive
+
+    def mutant(self: Replica, message: m.FromCoordinator) -> Any:
+        if isinstance(message, m.Abort) and self.welcomed:
+            self._fragments[message.fragment].contribution = None
+        return receive(self, message)
+
+    def quorum(self: Replica, q: m.Quorum) -> Any:
+        f = self._fragments[q.fragment]
+        f.prepared = None
+        f.members = tuple(sorted((set(f.members) - set(q.left)) | set(q.joined)))
+        own = (self.identity.replica, self.incarnation)
+        fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
+        if not fits or f.contribution is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
+            return [Send(m.Failed(q.fragment, q.attempt, "misfit", "")), *self._lacks(q.fragment)]
+        f.quorum, f.called_in, f.released = q, False, False
+        return [StartReduce(q, f.members, f.contribution)]
+
+    patch.setattr(Replica, "receive", mutant)
+    patch.setattr(Replica, "_quorum", quorum)
+
+
+def count_off(patch: Patch) -> None:
+    """Whoever comes back late keeps its contribution, counted or not."""
+    patch.setattr(Replica, "counted_step", lambda self, record: 0)
+    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+
+
+# ---------------------------------------------------------------- decisions
+
+
+_commit = Rounds._commit
+
+
+def commit_early(patch: Patch) -> None:
+    """Commit as soon as one member has prepared."""
+    verdict = Attempt.verdict
+
+    def mutant(self: Attempt) -> Any:
+        if self.prepared and self.alive():
+            return Agreed(next(iter(self.prepared.values())))
+        return verdict(self)
+
+    def commit(self: Rounds, digest: str) -> Any:
+        assert self.attempt is not None
+        for replica, _ in self.attempt.members:
+            self.attempt.prepared.setdefault(replica, "")
+        return _commit(self, digest)
+
+    patch.setattr(Attempt, "verdict", mutant)
+    patch.setattr(Rounds, "_commit", commit)
+
+
+def count_of_the_prepared(patch: Patch) -> None:
+    """COUNT only for a contribution that its holder has seen reduced."""
+    reduced, counted_step = Replica.reduced, Replica.counted_step
+
+    def note(self: Replica, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> Any:
+        c = self.contribution(fragment)
+        if c is not None:
+            vars(self).setdefault("seen", set()).add((fragment, c.last_step))
+        return reduced(self, fragment, attempt, digest, rows)
+
+    def mutant(self: Replica, record: m.Record) -> int:
+        step, c, held = counted_step(self, record), self.contribution(record.fragment), self.record(record.fragment)
+        if c is None or held is None or step != c.last_step or (record.fragment, step) in vars(self).get("seen", ()):
+            return step
+        return counted_step(self, held)
+
+    patch.setattr(Replica, "reduced", note)
+    patch.setattr(Replica, "counted_step", mutant)
+
+
+def commit_early_count_off(patch: Patch) -> None:
+    """Commit as soon as one member has prepared."""
+    commit_early(patch)
+    count_of_the_prepared(patch)
+
+
+def any_digest(patch: Patch) -> None:
+    """A decision names no digest: each member takes up what it has prepared."""
+
+    def commit(self: Rounds, digest: str) -> Any:
+        assert self.attempt is not None
+        self.attempt.prepared = dict.fromkeys(self.attempt.prepared, digest)
+        return _commit(self, digest)
+
+    patch.setattr(Rounds, "_commit", commit)
+
+    def mutant(self: Replica, message: m.Commit) -> Any:
+        f = self._fragments[message.fragment]
+        p = f.prepared
+        if p is None or p.attempt != message.attempt:
+            return []
+        f.record, f.prepared, f.contribution = p.record, None, None
+        return [Adopt(p.attempt, p.record)]
+
+    patch.setattr(Replica, "_commit", mutant)
+
+
+def told_first(patch: Patch) -> None:
+    """A decision is told before it is journalled."""
+    patch.setattr(Rounds, "_commit", lambda self, digest: _commit(self, digest)[::-1])
+
+
+# ---------------------------------------------------------------- who is known, and what is true
+
+
+def sticky_off(patch: Patch) -> None:
+    """A lost connection takes a member off the roster."""
+    lost = Coordinator.lost
+
+    def mutant(self: Coordinator, now: float, conn: int) -> Any:
+        member = self.roster.by_conn(conn)
+        effects = lost(self, now, conn)
+        if member is not None and member.conn is None and self.roster.members.get(member.replica) is member:
+            del self.roster.members[member.replica]
+        return effects
+
+    patch.setattr(Coordinator, "lost", mutant)
+
+
+def absent_is_dead(patch: Patch) -> None:
+    """Holders of a version that are away count for nothing."""
+    patch.setattr(
+        Member,
+        "may_hold",
+        lambda self, at: self.conn is not None and at in (self.held.get(at.fragment), self.hopes.get(at.fragment)),
+    )
+    patch.setattr(Member, "may_exceed", lambda self, best: False)
+    patch.setattr(Gathering, "_unheard", lambda self: [])
+
+
+def wait_off(patch: Patch) -> None:
+    """A coordinator without memory goes on with the first veteran."""
+    may_end = Gathering.may_end
+    patch.setattr(Gathering, "may_end", lambda self, now: bool(self.veterans()) or may_end(self, now))
+
+
+def cold_off(patch: Patch) -> None:
+    """Whoever comes first starts the job anew."""
+    patch.setattr(Gathering, "may_end", lambda self, now: bool(self.hellos))
+
+
+def rollback_off(patch: Patch) -> None:
+    """The coordinator insists on the highest version when nobody holds it any more."""
+    patch.setattr(Coordinator, "_survives", lambda self, r: True)
+
+
+def forgotten_comes_back(patch: Patch) -> None:
+    """An incarnation that was given up comes back and is let in."""
+    identify = Coordinator._identify
+
+    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
+        if hello.incarnation and self.roster.gone.get(hello.replica) == hello.incarnation:
+            del self.roster.gone[hello.replica]
+        return identify(self, now, conn, hello)
+
+    patch.setattr(Coordinator, "_identify", mutant)
+
+
+# ---------------------------------------------------------------- who votes, who is a source
+
+
+def stale_proposal(patch: Patch) -> None:
+    """A proposal for a version of the past is accepted."""
+
+    def mutant(self: Rounds, member: Member, contribution: m.Contribution) -> Any:
+        self.proposals.setdefault(member.replica, contribution)
+        return []
+
+    patch.setattr(Rounds, "propose", mutant)
+
+
+def stale_state(patch: Patch) -> None:
+    """A fetched state is taken up whatever it is: another version's, another moment's."""
+
+    def mutant(self: Replica, record: m.Record) -> bool:
+        f = self._fragments[record.fragment]
+        f.installing = f.fetching is not None
+        return f.installing
+
+    patch.setattr(Replica, "install", mutant)
+    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+
+
+def unhealed_source(patch: Patch) -> None:
+    """A replica whose own state is in doubt is a source of it."""
+    patch.setattr(Replica, "serves", lambda self, fragment: self.record(fragment))
+
+
+def unhealed_votes(patch: Patch) -> None:
+    """Replicas that are behind are named as sources, and vote."""
+    patch.setattr(
+        Roster,
+        "sources",
+        lambda self, at, but, limit=4: tuple(x.address for x in self.connected() if x.replica != but),
+    )
+    patch.setattr(Rounds, "holds", lambda self, member: self.fragment in member.held)
+
+
+BUGS = (
+    Bug("FREEZE", freeze_off),
+    Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
+    Bug("COUNT", count_off),
+    Bug("step 5", commit_early_count_off, "COUNT for whoever has not seen the result"),
+    Bug("step 5", any_digest),
+    Bug("JOURNAL", told_first, slow=True),
+    Bug("STICKY", sticky_off),
+    Bug("STICKY", absent_is_dead),
+    Bug("STICKY", forgotten_comes_back),
+    Bug("WAIT", wait_off),
+    Bug("COLD", cold_off),
+    Bug("ROLLBACK", rollback_off),
+    Bug("I5", stale_proposal),
+    Bug("I5", stale_state),
+    Bug("I5", unhealed_source, slow=True),
+    Bug("I5", unhealed_votes),
+)
+
+
+def main(names: list[str]) -> None:
+    """Prints the table, a line as soon as it is known."""
+    sys.stdout.write("| rule | bug | taken out, too | found after | invariant |\n|---|---|---|---|---|\n")
+    for bug in BUGS:
+        if names and bug.name not in names:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            count, history = find(bug, patch)
+        found = f"{count:,} | {history.failure}" if history else f"not in {count:,} |"
+        sys.stdout.write(f"| {bug.rule} | {bug.text} ({bug.name}) | {bug.without} | {found} |\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
