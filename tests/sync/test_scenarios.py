@@ -297,6 +297,46 @@ def test_12_after_two_failures_of_one_pair_one_of_the_two_sits_out() -> None:
     assert b.pop(r.Fetch).sources == ("a", "c")
 
 
+def test_13_a_trainer_that_hangs_behind_its_proposal_keeps_nobody_waiting() -> None:
+    table = Table()
+    a, b = table.start("a", "b")
+    b.propose(5)
+    b.say(m.Progress("training", 5, 1.0))  # and never again: only its other threads live on
+    a.propose(5)
+    a.reduce()
+    b.reduce()
+    a.take()
+    b.take()
+    assert a.record.version == b.record.version == 1
+    assert not table.events("stalled")
+
+
+def test_14_who_evaluates_is_waited_for_within_the_grace_and_not_held_for_hung() -> None:
+    table = Table()
+    a, b = table.start("a", "b")
+    b.say(m.Progress("evaluating", 1, 20.0))
+    a.propose(5)
+    assert not a.got(m.Quorum)
+    table.now += 2.0
+    table.do(table.coordinator.tick(table.now))
+    assert a.got(m.Quorum)[0].size == 1
+    assert not table.events("stalled")
+
+
+def test_17_losing_the_coordinator_ends_the_wait() -> None:
+    table = Table()
+    a, b = table.start("a", "b")
+    a.propose(5)
+    assert a.machine.outstanding(0)
+    assert not a.machine.released(0)
+    a.cut()
+    assert a.machine.released(0)
+    assert a.machine.outstanding(0)  # FREEZE: the contribution is offered again
+    b.propose(5)
+    a.connect()
+    assert a.machine.contribution(0) is not None
+
+
 def test_15_a_slow_trainer_is_waited_for_two_of_its_steps() -> None:
     table = Table()
     a, b = table.start("a", "b")
