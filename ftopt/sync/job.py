@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftopt.events import Event, OnEvent
-from ftopt.sync.journal import Journal
+from ftopt.sync.journal import Journal, JournalError
 from ftopt.sync.limits import Limits
 from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
@@ -20,7 +20,10 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
 _HALTED_S = 1.0
-"""A halted machine refuses everybody for so long: two coordinators of one job must not take turns too quickly."""
+"""A halted job refuses everybody for so long, then starts anew from its journal as soon as that can be written.
+
+Two coordinators of one job must not take turns too quickly.
+"""
 
 
 class Peer:
@@ -32,7 +35,12 @@ class Peer:
 
 
 class Job:
-    """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups."""
+    """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups.
+
+    It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL): the machine is then ahead of the
+    disk, so nothing that it knows is told, to members or to ``/status``. All connections are closed, and a new machine
+    takes up what the journal holds. Trainers train on meanwhile.
+    """
 
     def __init__(
         self,
@@ -44,13 +52,20 @@ class Job:
     ) -> None:
         self.name = name
         self._journal = journal
-        self.machine = self._machine()
         self._on_event = on_event
         self._peers: dict[int, Peer] = {}
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
         self._limits = limits
         self._rendezvous = Rendezvous(limits, self._answer)
+        self._halted = ""
+        self.machine = Coordinator(name)
+        self._take_up()
+
+    @property
+    def halted(self) -> str:
+        """Why it has halted; "" while it runs."""
+        return self._halted
 
     @property
     def connected(self) -> int:
@@ -60,7 +75,7 @@ class Job:
     @property
     def unused(self) -> bool:
         """Nobody is connected, and nobody has defined it: its hellos were refused."""
-        return not self._peers and self.machine.lines is None and not self.machine.roster.members
+        return not self._halted and not self._peers and self.machine.lines is None and not self.machine.roster.members
 
     def open(self, peer: Peer) -> int:
         """A new connection; returns its number."""
@@ -76,6 +91,11 @@ class Job:
         """
         if conn not in self._peers:
             return  # closed meanwhile
+        if self._halted:
+            peer = self._peers.pop(conn)
+            peer.send(m.encode(m.Hold(f"the coordinator has halted: {self._halted}")))
+            peer.close()
+            return
         match message:
             case m.StoreSet() | m.StoreGet() if self.machine.roster.by_conn(conn) is None:
                 return
@@ -93,7 +113,7 @@ class Job:
     def lost(self, conn: int) -> None:
         """A connection ended."""
         self._rendezvous.forget(conn)
-        if self._peers.pop(conn, None) is None:
+        if self._peers.pop(conn, None) is None or self._halted:
             return
         self._perform(self.machine.lost(time.monotonic(), conn))
 
@@ -105,6 +125,14 @@ class Job:
 
     def status(self) -> dict[str, Any]:
         """What ``GET /status`` tells of the job."""
+        if self._halted:
+            return {
+                "job": self.name,
+                "epoch": None,
+                "phase": f"halted: {self._halted}",
+                "fragments": [],
+                "replicas": [],
+            }
         return self.machine.status(time.monotonic())
 
     def _tick(self) -> None:
@@ -113,7 +141,12 @@ class Job:
 
     def _perform(self, effects: list[e.Effect]) -> None:
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:
-            self._journal.write(self.machine.job, entries)  # before anybody is told
+            try:
+                self._journal.write(self.name, entries)  # before anybody is told
+            except JournalError as error:
+                self._on_event(Event("halt", "coordinator", data={"reason": str(error)}))
+                self._halt(str(error))
+                return
         for effect in effects:
             match effect:
                 case e.Send(conn=conn, message=message):
@@ -125,24 +158,37 @@ class Job:
                 case e.Tell():
                     self._tell(effect)
                 case e.Halt(reason=reason):
-                    text = "job %s: %s; this coordinator stops, and starts anew from its journal"
-                    _log.error(text, self.name, reason)
-                    for peer in list(self._peers.values()):
-                        peer.close()
-                    self._peers.clear()
-                    self.end()
-                    self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._restart)
+                    self._halt(reason)
                     return
         self._set_timer()
 
-    def _restart(self) -> None:
-        """EPOCH: a halted machine's successor, as if the process had been started again."""
-        self.machine = self._machine()
-        self._set_timer()
+    def _halt(self, reason: str) -> None:
+        """Turns everybody away for `_HALTED_S`; said once, however long it lasts."""
+        if not self._halted:
+            _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
+        self._halted = reason
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._peers.clear()
+        self.end()
+        self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._take_up)
 
-    def _machine(self) -> Coordinator:
-        saved = self._journal.load(self.name)
-        return Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
+    def _take_up(self) -> None:
+        """A new machine takes up what the journal holds, as if the process had been started again.
+
+        After a halt its epoch is written first: while that fails, nobody need be let in.
+        """
+        try:
+            saved = self._journal.load(self.name)
+            self.machine = Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
+            if self._halted:
+                self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
+        except JournalError as error:
+            self._halt(str(error))
+            return
+        if self._halted:
+            _log.warning("job %s starts anew from the journal", self.name)
+        self._halted = ""
 
     def _tell(self, tell: e.Tell) -> None:
         self._on_event(

@@ -6,6 +6,7 @@ torn write is SQLite's business: the transaction is there, or it is not.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ CREATE TABLE IF NOT EXISTS decided (
     members TEXT, PRIMARY KEY (job, fragment, version)
 );
 """
+
+
+class JournalError(Exception):
+    """The journal cannot be written or read now: a full disk, a broken one. The text says so, and what to do."""
 
 
 class Journal:
@@ -48,7 +53,17 @@ class Journal:
             ) from None
 
     def load(self, job: str) -> Saved | None:
-        """What is known of ``job``, None when it is new."""
+        """What is known of ``job``, None when it is new.
+
+        Raises:
+            JournalError: it cannot be read.
+        """
+        try:
+            return self._load(job)
+        except sqlite3.Error as error:
+            raise JournalError(f"the journal {self.path} cannot be read ({error}); see to its disk") from None
+
+    def _load(self, job: str) -> Saved | None:
         row = self._db.execute("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
         if row is None:
             return None
@@ -69,11 +84,25 @@ class Journal:
         )
 
     def write(self, job: str, entries: Sequence[Journalled]) -> None:
-        """Writes ``entries`` in one transaction; they are on disk when it returns."""
-        self._db.execute("BEGIN")
-        for entry in entries:
-            self._write(job, entry)
-        self._db.execute("COMMIT")
+        """Writes ``entries`` in one transaction; they are on disk when it returns.
+
+        Raises:
+            JournalError: they could not be written. `load` finds none of them, until the process ends at least: then
+                all of them may be there if the very last step failed, as after a crash before anybody was told.
+        """
+        try:
+            self._db.execute("BEGIN")
+            for entry in entries:
+                self._write(job, entry)
+            self._db.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._db.in_transaction:  # some errors have ended it already
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            text = (
+                f"the journal {self.path} cannot be written ({error}); make room on its disk, and see that it is sound"
+            )
+            raise JournalError(text) from None
 
     def _write(self, job: str, entry: Journalled) -> None:
         run = self._db.execute
