@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_WORKERS = 4
+"""Threads for what would block the loop (a name looked up, a state copied, parsed or installed): all that there ever
+are. asyncio's own pool grows with every coincidence, up to the number of cores + 4."""
 
 
 class LoopThread:
@@ -16,6 +20,7 @@ class LoopThread:
 
     def __init__(self, name: str = "ftopt-network") -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(ThreadPoolExecutor(_WORKERS, thread_name_prefix=f"{name}-worker"))
         self._users = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

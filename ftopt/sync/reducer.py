@@ -94,6 +94,7 @@ class Reducer:
         with self._lock:
             self._attempts = {n: a for n, a in self._attempts.items() if a.fragment != q.fragment}
             self._attempts[q.attempt] = attempt
+            self._aborted &= self._attempts.keys()
         self._jobs.put(start)
 
     def cut(self) -> None:
@@ -161,6 +162,8 @@ class Reducer:
 
     def _group(self, q: m.Quorum) -> Collective:
         with self._lock:
+            if q.attempt in self._aborted or q.attempt not in self._attempts:
+                raise InterruptedError("the attempt was aborted before it began")
             number, group = self._groups.get(q.fragment, (0, None))
             if group is not None and number != q.group:
                 del self._groups[q.fragment]
@@ -171,8 +174,6 @@ class Reducer:
                 group = self._transport.connect(key=key, rank=q.rank, size=q.size, ops=self)
                 self._groups[q.fragment] = (q.group, group)
             self._users[q.attempt] = group
-            if q.attempt in self._aborted:
-                raise InterruptedError("the attempt was aborted before it began")
         return group
 
     def _drop(self, fragment: int) -> None:

@@ -182,17 +182,19 @@ class GlooCollective:
 
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
-        failure: BaseException | None = None
-        if not self._opened.wait(self._timeout_s + _OPEN_MARGIN_S):
-            failure = self._blame(f"a peer came to the group but did not connect within {self._timeout_s:g} s")
-        elif self._failure is not None and not self._stopped.is_set():
-            failure = self._failure
-            if isinstance(failure, TimeoutError):
-                failure = self._blame(str(failure))
-        if failure is not None:
-            self.close()
-            raise failure
+        built = self._opened.wait(self._timeout_s + _OPEN_MARGIN_S)
         self._check()
+        failure, self._failure = self._failure, None
+        try:
+            if not built:
+                failure = self._blame(f"a peer came to the group but did not connect within {self._timeout_s:g} s")
+            elif isinstance(failure, TimeoutError):
+                failure = self._blame(str(failure))
+            if failure is not None:
+                self.close()
+                raise failure
+        finally:
+            failure = None  # its traceback holds this frame, thus the collective
 
     def all_reduce_(self, flat: Tensor) -> None:
         """Sums ``flat`` over the members, in place, in pieces. The result is bit-equal on all members.
@@ -233,11 +235,11 @@ class GlooCollective:
         try:
             group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
         except (OSError, InterruptedError) as error:  # the store's own: named and typed already
-            self._failure = error
+            self._failure = _bare(error)
         except RuntimeError as error:
             self._failure = self._explain(error, "could not be connected")
         except BaseException as error:
-            self._failure = error
+            self._failure = _bare(error)
         with self._lock:
             if not self._closed:
                 self._group = group
@@ -336,6 +338,12 @@ def _finish_background() -> None:
     for thread in list(_running):
         if thread.ident is not None:
             thread.join(max(0.0, end_s - time.monotonic()))
+
+
+def _bare(error: BaseException) -> BaseException:
+    """Without the frames it came through: kept with them it keeps the group's listening port and Gloo's thread."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _first_line(error: BaseException) -> str:

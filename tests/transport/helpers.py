@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -128,3 +129,11 @@ def in_threads(count: int, work: Callable[[int], Any], limit_s: float = 30.0) ->
         thread.join(limit_s)
         assert not thread.is_alive(), "a member is stuck"
     return results
+
+
+def wait_until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Waits for a condition; an AssertionError when it does not come."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)

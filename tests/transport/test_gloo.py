@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import signal
+import socket
 import threading
 import time
+import weakref
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,8 +17,9 @@ import pytest
 import torch
 
 from ftopt.transport.gloo import GlooTransport, PeerLost
+from ftopt.transport.sockets import _address
 
-from .helpers import DictOps, TcpOps, in_threads, members, tcp_store
+from .helpers import DictOps, TcpOps, in_threads, members, tcp_store, wait_until
 
 SOON_S = 5.0
 """Far above what is measured (hundredths of a second), far below the time-outs (60 s): the machine may be busy."""
@@ -93,6 +98,33 @@ def test_losing_the_coordinator_ends_a_connect() -> None:
     assert time.monotonic() - before_s < SOON_S
     with pytest.raises(InterruptedError):
         collective.open()
+
+
+@pytest.mark.parametrize("failure", ["absent", "lost", "stopped", "closed"])
+def test_a_connect_that_failed_leaves_no_listening_port_and_nothing_for_the_garbage_collector(failure: str) -> None:
+    ops = DictOps()
+    collective = GlooTransport("127.0.0.1", 0.3).connect(key="a", rank=0, size=2, ops=ops)
+    wait_until(lambda: bool(ops.values))
+    address = _address(next(iter(ops.values.values())))
+    assert address is not None
+    assert not _refused(address)
+    gc.disable()
+    try:
+        if failure != "absent":
+            {"lost": ops.lose, "stopped": collective.stop, "closed": collective.close}[failure]()
+        with pytest.raises((OSError, InterruptedError)):
+            collective.exchange([1])
+        collective.close()
+        left = weakref.ref(collective)
+        del collective
+        wait_until(lambda: left() is None and _refused(address))
+    finally:
+        gc.enable()
+
+
+def _refused(address: tuple[str, int]) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(address) == errno.ECONNREFUSED
 
 
 def test_a_peer_that_brings_no_piece_is_a_timeout() -> None:
