@@ -1,8 +1,8 @@
 """A modelled process group: the members of one attempt meet, exchange payloads, and each computes the result.
 
 It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member
-that dies or stops breaks it for the others at once; a frozen one, or a cut between two, by the time-out, which names
-the peer.
+that dies or stops breaks it for the others at once; a frozen one, or a cut between two, by the time-out: who cannot
+reach a peer names it, and who reaches all comes `WORD_S` later with its complaint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
     from ftopt.simulate.world import World
     from ftopt.sync.protocol.replica import StartReduce
+
+WORD_S = 1.5
 
 
 class Reduction:
@@ -54,12 +56,13 @@ class Reduction:
         for process in list(self.inside.values()):
             process.later(self.world.between(0.0, 0.5) * self.world.knobs.reduce_s, self._result, process)
 
-    def _stuck(self) -> str:
-        """A member that keeps the others waiting."""
-        for name, _ in self.members:
-            if name not in self.inside or self.inside[name].frozen:
-                return name
-        return next((sorted(cut)[0] for cut in self.world.cuts if cut <= self.inside.keys()), "")
+    def _stuck(self) -> bool:
+        """Whether somebody keeps the others waiting."""
+        return bool(self._absent()) or any(cut <= self.inside.keys() for cut in self.world.cuts)
+
+    def _absent(self) -> list[str]:
+        """Members that are not here, or do not run."""
+        return [name for name, _ in self.members if name not in self.inside or self.inside[name].frozen]
 
     def _result(self, process: Process) -> None:
         if process.name not in self.inside:
@@ -74,10 +77,16 @@ class Reduction:
         process.act(process.machine.reduced(self.fragment, self.attempt, result.digest, rows))
 
     def _time_out(self, process: Process) -> None:
-        if process.name in self.inside and not self.exchanged:
-            cut = [min(c - {process.name}) for c in self.world.cuts if process.name in c and c <= self.inside.keys()]
-            stuck = self._stuck()
-            self._fail(process, min(cut) if cut else stuck if stuck != process.name else "")
+        cut = [min(c - {process.name}) for c in self.world.cuts if process.name in c and c <= self.inside.keys()]
+        silent = sorted(cut) or self._absent()
+        if silent:
+            self._late(process, silent[0])
+        else:
+            process.later(WORD_S, self._late, process, "")
+
+    def _late(self, process: Process, peer: str) -> None:
+        if not self.exchanged:
+            self._fail(process, peer)
 
     def _fail(self, process: Process, peer: str) -> None:
         if self.inside.pop(process.name, None) is None:

@@ -1,4 +1,4 @@
-"""One attempt, and what becomes of it."""
+"""One attempt, its number, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
+
+
+class Numbers:
+    """Attempt numbers, unique in the job: each epoch has a million of its own."""
+
+    def __init__(self, epoch: int) -> None:
+        self.restart(epoch)
+
+    def restart(self, epoch: int) -> None:
+        self._next = epoch * 1_000_000
+
+    def next(self) -> int:
+        self._next += 1
+        return self._next
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.attempts import Numbers
 from ftopt.sync.protocol.door import misfit, settings_of
 from ftopt.sync.protocol.effects import (
     Close,
@@ -29,7 +30,7 @@ from ftopt.sync.protocol.effects import (
 from ftopt.sync.protocol.gathering import Gathering
 from ftopt.sync.protocol.members import Members
 from ftopt.sync.protocol.roster import Member
-from ftopt.sync.protocol.rounds import Numbers, Rounds
+from ftopt.sync.protocol.rounds import Rounds
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.protocol.status import status
 
@@ -159,9 +160,7 @@ class Coordinator:
         self.lines, self.sync = dict(hello.lines), settings_of(hello)
         assert self.gathering is not None
         self.gathering.sync = self.sync
-        self.members.rounds = [Rounds(f, self.roster, self.sync, self._numbers) for f in range(hello.fragments)]
-        for r in self.rounds:
-            r.undropped = dict(self.roster.gone)
+        self.members.define(hello.fragments, self.sync, self._numbers)
 
     def _identify(self, now: float, conn: int, hello: m.Hello) -> list[Effect]:
         """Which incarnation says hello: one that is gone, a known one, or a newcomer."""

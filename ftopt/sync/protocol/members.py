@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.attempts import Numbers
+from ftopt.sync.protocol.cuts import Cuts
 from ftopt.sync.protocol.effects import Close, Effect, Gone, Known, Send, Tell
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
+from ftopt.sync.protocol.settings import Sync
 
 
 class Members:
@@ -14,6 +17,13 @@ class Members:
     def __init__(self) -> None:
         self.roster = Roster()
         self.rounds: list[Rounds] = []
+        self._cuts = Cuts()
+
+    def define(self, fragments: int, sync: Sync, numbers: Numbers) -> None:
+        """The first replica of a job defines it."""
+        self.rounds = [Rounds(f, self.roster, sync, numbers, self._cuts) for f in range(fragments)]
+        for r in self.rounds:
+            r.undropped = dict(self.roster.gone)
 
     def know(self, now: float, mark: m.Mark) -> list[Effect]:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""
@@ -40,6 +50,7 @@ class Members:
         member = self.roster.members.get(mark[0])
         conn = member.conn if member is not None and member.incarnation <= mark[1] else None
         self.roster.forget(mark)
+        self._cuts.forget(mark)
         for r in self.rounds:
             r.undropped[mark[0]] = max(mark[1], r.undropped.get(mark[0], 0))
             if mark[0] not in self.roster.members:

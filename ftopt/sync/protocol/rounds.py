@@ -13,27 +13,14 @@ from collections import Counter
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.attempts import Agreed, Attempt, Failure
+from ftopt.sync.protocol.attempts import Agreed, Attempt, Failure, Numbers
 from ftopt.sync.protocol.catch_up import CatchUp
+from ftopt.sync.protocol.cuts import Cuts, Seats
 from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
 from ftopt.sync.protocol.outliers import outliers, withheld
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.protocol.waiting import Waiting
-
-
-class Numbers:
-    """Attempt numbers, unique in the job: each epoch has a million of its own."""
-
-    def __init__(self, epoch: int) -> None:
-        self.restart(epoch)
-
-    def restart(self, epoch: int) -> None:
-        self._next = epoch * 1_000_000
-
-    def next(self) -> int:
-        self._next += 1
-        return self._next
 
 
 class Rounds:
@@ -45,7 +32,7 @@ class Rounds:
 
     HISTORY = HISTORY
 
-    def __init__(self, fragment: int, roster: Roster, sync: Sync, numbers: Numbers) -> None:
+    def __init__(self, fragment: int, roster: Roster, sync: Sync, numbers: Numbers, cuts: Cuts) -> None:
         self.fragment = fragment
         self.roster = roster
         self.sync = sync
@@ -60,6 +47,8 @@ class Rounds:
         self.attempts = 0
         self.aborted = 0
         self.catch_up = CatchUp(fragment, roster)
+        self._cuts = cuts
+        self._seats = Seats(cuts, roster)
         self._stepped_s = -math.inf
         self._group = 0
         self._group_key: object = None
@@ -74,8 +63,6 @@ class Rounds:
         self._ties = 0
         self._told_train_on: set[str] = set()
         self._strikes: Counter[str] = Counter()
-        self._cuts: Counter[frozenset[str]] = Counter()
-        self._sitting_out: set[str] = set()
 
     # ------------------------------------------------------------ state
 
@@ -116,8 +103,6 @@ class Rounds:
         """It is away, or gone: it offers its contribution again when it is back."""
         self.withdraw(replica)
         self.catch_up.drop(replica)
-        self._sitting_out.discard(replica)
-        self._cuts = Counter({pair: n for pair, n in self._cuts.items() if replica not in pair})
 
     def withdraw(self, replica: str) -> None:
         """It takes no part for now."""
@@ -141,15 +126,13 @@ class Rounds:
             a.prepared[member.replica] = message.digest
 
     def fail(self, now: float, member: Member, message: m.Failed) -> list[Effect]:
-        """A member could not reduce. After two failures of one pair, one of the two sits out the round."""
+        """A member could not reduce. After two failures of one pair, one of the two sits out (`Cuts`)."""
         a = self.attempt
         if a is None or a.attempt != message.attempt or member.mark not in a.members:
             return []
         if message.peer in a.contributions and message.peer != member.replica:
-            pair = frozenset((member.replica, message.peer))
-            self._cuts[pair] += 1
-            if self._cuts[pair] >= 2 and not pair & self._sitting_out:
-                self._sitting_out.add(max(pair))
+            peer = (message.peer, dict(a.members)[message.peer])
+            self._cuts.failed(now, member.mark, peer, dead_after_s=self.sync.dead_after_s)
         self._failures += 1
         self._retry_s = now + min(2.0, 0.05 * 2**self._failures)
         return self._abort(f"{member.replica}: {message.reason}")
@@ -213,7 +196,7 @@ class Rounds:
             self._retry = False
             return []
         if self._retry:
-            return self._form(proposers) if now >= self._retry_s else []
+            return self._form(now, proposers) if now >= self._retry_s else []
         waits = self._waiting.step(now, self.at.version + 1, proposers, self.holds)
         if waits is not None:
             return waits
@@ -221,11 +204,11 @@ class Rounds:
         for x in self._waiting.hung(self.proposals, self.holds):
             x.stalled_at = x.inner_step
             effects.append(Tell("stalled", x.replica, x.incarnation, self.fragment, self.at.version + 1))
-        return effects + self._form(proposers)
+        return effects + self._form(now, proposers)
 
-    def _form(self, proposers: list[Member]) -> list[Effect]:
-        """Starts an attempt with all who have proposed (step 2's end)."""
-        members = [x for x in proposers if x.replica not in self._sitting_out]
+    def _form(self, now: float, proposers: list[Member]) -> list[Effect]:
+        """Starts an attempt with all who have proposed and reach each other (step 2's end)."""
+        members = self._seats.choose(now, proposers)
         if len(members) < self.sync.min_replicas:  # better a quorum that may fail than none
             members = proposers
         if len(members) < self.sync.min_replicas and not self._retry:
@@ -290,6 +273,7 @@ class Rounds:
 
     def _void(self, members: list[Member]) -> list[Effect]:
         effects: list[Effect] = [Send(x.conn, m.Void(self.fragment)) for x in members if x.conn is not None]
+        self._seats.taken([x.mark for x in members], self.proposals)
         for x in members:
             del self.proposals[x.replica]
         rest = dict(self.proposals)
@@ -368,6 +352,8 @@ class Rounds:
                 self.catch_up.add(member.replica)
         if a.lost:
             self._group_key = None
+        self._cuts.met(a.members)
+        self._seats.taken(a.members, self.proposals)
         self._new_round()
         data = {"members": [list(x) for x in d.members], "digest": digest, "chain": chain, "away": sorted(a.lost)}
         message = m.Commit(self.fragment, a.version, a.attempt, digest, chain)
