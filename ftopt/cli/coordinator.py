@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--journal", type=Path, help="file that survives a restart (default: none)")
     add_token(parser)
     add_certificate(parser)
-    parser.add_argument("--open-status", action="store_true", help="answer `ftopt status` without the token, too")
+    parser.add_argument("--open-status", action="store_true", help="answer /status and /metrics without the token, too")
     parser.add_argument("--folder", type=Path, help="a run's folder to write events.jsonl to")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)

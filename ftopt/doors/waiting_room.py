@@ -15,6 +15,8 @@ _log = logging.getLogger(__name__)
 class WaitingRoom:
     """A protocol factory around another one, for ``loop.create_server``. Loop thread only.
 
+    ``turned_away`` counts those that were closed here.
+
     When the room is full, who has waited longest goes: a flood displaces itself, while a replica needs milliseconds.
 
     Args:
@@ -29,6 +31,7 @@ class WaitingRoom:
         self._patience_s = patience_s
         self._waiting: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._flooded = False
+        self.turned_away = 0
 
     def __call__(self) -> asyncio.Protocol:
         protocol = self._make()
@@ -58,7 +61,8 @@ class WaitingRoom:
         self._forget(protocol)
         # None before the TLS handshake is through, which has a limit of its own.
         transport = getattr(protocol, "transport", None)
-        if transport is not None:
+        if transport is not None:  # nor once the connection has ended
+            self.turned_away += 1
             transport.abort()
 
     def _forget(self, protocol: asyncio.BaseProtocol) -> None:

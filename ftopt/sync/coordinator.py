@@ -1,8 +1,9 @@
 """The coordinator's shell: HTTP and WebSocket on one port, a journal, a timer; the decisions are the machine's.
 
-``GET /status`` answers JSON; ``GET /connect`` is the WebSocket of a replica. A job is whatever name a hello carries:
-each has a machine of its own and knows nothing of the others. Whoever shows no token gets 401, whatever was asked for;
-whoever breaks the protocol or a limit loses the connection, and its job goes on (``docs/security.md``).
+``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /connect`` is the WebSocket of a replica. A job
+is whatever name a hello carries: each has a machine of its own and knows nothing of the others. Whoever shows no token
+gets 401, whatever was asked for; whoever breaks the protocol or a limit loses the connection, and its job goes on
+(``docs/security.md``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ftopt.sync.job import Job, Peer
 from ftopt.sync.journal import Journal
 from ftopt.sync.limits import Exceeded, Limits
 from ftopt.sync.link import MAX_MESSAGE_BYTES
+from ftopt.sync.metrics import CONTENT_TYPE, Exposition, resident_bytes
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import from_replica
 
@@ -51,7 +53,7 @@ class CoordinatorServer:
             ``recovery_s`` tell the next one what they hold.
         token: what every request must bring; None: anybody may come in.
         tls: certificate and key to serve with; None: without TLS.
-        open_status: answer ``/status`` without the token, too.
+        open_status: answer ``/status`` and ``/metrics`` without the token, too.
         limits: what it bears.
         on_event: is told what happens.
     """
@@ -73,11 +75,13 @@ class CoordinatorServer:
         self._journal = Journal(journal)
         self._token = token
         self._tls = tls
-        self._open = {"/status"} if open_status else set()
+        self._open = {"/status", "/metrics"} if open_status else set()
         self._limits = limits
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
         self._connected = 0
+        self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
+        self._began_s = time.monotonic()
         self._connections: set[Connection] = set()
         self._cut_until_s = 0.0
         self._quiet_until_s = 0.0
@@ -93,6 +97,7 @@ class CoordinatorServer:
         """
         app = web.Application(middlewares=[self._authorize])
         app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/connect", self._connect)
         self._runner = web.AppRunner(
             app,
@@ -139,6 +144,7 @@ class CoordinatorServer:
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         if request.path not in self._open and not admits(self._token, request.headers.get("Authorization", "")):
+            self._refused["token"] += 1
             if time.monotonic() >= self._quiet_until_s:
                 self._quiet_until_s = time.monotonic() + _QUIET_S
                 _log.warning("%s is turned away: no token, or a wrong one", request.remote)
@@ -153,11 +159,27 @@ class CoordinatorServer:
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        assert self._room is not None
+        shown = Exposition()
+        shown.add("ftopt_uptime_seconds", time.monotonic() - self._began_s)
+        shown.add("ftopt_journal_bytes", self._journal.size())
+        shown.add("ftopt_connections", self._connected)
+        shown.add("ftopt_waiting_connections", len(self._room))
+        if (memory := resident_bytes()) is not None:
+            shown.add("ftopt_resident_memory_bytes", memory)
+        for reason, count in {**self._refused, "door": self._room.turned_away}.items():
+            shown.add("ftopt_refused_connections_total", count, reason=reason)
+        for _, job in sorted(self._jobs.items()):
+            job.show(shown)
+        return web.Response(body=shown.text().encode(), headers={"Content-Type": CONTENT_TYPE})
+
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         if time.monotonic() < self._cut_until_s and request.transport is not None:
             request.transport.abort()
             return web.Response()
         if self._connected >= self._limits.connections:
+            self._refused["connections"] += 1
             _log.warning("%s is turned away: %d replicas are connected", request.remote, self._connected)
             raise web.HTTPServiceUnavailable(text="too many connections")
         self._connected += 1
@@ -172,6 +194,7 @@ class CoordinatorServer:
             try:
                 await self._listen(socket, connection)
             except (m.MessageError, Exceeded) as error:
+                self._refused["limit" if isinstance(error, Exceeded) else "message"] += 1
                 _log.warning("the connection of %s is closed: %s", request.remote, ascii(str(error))[:300])
             finally:
                 self._connections.discard(connection)
@@ -206,6 +229,7 @@ class CoordinatorServer:
                     impatience.cancel()
                     job = self._job(parsed.job)
                     conn = job.open(Peer(connection.send, connection.close))
+                job.metrics.message("received", len(message.data))
                 job.receive(conn, parsed)
         finally:
             impatience.cancel()

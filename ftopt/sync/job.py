@@ -11,6 +11,7 @@ from typing import Any
 from ftopt.events import Event, OnEvent
 from ftopt.sync.journal import Journal, JournalError
 from ftopt.sync.limits import Limits
+from ftopt.sync.metrics import Exposition, JobMetrics
 from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import Coordinator
@@ -57,6 +58,7 @@ class Job:
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
         self._limits = limits
+        self.metrics = JobMetrics()
         self._rendezvous = Rendezvous(limits, self._answer)
         self._halted = ""
         self.machine = Coordinator(name)
@@ -92,9 +94,8 @@ class Job:
         if conn not in self._peers:
             return  # closed meanwhile
         if self._halted:
-            peer = self._peers.pop(conn)
-            peer.send(m.encode(m.Hold(f"the coordinator has halted: {self._halted}")))
-            peer.close()
+            self._send(conn, m.Hold(f"the coordinator has halted: {self._halted}"))
+            self._peers.pop(conn).close()
             return
         match message:
             case m.StoreSet() | m.StoreGet() if self.machine.roster.by_conn(conn) is None:
@@ -104,9 +105,8 @@ class Job:
             case m.StoreGet(key=key):
                 self._rendezvous.get(conn, key)
             case m.Hello() if reason := self._refuses(message):
-                peer = self._peers.pop(conn)
-                peer.send(m.encode(m.Refused("final", reason)))
-                peer.close()
+                self._send(conn, m.Refused("final", reason))
+                self._peers.pop(conn).close()
             case _:
                 self._perform(self.machine.receive(time.monotonic(), conn, message))
 
@@ -135,6 +135,12 @@ class Job:
             }
         return self.machine.status(time.monotonic())
 
+    def show(self, to: Exposition) -> None:
+        """Adds what ``GET /metrics`` tells of the job."""
+        to.add("ftopt_job_halted", bool(self._halted), job=self.name)
+        to.add("ftopt_job_connections", self.connected, job=self.name)
+        self.metrics.show(to, self.status(), time.monotonic())
+
     def _tick(self) -> None:
         self._timer = None
         self._perform(self.machine.tick(time.monotonic()))
@@ -144,14 +150,13 @@ class Job:
             try:
                 self._journal.write(self.name, entries)  # before anybody is told
             except JournalError as error:
-                self._on_event(Event("halt", "coordinator", data={"reason": str(error)}))
+                self._say(Event("halt", "coordinator", data={"reason": str(error)}))
                 self._halt(str(error))
                 return
         for effect in effects:
             match effect:
                 case e.Send(conn=conn, message=message):
-                    if peer := self._peers.get(conn):
-                        peer.send(m.encode(message))
+                    self._send(conn, message)
                 case e.Close(conn=conn):
                     if peer := self._peers.pop(conn, None):
                         peer.close()
@@ -191,12 +196,16 @@ class Job:
         self._halted = ""
 
     def _tell(self, tell: e.Tell) -> None:
-        self._on_event(
+        self._say(
             Event(
                 tell.event, tell.replica, tell.incarnation, tell.fragment, tell.version, tell.attempt,
                 tell.inner_step if tell.inner_step is not None else self._inner_step(), tell.data,
             )
         )  # fmt: skip
+
+    def _say(self, event: Event) -> None:
+        self.metrics.told(event, time.monotonic())
+        self._on_event(event)
 
     def _inner_step(self) -> int | None:
         return self.machine.rounds[0].inner_step if self.machine.rounds else None
@@ -222,5 +231,10 @@ class Job:
         )
 
     def _answer(self, conn: int, key: str, value: str) -> None:
+        self._send(conn, m.StoreValue(key, value))
+
+    def _send(self, conn: int, message: m.FromCoordinator) -> None:
         if peer := self._peers.get(conn):
-            peer.send(m.encode(m.StoreValue(key, value)))
+            text = m.encode(message)
+            self.metrics.message("sent", len(text))
+            peer.send(text)

@@ -135,6 +135,13 @@ class Journal:
                     (job, entry.fragment, entry.version - Rounds.HISTORY),
                 )
 
+    def size(self) -> int:
+        """Bytes of its files, 0 without one."""
+        if self.path is None:
+            return 0
+        files = [Path(f"{self.path}{suffix}") for suffix in ("", "-wal", "-shm")]
+        return sum(file.stat().st_size for file in files if file.exists())
+
     def close(self) -> None:
         """Closes the file."""
         self._db.close()

@@ -125,11 +125,11 @@ async def scripted(
         yield Scripted(socket, who or identity())
 
 
-async def status(url: str, token: str | None = TOKEN) -> tuple[int, str]:
-    """What ``GET /status`` answers."""
+async def status(url: str, token: str | None = TOKEN, path: str = "/status") -> tuple[int, str]:
+    """What ``GET /status``, or another path, answers."""
     async with (
         aiohttp.ClientSession(headers=authorization(token)) as session,
-        session.get(f"{url}/status") as answer,
+        session.get(f"{url}{path}") as answer,
     ):
         return answer.status, await answer.text()
 

@@ -67,12 +67,13 @@ def test_without_the_token_nothing_is_learned_and_nothing_changes() -> None:
 
 async def _open_status() -> None:
     async with coordinator(open_status=True) as url, touchstone(url), aiohttp.ClientSession() as session:
-        assert (await status(url, None))[0] == 200
+        for path in ("/status", "/metrics"):
+            assert (await status(url, None, path))[0] == 200
         async with session.get(f"{url}/connect") as answer:
             assert answer.status == 401
 
 
-def test_the_status_alone_can_be_opened_on_purpose() -> None:
+def test_status_and_metrics_alone_can_be_opened_on_purpose() -> None:
     asyncio.run(_open_status())
 
 
