@@ -1,4 +1,10 @@
 """Wire precision: how a piece of a payload becomes bytes and comes back."""
 
+from ftopt.codecs.bf16 import BF16 as BF16
 from ftopt.codecs.codec import Codec as Codec
+from ftopt.codecs.codec import roundtrip as roundtrip
+from ftopt.codecs.fp4 import FP4 as FP4
 from ftopt.codecs.fp32 import FP32 as FP32
+from ftopt.codecs.int8 import Int8 as Int8
+from ftopt.codecs.named import codec_named as codec_named
+from ftopt.codecs.top_k import TopK as TopK

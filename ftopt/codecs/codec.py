@@ -1,4 +1,4 @@
-"""The face of a codec."""
+"""The face of a codec, and what a payload looks like after it has been through one."""
 
 from __future__ import annotations
 
@@ -6,22 +6,64 @@ from typing import Protocol
 
 from torch import Tensor
 
+_PIECE = 1 << 20
+"""Elements (about) that `roundtrip` encodes at a time: bounds its memory."""
+
 
 class Codec(Protocol):
     """Encodes pieces of a flat fp32 payload. Without state: error feedback is the optimizer's.
 
-    ``decode(encode(x))`` must give the same bits on every machine that gets the same bytes.
+    What holds for all of them:
+
+    - A payload is a row of blocks of `block` elements, the last one shorter if need be. Each block is encoded by
+      itself, and the blocks' bytes follow each other. So a piece that begins at a multiple of `block` has the same
+      bytes alone as within the whole payload.
+    - `decode` gives the same bits on every machine that gets the same bytes: unfused elementwise arithmetic. (A process
+      that flushes denormals, `torch.set_flush_denormal`, is not one of these.)
+    - Bytes that are all zero decode to zeros.
+    - All tensors of a call are on one device, and so is what comes back.
+    - A lossy codec refuses NaN and Inf with FloatingPointError: a contribution that is not finite weighs nothing and is
+      not sent.
     """
 
     @property
     def name(self) -> str:
-        """The recipe's name for it."""
+        """The recipe's word for it, with its settings: `codec_named` makes an equal one of it."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is decoded is what was encoded, bit for bit."""
+
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together."""
 
     def encoded_bytes(self, elements: int) -> int:
         """Bytes on the wire for a piece of ``elements`` values."""
 
     def encode(self, piece: Tensor) -> Tensor:
-        """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor; may share its memory."""
+        """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor; may share its memory.
+
+        Raises:
+            FloatingPointError: the codec is lossy, and there is a NaN or an Inf in ``piece``.
+        """
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """Writes the values into ``out`` (1-D, contiguous, fp32, the length of the piece) and returns it."""
+
+
+def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
+    """What the others get of ``flat``: ``out <- decode(encode(flat))``, in the blocks in which a reduction sends it.
+
+    Args:
+        codec: the codec.
+        flat: 1-D, contiguous, fp32; a whole payload, or a part of one that begins at a multiple of ``codec.block``.
+        out: like ``flat``; may be ``flat`` itself.
+
+    Raises:
+        FloatingPointError: as `Codec.encode`.
+    """
+    step = max(1, _PIECE // codec.block) * codec.block
+    for start in range(0, flat.numel(), step):
+        codec.decode(codec.encode(flat[start : start + step]), out[start : start + step])
+    return out

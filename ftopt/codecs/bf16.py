@@ -1,0 +1,43 @@
+"""The upper half of an fp32: 8 bits of exponent, 8 of precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ftopt.codecs.blockwise import Blockwise, bytes_as
+
+MAX = torch.finfo(torch.bfloat16).max
+
+
+@dataclass(frozen=True)
+class BF16(Blockwise):
+    """Rounds each value to bf16, 2 bytes a value: half of fp32's bytes.
+
+    Error of each value x by itself: at most ``2^-8 |x| + 2^-133``. What would round up to Inf (above 3.39e38) becomes
+    the largest bf16.
+    """
+
+    block: ClassVar[int] = 256
+
+    @property
+    def name(self) -> str:
+        """``bf16``."""
+        return "bf16"
+
+    def row_bytes(self, values: int) -> int:
+        """Two a value."""
+        return 2 * values
+
+    def encode_rows(self, rows: Tensor, out: Tensor) -> float:
+        """Rounds to nearest, ties to even."""
+        largest = float(rows.abs().amax())
+        out.copy_((rows.clamp(-MAX, MAX) if largest > MAX else rows).to(torch.bfloat16).view(torch.uint8))
+        return largest
+
+    def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
+        """Exact."""
+        out.copy_(bytes_as(torch.bfloat16, encoded))

@@ -1,0 +1,90 @@
+"""What the lossy codecs share: a payload as rows, one row a block, worked on in parts that stay in the cache."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+_PART = {"cpu": 1 << 18}
+"""Elements that are worked on at a time. 1 MiB of fp32: fewer spend their time in calls, more leave the cache."""
+_PART_ELSEWHERE = 1 << 24
+
+
+def bytes_as(dtype: torch.dtype, encoded: Tensor) -> Tensor:
+    """A copy of ``encoded`` (uint8) read as ``dtype``, little endian. A copy, since bytes may begin at any address."""
+    return encoded.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
+class Blockwise(ABC):
+    """A codec that encodes rows of `block` values, each row by itself."""
+
+    block: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The recipe's word for it."""
+
+    @property
+    def exact(self) -> bool:
+        """False: what is decoded is near what was encoded."""
+        return False
+
+    @abstractmethod
+    def row_bytes(self, values: int) -> int:
+        """Bytes for a block of ``values`` values, 1 to `block`."""
+
+    @abstractmethod
+    def encode_rows(self, rows: Tensor, out: Tensor) -> float:
+        """Encodes ``rows`` (fp32, [r, n]) into ``out`` (uint8, [r, row_bytes(n)], rows contiguous).
+
+        Returns:
+            A number that is NaN or infinite if any of the values is.
+        """
+
+    @abstractmethod
+    def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
+        """Decodes ``encoded`` (uint8, [r, row_bytes(n)]) into ``out`` (fp32, [r, n])."""
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Bytes on the wire: those of the full blocks, and of a shorter one at the end."""
+        full, rest = divmod(elements, self.block)
+        return full * self.row_bytes(self.block) + (self.row_bytes(rest) if rest else 0)
+
+    def encode(self, piece: Tensor) -> Tensor:
+        """``piece`` (1-D, contiguous, fp32) as a 1-D uint8 tensor.
+
+        Raises:
+            FloatingPointError: there is a NaN or an Inf in ``piece``.
+        """
+        encoded = torch.empty(self.encoded_bytes(piece.numel()), dtype=torch.uint8, device=piece.device)
+        for rows, place in self._parts(piece.detach(), encoded):
+            if not math.isfinite(self.encode_rows(rows, place)):
+                raise FloatingPointError(f"the codec {self.name} cannot encode NaN or Inf; send finite values only")
+        return encoded
+
+    def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
+        """Writes the values into ``out`` (1-D, contiguous, fp32) and returns it."""
+        for rows, place in self._parts(out.detach(), encoded):
+            self.decode_rows(place, rows)
+        return out
+
+    def _parts(self, values: Tensor, encoded: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of ``values``, and the rows of ``encoded`` that belong to them; a shorter last block by itself."""
+        assert values.dtype == torch.float32 and encoded.numel() == self.encoded_bytes(values.numel())
+        full, rest = divmod(values.numel(), self.block)
+        row_bytes = self.row_bytes(self.block)
+        at_once = max(1, _PART.get(values.device.type, _PART_ELSEWHERE) // self.block)
+        for start in range(0, full, at_once):
+            stop = min(full, start + at_once)
+            yield (
+                values[start * self.block : stop * self.block].view(-1, self.block),
+                encoded[start * row_bytes : stop * row_bytes].view(-1, row_bytes),
+            )
+        if rest:
+            yield values[-rest:].view(1, rest), encoded[full * row_bytes :].view(1, -1)

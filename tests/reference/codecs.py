@@ -1,0 +1,106 @@
+"""The lossy codecs and the reduction through them, value by value in plain Python.
+
+Python's floats are doubles; `fp32` rounds after each operation, which gives the same as fp32 arithmetic does for one
+addition, multiplication or division.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ftopt.codecs import Codec
+
+BF16_MAX = (2 - 2**-7) * 2.0**127
+FP32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def fp32(x: float) -> float:
+    """The nearest fp32, ties to even."""
+    return float(struct.unpack("<f", struct.pack("<f", x))[0])
+
+
+def bf16(x: float) -> float:
+    """The nearest bf16, ties to even, of an fp32 that does not round to Inf."""
+    bits = struct.unpack("<I", struct.pack("<f", x))[0]
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return float(struct.unpack("<f", struct.pack("<I", bits >> 16 << 16))[0])
+
+
+def through_bf16(block: Sequence[float]) -> list[float]:
+    """Each value by itself."""
+    return [bf16(max(-BF16_MAX, min(BF16_MAX, x))) for x in block]
+
+
+def through_int8(block: Sequence[float]) -> list[float]:
+    """One step size, 127 steps up and 127 down."""
+    step = min(fp32(max(map(abs, block)) * fp32(1 / 127)), FP32_MAX / 128)
+    if step == 0:
+        return [0.0] * len(block)
+    return [fp32(max(-127, min(127, round(fp32(x / step)))) * step) for x in block]
+
+
+def through_fp4(block: Sequence[float]) -> list[float]:
+    """The first of s, s/2, ... s/64 of which at least three quarters are reached, or zero."""
+    s = bf16(min(max(map(abs, block)), BF16_MAX))
+    out = []
+    for x in block:
+        r = bf16(fp32(abs(x) / s)) if s else 0.0
+        powers = [2.0**e for e in range(0, -7, -1) if r >= 0.75 * 2.0**e]
+        out.append(math.copysign(fp32(powers[0] * s), x) if powers else 0.0)
+    return out
+
+
+def through_top_k(block: Sequence[float], fraction: float, bits: int) -> list[float]:
+    """The k largest, each moved to the nearest of 2^(bits-1) levels between the smallest and the largest kept."""
+    k = max(1, math.ceil(fraction * len(block)))
+    kept = sorted(range(len(block)), key=lambda i: -abs(block[i]))[:k]
+    lo = bf16(min(abs(block[kept[-1]]), BF16_MAX))
+    hi = bf16(min(abs(block[kept[0]]), BF16_MAX))
+    top = 2 ** (bits - 1) - 1
+    step = fp32(fp32(hi - lo) * fp32(1 / top))
+    out = [0.0] * len(block)
+    for i in kept:
+        j = round(fp32(fp32(abs(block[i]) - lo) / step)) if step else 0
+        out[i] = math.copysign(fp32(fp32(max(0, min(top, j)) * step) + lo), block[i])
+    return out
+
+
+def through(name: str, values: Sequence[float]) -> list[float]:
+    """What is decoded of ``values`` encoded, with the codec of that name."""
+    word, *settings = name.split(":")
+    size = 4096 if word == "top_k" else 256
+    out: list[float] = []
+    for start in range(0, len(values), size):
+        block = values[start : start + size]
+        if word == "top_k":
+            out += through_top_k(block, float(settings[0]), int(settings[1]))
+        else:
+            out += {"fp32": list, "bf16": through_bf16, "int8": through_int8, "fp4": through_fp4}[word](block)
+    return out
+
+
+def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float]) -> Tensor:
+    """The weighted mean as all members get it: both hops encoded, sums in fp32 in the order of the ranks.
+
+    Span r of each flat goes to rank r, which adds up ``share * decoded`` and gives the sum, encoded, to everybody. One
+    member alone sends nothing and loses nothing.
+    """
+    size, n = len(flats), flats[0].numel()
+    if size == 1:
+        return flats[0] * shares[0]
+    blocks = math.ceil(n / codec.block)
+    gathered = []
+    for r in range(size):
+        span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))
+        total = torch.zeros(span.stop - span.start)
+        for m in range(size):
+            if shares[m] > 0:
+                received = codec.decode(codec.encode(flats[m][span].clone()), torch.empty(total.shape))
+                total = total + received * shares[m]
+        gathered.append(codec.decode(codec.encode(total), torch.empty(total.shape)))
+    return torch.cat(gathered)
