@@ -32,6 +32,7 @@ class Seat:
                 lines={"model": "m"},
                 settings=table.settings,
                 initial=initial,
+                fragments=table.fragments,
                 address=name,
             )
         )
@@ -41,7 +42,12 @@ class Seat:
 
     @property
     def record(self) -> m.Record:
-        record = self.machine.record(0)
+        """Of fragment 0."""
+        return self.held(0)
+
+    def held(self, fragment: int) -> m.Record:
+        """The record of the committed state."""
+        record = self.machine.record(fragment)
         assert record is not None
         return record
 
@@ -102,10 +108,17 @@ class Seat:
         self.asked.remove(found)
         return found
 
-    def propose(self, last_step: int) -> m.Contribution:
+    def pop_fetch(self, fragment: int) -> r.Fetch:
+        """The last fetch of a fragment that the machine has asked for."""
+        found = [x for x in self.asked if isinstance(x, r.Fetch) and x.position.fragment == fragment][-1]
+        self.asked.remove(found)
+        return found
+
+    def propose(self, last_step: int, fragment: int = 0) -> m.Contribution:
         """Offers all steps up to ``last_step``; what follows stays in the inboxes."""
-        steps = last_step - self.machine.counted_step(self.record)
-        contribution = m.Contribution(0, self.record.version, steps, last_step, float(steps))
+        record = self.held(fragment)
+        steps = last_step - self.machine.counted_step(record)
+        contribution = m.Contribution(fragment, record.version, steps, last_step, float(steps))
         self.do(self.machine.propose(contribution))
         return contribution
 
@@ -114,26 +127,30 @@ class Seat:
         self.take()
         start = self.pop(r.StartReduce)
         rows = [[self.table.last_step(mark, start)] for mark in start.members]
-        self.do(self.machine.reduced(0, start.quorum.attempt, digest, rows))
+        self.do(self.machine.reduced(start.quorum.fragment, start.quorum.attempt, digest, rows))
         return start
 
-    def fetch(self, source: Seat) -> None:
+    def fetch(self, source: Seat, fragment: int = 0) -> None:
         """Does the fetch that the machine has asked for, from ``source``."""
         self.take()
-        self.pop(r.Fetch)
-        record = source.machine.serves(0)
+        self.pop_fetch(fragment)
+        record = source.machine.serves(fragment)
         assert record is not None
-        if self.machine.install(record):
-            self.do(self.machine.fetched(record))
-        else:
-            self.do(self.machine.fetch_failed(0))
+        self.end_fetch(record)
+
+    def end_fetch(self, record: m.Record) -> bool:
+        """A fetch has brought this state; returns whether the machine lets it be installed."""
+        installed = self.machine.install(record)
+        self.do(self.machine.fetched(record) if installed else self.machine.fetch_failed(record.fragment))
         self.take()
+        return installed
 
 
 class Table:
     """A coordinator with its journal, and the seats around it."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, fragments: int = 1, **settings: Any) -> None:
+        self.fragments = fragments
         self.settings = SETTINGS | settings
         self.now = 100.0
         self.life = 1
@@ -150,7 +167,7 @@ class Table:
             seat.open()
         for seat in seats:
             seat.take()
-            assert seat.record.version == 0
+            assert all(seat.held(f).version == 0 for f in range(self.fragments))
         return seats
 
     def do(self, effects: list[e.Effect]) -> None:
@@ -201,7 +218,7 @@ class Table:
 
     def last_step(self, mark: m.Mark, start: r.StartReduce) -> int:
         """What that member exchanges in an attempt: the last step of its contribution."""
-        attempt = self.coordinator.rounds[0].attempt
+        attempt = self.coordinator.rounds[start.quorum.fragment].attempt
         assert attempt is not None and attempt.attempt == start.quorum.attempt
         return attempt.contributions[mark[0]].last_step
 

@@ -28,7 +28,7 @@ class Holding:
     members: tuple[m.Mark, ...] = ()
     fetching: Fetch | None = None
     told: list[m.Position] = field(default_factory=list)
-    """States that the coordinator named on this connection: only these are taken up."""
+    """States that the coordinator named on this connection since the fetch under way began: only these are taken up."""
     unhealed: bool = False
     """The held state is in doubt, until a fetch is complete."""
     under_way: bool = False
@@ -39,6 +39,8 @@ class Holding:
     """The held state is a dead incarnation's: pending work on it is void."""
     offered: bool = False
     """The outstanding contribution is known on this connection."""
+    unsure: bool = False
+    """A cold start may still replace what is held, since not all fragments are: nothing is offered on it."""
     called_in: bool = False
     released: bool = False
     """Don't wait for the outstanding contribution: cut off, or too few replicas."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.effects import HISTORY
 from ftopt.sync.protocol.holding import Holding, Prepared, agree
 from ftopt.sync.protocol.holding import Identity as Identity
 from ftopt.sync.protocol.orders import Adopt as Adopt
@@ -117,7 +118,7 @@ class Replica:
         sound = [f for f in self._fragments if f.record is not None and not f.unhealed and not f.reborn]
         held = [] if newcomer else sound
         for f in self._fragments:
-            f.offered = f in held
+            f.offered, f.unsure = f in held, len(held) < len(self._fragments)
         return m.Hello(
             protocol=m.PROTOCOL,
             job=self.identity.job,
@@ -173,9 +174,8 @@ class Replica:
             return []
         if f.record is None or f.record.version != contribution.version:
             return []
-        f.contribution, f.called_in, f.released = contribution, False, not self.welcomed
-        f.offered = self.welcomed
-        return [Send(m.Propose(contribution))] if self.welcomed else []
+        f.contribution, f.called_in, f.released, f.offered = contribution, False, not self.welcomed, False
+        return self._offer()
 
     def leave(self) -> list[Effect]:
         """From now on nobody waits for this replica."""
@@ -221,7 +221,7 @@ class Replica:
         assert f.installing
         mine = self._is_mine(f, record)
         wanted = f.fetching if f.fetching and f.fetching.position != record.position else None
-        f.installing, f.under_way, f.fetching = False, False, wanted
+        f.installing, f.under_way, f.fetching, f.told = False, False, wanted, [wanted.position] if wanted else []
         f.record, f.contribution, f.prepared = record, None, None
         if self.incarnation == 0:  # given up meanwhile
             f.reborn = True
@@ -302,13 +302,19 @@ class Replica:
             return [Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
         self.epoch, self.incarnation, self.welcomed = message.epoch, message.incarnation, True
         self._learn(message.roster, message.gone)
-        effects: list[Effect] = []
         for f in self._fragments:
             f.released = False
-            if f.contribution and not f.offered:
+        return [*self._offer(), *([Send(m.Leaving())] if self.leaving else [])]
+
+    def _offer(self) -> list[Effect]:
+        """Step 1 for the contributions that are not known on this connection yet."""
+        effects: list[Effect] = []
+        for f in self._fragments:
+            sound = not f.unsure and not f.unhealed and f.fetching is None
+            if self.welcomed and f.contribution is not None and not f.offered and sound:
                 f.offered = True
                 effects.append(Send(m.Propose(f.contribution)))
-        return [*effects, Send(m.Leaving())] if self.leaving else effects
+        return effects
 
     def _learn(self, known: tuple[m.Mark, ...], gone: tuple[m.Mark, ...]) -> None:
         for replica, incarnation in gone:
@@ -330,7 +336,7 @@ class Replica:
         f = self._fragments[at.fragment]
         reborn = f.reborn
         f.record, f.fetching = m.Record(at.fragment, at.version, at.chain, inner_step), None
-        f.reborn = f.unhealed = f.released = False
+        f.reborn = f.unhealed = f.released = f.unsure = False
         f.contribution = f.prepared = None  # of another cold start, that came to nothing
         return [Begin(f.record, reborn)]
 
@@ -339,16 +345,17 @@ class Replica:
         effects = self._stop(message.position.fragment)
         f.prepared, f.called_in = None, False
         at, known = message.position, f.record.position if f.record else None
-        f.told.append(at)
+        f.told = [*f.told[1 - HISTORY :], at] if f.under_way else [at]
         f.unhealed = f.unhealed or message.heal
+        for other in self._fragments:  # who is told to fetch is no founder
+            other.unsure = False
         if at == known and not f.unhealed and not f.reborn:
-            f.fetching = None
-            offer = [Send(m.Propose(f.contribution))] if f.contribution else []
-            return [*effects, Send(m.Holds(at)), *offer]
+            f.fetching, f.offered = None, False
+            return [*effects, Send(m.Holds(at)), *self._offer()]
         f.fetching = Fetch(at, message.sources, message.heal)
         if not message.sources:  # the coordinator names some when there are; nobody knows when that is
             f.released = True
-        return [*effects, *self._fetch(f)]
+        return [*effects, *self._offer(), *self._fetch(f)]
 
     def _fetch(self, f: Holding) -> list[Effect]:
         if f.fetching is None or f.under_way or not f.fetching.sources:
