@@ -2,7 +2,12 @@
 
 Wrap the inner optimizer with `wrap`, choose a method (`DiLoCo`, `LocalSGD`), connect with `connect`, `solo` or
 `local_groups`. ``docs/`` explains the rest.
+
+The names that need torch are looked up when they are first used: the command line and the coordinator do without it.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ftopt.connect import connect as connect
 from ftopt.connect import local_groups as local_groups
@@ -12,12 +17,34 @@ from ftopt.errors import Refused as Refused
 from ftopt.errors import Unreachable as Unreachable
 from ftopt.errors import UserError as UserError
 from ftopt.events import Event as Event
-from ftopt.methods import SGD as SGD
-from ftopt.methods import DiLoCo as DiLoCo
-from ftopt.methods import LocalSGD as LocalSGD
-from ftopt.optimizer import OuterOptimizer as OuterOptimizer
-from ftopt.optimizer import wrap as wrap
-from ftopt.sync.group import ReplicaGroup as ReplicaGroup
 from ftopt.sync.protocol.settings import Sync as Sync
 
+if TYPE_CHECKING:
+    from ftopt.methods import SGD as SGD
+    from ftopt.methods import DiLoCo as DiLoCo
+    from ftopt.methods import LocalSGD as LocalSGD
+    from ftopt.optimizer import OuterOptimizer as OuterOptimizer
+    from ftopt.optimizer import wrap as wrap
+    from ftopt.sync.group import ReplicaGroup as ReplicaGroup
+
 __version__ = "0.1.0"
+
+_LATER = {
+    "SGD": "ftopt.methods",
+    "DiLoCo": "ftopt.methods",
+    "LocalSGD": "ftopt.methods",
+    "OuterOptimizer": "ftopt.optimizer",
+    "wrap": "ftopt.optimizer",
+    "ReplicaGroup": "ftopt.sync.group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'ftopt' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -9,19 +9,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ftopt.doors.tls import Tls, find_tls, is_public
 from ftopt.doors.token import find_token
 from ftopt.errors import UserError
 from ftopt.events import Event, OnEvent, ignore
-from ftopt.sync.client import Client
-from ftopt.sync.group import ReplicaGroup
-from ftopt.sync.local import LocalHub, LocalLink, LocalState, LocalStates
-from ftopt.sync.loop import LoopThread
 from ftopt.sync.protocol.limits import wrong_name
 from ftopt.sync.protocol.settings import Sync
-from ftopt.transport.local import LocalTransport
+
+if TYPE_CHECKING:
+    from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +60,10 @@ def connect(
     Raises:
         UserError: no address is given, or it is none; a name, the token, or a file of TLS cannot be used.
     """
-    # Here and not above: `import ftopt` brings neither aiohttp nor the process groups.
+    # Here and not above: `import ftopt` brings neither torch nor aiohttp.
     from ftopt.http_state import HttpState
+    from ftopt.sync.client import Client
+    from ftopt.sync.loop import LoopThread
     from ftopt.sync.websocket import WebSocketLink
     from ftopt.transport.gloo import GlooTransport
 
@@ -124,6 +125,11 @@ def local_groups(
     """
     if n < 1:
         raise UserError(f"local_groups({n}); must be at least 1")
+    from ftopt.sync.client import Client
+    from ftopt.sync.local import LocalHub, LocalLink, LocalState, LocalStates
+    from ftopt.sync.loop import LoopThread
+    from ftopt.transport.local import LocalTransport
+
     sync = sync or Sync()
     if sync.start_replicas is None:
         sync = replace(sync, start_replicas=n)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ftopt
+
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
 TYPES = {"doors", "errors", "events"}
 ASSEMBLERS = {"connect", "http_state", "config", "cli", "job", "__init__", "__main__"}
@@ -115,8 +117,43 @@ def test_aiohttp_is_imported_in_shells_alone() -> None:
     assert found <= AIOHTTP
 
 
-def test_import_ftopt_is_light() -> None:
-    heavy = ["aiohttp", "wandb", "omegaconf", "rich", "yaml", "safetensors", "ftopt.cli", "ftopt.job", "ftopt.config"]
-    code = f"import sys, ftopt; print([name for name in {heavy!r} if name in sys.modules])"
+HEAVY = (
+    "torch", "numpy", "aiohttp", "wandb", "omegaconf", "rich", "yaml", "safetensors", "ftopt.cli", "ftopt.job",
+    "ftopt.config",
+)  # fmt: skip
+
+
+def loaded_after(code: str) -> list[str]:
+    """Which of `HEAVY` a fresh interpreter has loaded after ``code``."""
+    code = f"import sys; {code}; sys.stderr.write(' '.join(name for name in {HEAVY!r} if name in sys.modules))"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert got.stdout.strip() == "[]"
+    return got.stderr.split()
+
+
+def test_import_ftopt_is_light() -> None:
+    assert loaded_after("import ftopt") == []
+
+
+def test_names_that_need_torch_bring_nothing_else() -> None:
+    assert set(loaded_after("from ftopt import DiLoCo, wrap; from ftopt.methods import method")) <= {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("verb", ["ls", "simulate --histories 1", "coordinator --help", "run --help", "--help"])
+def test_verbs_that_compute_nothing_do_without_torch(verb: str) -> None:
+    code = f"from ftopt.cli.main import main\ntry: main({verb.split()!r})\nexcept SystemExit: pass\nimport sys"
+    assert not {"torch", "aiohttp"} & set(loaded_after(f"exec({code!r})"))
+
+
+def test_status_and_the_coordinator_do_without_torch() -> None:
+    assert "torch" not in loaded_after("import ftopt.cli.status, ftopt.cli.coordinator, ftopt.sync.coordinator")
+
+
+def test_every_public_name_is_there_now_or_later() -> None:
+    (block,) = [node for node in ast.parse(Path(ftopt.__file__).read_text()).body if isinstance(node, ast.If)]
+    typed = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed == ftopt._LATER
+    for name, module in typed.items():
+        assert getattr(ftopt, name) is getattr(sys.modules[module], name)
+    assert {*typed, "connect", "Sync"} <= set(dir(ftopt))
+    with pytest.raises(AttributeError, match="no attribute 'Diloco'"):
+        ftopt.Diloco  # noqa: B018

@@ -36,7 +36,7 @@ from ftopt.telemetry.summary import summarize
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "tests.sync.processes", "ftopt.transport.gloo", "aiohttp"]
+    ["torch", "torch.distributed", "tests.sync.processes", "ftopt.transport.gloo", "ftopt.sync.client", "aiohttp"]
 )
 LIMIT_S = 60.0
 NOW = "inner"
