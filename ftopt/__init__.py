@@ -21,8 +21,13 @@ from ftopt.sync.protocol.settings import Sync as Sync
 
 if TYPE_CHECKING:
     from ftopt.methods import SGD as SGD
+    from ftopt.methods import Balanced as Balanced
     from ftopt.methods import DiLoCo as DiLoCo
     from ftopt.methods import LocalSGD as LocalSGD
+    from ftopt.methods import Named as Named
+    from ftopt.methods import Sequential as Sequential
+    from ftopt.methods import StreamingDiLoCo as StreamingDiLoCo
+    from ftopt.methods import Strided as Strided
     from ftopt.optimizer import OuterOptimizer as OuterOptimizer
     from ftopt.optimizer import wrap as wrap
     from ftopt.sync.group import ReplicaGroup as ReplicaGroup
@@ -31,8 +36,13 @@ __version__ = "0.1.0"
 
 _LATER = {
     "SGD": "ftopt.methods",
+    "Balanced": "ftopt.methods",
     "DiLoCo": "ftopt.methods",
     "LocalSGD": "ftopt.methods",
+    "Named": "ftopt.methods",
+    "Sequential": "ftopt.methods",
+    "StreamingDiLoCo": "ftopt.methods",
+    "Strided": "ftopt.methods",
     "OuterOptimizer": "ftopt.optimizer",
     "wrap": "ftopt.optimizer",
     "ReplicaGroup": "ftopt.sync.group",

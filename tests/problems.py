@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,15 @@ def mlp_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"linear": linear_model, "mlp": mlp_model}
+def deep_model(seed: int = 0) -> nn.Module:
+    """Five blocks of unlike sizes, nearly linear: to be cut into fragments."""
+    torch.manual_seed(seed)
+    sizes = (8, 8, 6, 10, 8, 4)
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*layers[:2], nn.Tanh(), *layers[2:])
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"linear": linear_model, "mlp": mlp_model, "deep": deep_model}
 
 INNER: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

@@ -6,15 +6,18 @@ from collections.abc import Mapping
 
 from ftopt.config import schema
 from ftopt.methods.diloco import DiLoCo
+from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.outer_optimizers import SGD
+from ftopt.methods.streaming import StreamingDiLoCo
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.Gpt, "factory": schema.Factory},
     "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text},
     "inner": {"adamw": schema.AdamW, "sgd": schema.Sgd},
     "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
-    "method": {"diloco": DiLoCo, "local_sgd": LocalSGD},
+    "method": {"diloco": DiLoCo, "local_sgd": LocalSGD, "streaming_diloco": StreamingDiLoCo},
+    "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
     "method.outer": {"sgd": SGD},
 }
 """Path of a section -> name -> dataclass. The first name is meant when a recipe gives none; `REQUIRED` ones ask."""

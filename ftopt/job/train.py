@@ -98,10 +98,12 @@ class Trainer:
                         self._evaluate(_EVALUATION_WINDOWS, final=False)
             done = optimizer.committed.inner_step >= train.inner_steps
             if done:
+                optimizer.settle()
                 with optimizer.busy("done"):
                     self._evaluate(_FINAL_WINDOWS, final=True)
                     self._tell_end("done")
                     self._wait_for_others()
+                    self._tell_end("done")  # again: others may have made newer versions meanwhile
             optimizer.close(flush=not done, timeout_s=_LEAVE_S)
             if not done:
                 self._tell_end("left")
@@ -146,6 +148,7 @@ class Trainer:
             "reason": reason,
             "local_steps": optimizer.local_steps,
             "pending_steps": optimizer.pending_steps,
+            "pending_by_fragment": optimizer.pending_by_fragment,
             "counted_step": optimizer.committed.counted_step,
             "anchor_digest": optimizer.anchor_digest(),
         }

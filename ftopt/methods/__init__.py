@@ -2,13 +2,24 @@
 
 A method answers three questions and does no I/O: *is it time?* (`Method.due`), *what do I send?*
 (`Method.payload`), *what does the agreed result do to the anchor and the outer state?* (`Method.outer_step`).
-When replicas meet, who takes part, retries and joins are written once for all methods, elsewhere.
+When replicas meet, who takes part, retries, overlap and joins are written once for all methods, elsewhere.
 """
 
 from ftopt.methods.diloco import DiLoCo as DiLoCo
+from ftopt.methods.fragments import Balanced as Balanced
+from ftopt.methods.fragments import Layout as Layout
+from ftopt.methods.fragments import Named as Named
+from ftopt.methods.fragments import Parameter as Parameter
+from ftopt.methods.fragments import Sequential as Sequential
+from ftopt.methods.fragments import Span as Span
+from ftopt.methods.fragments import Strided as Strided
 from ftopt.methods.local_sgd import LocalSGD as LocalSGD
 from ftopt.methods.method import Method as Method
+from ftopt.methods.method import Mine as Mine
 from ftopt.methods.method import OuterState as OuterState
+from ftopt.methods.method import Round as Round
+from ftopt.methods.method import Work as Work
 from ftopt.methods.outer_optimizers import SGD as SGD
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
+from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.triggers import Progress as Progress

@@ -1,4 +1,4 @@
-"""The face that every method shows to the optimizer.
+"""What every method is: settings and equations, tensors in and tensors out.
 
 Legend, the same letters in all methods' files:
 
@@ -8,6 +8,8 @@ Legend, the same letters in all methods' files:
 ``p``      this replica's parameters at its snapshot, flat fp32 (exact for bf16 and fp16 too)
 ``Delta``  the outer gradient ``a - p``, a direction of descent: outer optimizers *subtract* it
 ``w``      this replica's weight, ``W`` the sum of all members' weights; ``w / W`` is its share
+``H``      inner steps between two outer steps of a fragment, ``sync_every``
+``tau``    inner steps between a contribution's snapshot and its take-over, ``delay``
 =========  ==========================================================================================
 
 ``a`` and not ``A`` in ``Delta``: with ``A - p`` a bf16 replica re-counts its own rounding in every round, and
@@ -16,63 +18,226 @@ four such replicas made 12 % of the true progress.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from ftopt.methods.triggers import Progress
+from ftopt.methods.fragments import Layout, Parameter
+from ftopt.methods.triggers import Progress, check_sync_every, every
 
 OuterState = Mapping[str, Tensor]
 """Outer optimizer state of one fragment: name -> flat fp32 tensor of the anchor's length."""
 
+LOCAL: Mapping[str, Any] = {"local": True}
+"""Metadata of a setting that may differ from replica to replica."""
 
-class Method(Protocol):
-    """A semi-synchronous method: settings and equations, no state, no I/O.
+WEIGHTS = ("steps", "uniform", "tokens")
 
-    Everything here must give the same bits on every member of a quorum that gives it the same tensors.
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a contribution holds, for its weight.
+
+    Args:
+        steps: inner steps.
+        tokens: tokens, as counted by ``optimizer.count``; 0 when nobody counts.
+        staleness: outer steps that were committed without this replica since its oldest step in here.
     """
 
-    @property
-    def name(self) -> str:
-        """The recipe's name for it, one lower-case word."""
+    steps: int
+    tokens: int
+    staleness: int = 0
 
-    def fragments(self) -> int:
-        """How many subsets of the parameters have outer steps of their own. Plain methods: 1."""
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    """A replica's own side of a round: what it sends is computed from this.
+
+    Args:
+        anchor: ``A``, flat fp32.
+        start: ``a``, flat fp32; the same tensor as ``anchor`` when all parameters are fp32.
+        params: ``p``, flat fp32.
+        layout: where each parameter lies in the flat tensors.
+        lr: the inner optimizer's largest rate at the snapshot.
+        alone: no other member has a positive weight: the mean is this replica's payload.
+        lossy: the payload goes through a codec that rounds: send differences, which it can represent.
+    """
+
+    anchor: Tensor
+    start: Tensor
+    params: Tensor
+    layout: Layout
+    lr: float = 0.0
+    alone: bool = False
+    lossy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What all members of a quorum know alike of the outer step that they compute.
+
+    Args:
+        fragment: the fragment.
+        version: the version that it makes, 1 for the first: the outer optimizer's step.
+        inner_step: the fragment's committed inner step before this outer step (fragment 0's is the job's).
+        layout: where each parameter lies in the flat tensors.
+        shares: ``w / W`` of the members of positive weight, in rank order.
+        scalars: what `Method.scalars` gave at each of them.
+        lossy: see `Mine`.
+    """
+
+    fragment: int
+    version: int
+    inner_step: int
+    layout: Layout
+    shares: tuple[float, ...] = (1.0,)
+    scalars: tuple[tuple[float, ...], ...] = ((),)
+    lossy: bool = False
+
+    def mean(self, index: int) -> float:
+        """The weighted mean of the ``index``-th scalar."""
+        return sum(share * row[index] for share, row in zip(self.shares, self.scalars, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A semi-synchronous method. Subclasses are frozen dataclasses: their fields are their settings and their recipe.
+
+    `payload` and `outer_step` must be given; the rest has a plain method's answers: one fragment, no overlap, due
+    every ``sync_every`` inner steps. No state, no I/O. `outer_step` must give the same bits on every member of a quorum
+    that gives it the same tensors.
+
+    Args:
+        sync_every: ``H``, >= 1. May differ between replicas.
+        weights: what a contribution weighs in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
+            or its ``tokens`` (needs ``optimizer.count``).
+        staleness_discount: a contribution whose oldest step is ``n`` outer steps old weighs this to the power ``n``.
+            In (0, 1]. Default 1: no discount.
+        outer_start_step: until the job's committed inner step reaches this, replicas average their parameters after
+            every inner step (post-local SGD, arXiv 1808.07217). Default 0.
+
+    Raises:
+        ValueError: a setting is out of range; the message says what is allowed.
+    """
+
+    name: ClassVar[str]
+    """The recipe's name for it, one lower-case word."""
+
+    sync_every: int = field(metadata=LOCAL)
+    weights: str = "steps"
+    staleness_discount: float = 1.0
+    outer_start_step: int = 0
+
+    def __post_init__(self) -> None:
+        check_sync_every(self.sync_every)
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"weights={self.weights!r}; allowed: {', '.join(WEIGHTS)}; use steps")
+        if not 0 < self.staleness_discount <= 1:
+            raise ValueError(
+                f"staleness_discount={self.staleness_discount!r}; must be above 0 and at most 1; use 1 for no discount"
+            )
+        if isinstance(self.outer_start_step, bool) or self.outer_start_step < 0:
+            raise ValueError(f"outer_start_step={self.outer_start_step!r}; must be an inner step, 0 or more")
+
+    # Which parameters, and when.
+
+    def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """The names of each fragment's parameters. Here: one fragment of all.
+
+        Args:
+            parameters: all that train, in the model's order.
+
+        Raises:
+            ValueError: the model cannot be cut as the settings want it; says how it can.
+        """
+        return [[parameter.name for parameter in parameters]]
+
+    def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
+        """How many of its ``sync_every`` steps a fragment that starts at ``inner_step`` has behind it already."""
+        return 0
+
+    @property
+    def tau(self) -> int:
+        """Inner steps from the snapshot to the take-over; 0: the training thread waits for the outer step."""
+        return 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the training thread waits ``tau`` steps after the snapshot for what is not decided yet."""
+        return 0.0
+
+    @property
+    def mix(self) -> float | None:
+        """alpha: ``params <- alpha * params + (1 - alpha) * A`` at the take-over; None: rebase, nothing is lost."""
+        return None
 
     def due(self, progress: Progress) -> bool:
         """Is it time for this replica to propose a contribution?"""
+        averages = 0 < progress.inner_step <= self.outer_start_step
+        return every(1 if averages else self.sync_every, progress)
 
-    def weight(self, *, steps: int, tokens: int) -> float:
-        """This replica's weight in the mean, >= 0, for a contribution of ``steps`` inner steps and ``tokens``
-        tokens."""
+    # What is sent.
 
-    def before_inner_step(self, progress: Progress) -> None:
-        """Called before each ``inner.step()``: where methods that exchange gradients do so. Here: nothing."""
+    def weight(self, work: Work) -> float:
+        """``w``, >= 0."""
+        weight = {"steps": float(work.steps), "uniform": 1.0, "tokens": float(work.tokens)}[self.weights]
+        return weight * self.staleness_discount**work.staleness if work.steps else 0.0
 
-    def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """The outer state at version 0."""
+    def scalars(self, mine: Mine) -> tuple[float, ...]:
+        """A few numbers that the outer step needs of every member; the same count on all. Here: none."""
+        return ()
 
-    def payload(self, anchor: Tensor, start: Tensor, params: Tensor, *, alone: bool, out: Tensor) -> Tensor:
-        """What this replica sends, before it is multiplied by its share ``w / W``.
+    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+        """What this replica sends, before it is multiplied by its share ``w / W``. Here: ``Delta = a - p``.
 
         Args:
-            anchor: ``A``, flat fp32.
-            start: ``a``, flat fp32; the same tensor as ``anchor`` when all parameters are fp32.
-            params: ``p``, flat fp32.
-            alone: no other member has a positive weight: the mean is this replica's payload.
+            mine: its side of the round.
             out: flat fp32, overwritten.
 
         Returns:
             ``out``.
         """
+        return torch.sub(mine.start, mine.params, out=out)
 
-    def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    # What the agreed mean does.
+
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        """The outer state at version 0. Here: none."""
+        return {}
+
+    def outer_step(
+        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The next anchor and outer state from the weighted mean of the payloads.
 
         ``mean`` may be overwritten and may be returned as the anchor. ``anchor`` and ``state`` are left as
         they are, and nothing returned shares memory with them.
         """
+        raise NotImplementedError
+
+    def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
+        """Plain averaging, what happens before ``outer_start_step``: ``A - mean(Delta)``. May overwrite ``mean``."""
+        return torch.sub(anchor, mean, out=mean)
 
     def settings(self) -> dict[str, str]:
-        """What must agree among the replicas of a job, besides `name`: setting -> value."""
+        """What must agree among the replicas of a job, besides the name: setting -> value."""
+        return _flat(self, "")
+
+
+def _flat(instance: Any, prefix: str) -> dict[str, str]:
+    """The fields of nested dataclasses, ``a.b``; of an inner one also its class, under the field's own name."""
+    found: dict[str, str] = {}
+    for f in dataclasses.fields(instance):
+        value, key = getattr(instance, f.name), prefix + f.name
+        if f.metadata.get("local"):
+            continue
+        if dataclasses.is_dataclass(value):
+            found[key] = type(value).__name__
+            found |= _flat(value, f"{key}.")
+        else:
+            found[key] = repr(float(value)) if isinstance(value, float) else str(value)
+    return found

@@ -23,11 +23,17 @@ class OuterOptimizerRule(Protocol):
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length."""
 
-    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The next anchor and state, in tensors of their own. The arguments are left as they are."""
+    def step(
+        self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor, *, version: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The next anchor and state, in tensors of their own. The arguments are left as they are.
 
-    def settings(self) -> dict[str, str]:
-        """What must agree among the replicas of a job: name -> value."""
+        Args:
+            anchor: flat fp32.
+            state: from `init` or the last step.
+            gradient: the mean outer gradient, flat fp32.
+            version: the outer step's number, 1 for the first.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,9 @@ class SGD:
         """A momentum buffer of zeros, or nothing without momentum."""
         return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
 
-    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(
+        self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor, *, version: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; all results are in fresh memory."""
         if not self.momentum:
             return torch.sub(anchor, torch.mul(gradient, self.lr)), {}
@@ -81,11 +89,20 @@ class SGD:
         direction = torch.mul(buffer, self.momentum).add_(gradient) if self.nesterov else buffer.clone()
         return torch.sub(anchor, direction.mul_(self.lr), out=direction), {"momentum": buffer}
 
-    def settings(self) -> dict[str, str]:
-        """``lr``, ``momentum`` and ``nesterov``: all three must agree."""
-        return {
-            "outer": "sgd",
-            "outer.lr": repr(float(self.lr)),
-            "outer.momentum": repr(float(self.momentum)),
-            "outer.nesterov": str(self.nesterov),
-        }
+
+def nesterov() -> SGD:
+    """DiLoCo's: rate 0.7, Nesterov momentum 0.9."""
+    return SGD(lr=0.7, momentum=0.9, nesterov=True)
+
+
+def check_outer(outer: object) -> None:
+    """Refuses what is no rule.
+
+    Raises:
+        ValueError: says what to use.
+    """
+    if isinstance(outer, torch.optim.Optimizer) or not callable(getattr(outer, "step", None)):
+        raise ValueError(
+            f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "
+            "use ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)"
+        )

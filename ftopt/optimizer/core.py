@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ftopt.errors import UserError
 from ftopt.methods import Method
-from ftopt.optimizer.flat import FlatView, check_covered
+from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.sync.group import ReplicaGroup
@@ -80,7 +81,6 @@ class Core:
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
         group.emit("inner", inner_step=outer.inner_step() + 1)
-        outer.before_inner_step()
         loss = self.inner.step(closure)
         ended = self._clock()
         outer.local_steps += 1
@@ -91,7 +91,7 @@ class Core:
             step_s = ended - self._ended_at
             outer.step_s = outer.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if outer.step_s else step_s
         group.emit("stepped", inner_step=outer.inner_step(), data=counted)
-        if outer.boundary():
+        if outer.boundary(lr=self.inner.largest_lr()):
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
@@ -126,7 +126,7 @@ class Core:
         outer = self.started()
         if self.closed or self._before_outer is not None:
             raise RuntimeError(self._no_step_now().replace("step()", "sync()"))
-        decided = outer.sync()
+        decided = outer.sync(lr=self.inner.largest_lr())
         self._after_outer_work(outer)
         self._ended_at = None
         return decided
@@ -145,12 +145,19 @@ class Core:
         if self.closed:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
         check_covered(self.model, self.inner.param_groups)
-        outer = OuterStep([FlatView(self.model)], self.method, self.group)
+        outer = OuterStep(self._views(self.model, self.method), self.method, self.group)
         fetched = outer.start()
         self.outer = outer
         self.start_step = outer.fragments[0].state.meta.inner_step
         outer.report("training")
         return fetched
+
+    def _views(self, model: nn.Module, method: Method) -> list[FlatView]:
+        try:
+            fragments = method.partition(parameters(model))
+        except ValueError as error:
+            raise UserError(f"method {method.name}: {error}") from None
+        return [FlatView(model, names) for names in fragments]
 
     def started(self) -> OuterStep:
         """The outer step's state; RuntimeError before the start."""
@@ -183,7 +190,7 @@ class Core:
             while group.outstanding(fragment.index) and self._clock() < deadline:
                 time.sleep(_POLL_S)
             outer.take_over()
-            outer.propose_pending(fragment.index)
+            outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
 
     def count(self, *, tokens: int, samples: int) -> None:
         """Adds to what the next step uses."""

@@ -8,7 +8,7 @@ dtype. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
+from ftopt.methods import Parameter, Span
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPILED_PREFIX = "_orig_mod."
@@ -35,6 +36,12 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             yield name.replace(_COMPILED_PREFIX, ""), parameter
+
+
+def parameters(model: nn.Module) -> list[Parameter]:
+    """What a method may know of the parameters that train, to cut them into fragments."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in trainable(model)]
 
 
 def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
@@ -76,10 +83,13 @@ class FlatView:
 
     Args:
         model: whose trainable parameters are viewed.
+        names: only these. Default: all.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        named = sorted(trainable(model), key=lambda item: _DTYPES.index(item[1].dtype))
+    def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
+        wanted = [item for item in trainable(model) if names is None or item[0] in names]
+        named = sorted(wanted, key=lambda item: _DTYPES.index(item[1].dtype))
+        embedding = {p.name: p.embedding for p in parameters(model)}
         self.names: list[str] = [name for name, _ in named]
         self._parameters = [p for _, p in named]
         tensors = self._locals()
@@ -89,11 +99,14 @@ class FlatView:
         self.device: torch.device = tensors[0].device
         self._spans: list[_Span] = []
         place = 0
-        for tensor in tensors:
+        layout: list[Span] = []
+        for name, tensor in zip(self.names, tensors, strict=True):
+            layout.append(Span(name, place, place + tensor.numel(), embedding[name]))
             if not self._spans or self._spans[-1].dtype != tensor.dtype:
                 self._spans.append(_Span(tensor.dtype, place, place))
             place += tensor.numel()
             self._spans[-1] = _Span(tensor.dtype, self._spans[-1].start, place)
+        self.layout = tuple(layout)
 
     def empty(self) -> Tensor:
         """A flat fp32 tensor of the fragment's length, with nothing written to it."""

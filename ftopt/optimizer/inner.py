@@ -75,6 +75,10 @@ class Inner:
             part = state if self.single is not None else {p: s for p, s in state.items() if id(p) in own}
             optimizer.state = defaultdict(dict, part)
 
+    def largest_lr(self) -> float:
+        """The largest rate of all groups."""
+        return max((float(group.get("lr", 0.0)) for group in self.param_groups), default=0.0)
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The first one's; schedulers look here for ``momentum`` and ``betas``."""

@@ -19,6 +19,7 @@ and tensors are never touched under the lock.
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ftopt.methods import Method, Progress
+from ftopt.methods import Method, Mine, Progress, Round, Work
 from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
@@ -73,6 +74,8 @@ class OuterStep:
                     fragment.state = fragment.taken = replace(fragment.state, meta=meta)
         fetched = [fragment.state.digest for fragment in self._fragments] != initial
         self.take_over()
+        for fragment in self._fragments:
+            self._mark(fragment, anew=True)
         return fetched
 
     def fingerprint(self) -> Fingerprint:
@@ -103,88 +106,102 @@ class OuterStep:
     def progress(self, index: int = 0) -> Progress:
         """What triggers look at."""
         fragment = self._fragments[index]
-        with self._lock:
-            pending = self.local_steps - fragment.base_step
-            committed = fragment.state.meta.inner_step
         return Progress(
             fragment=index,
             steps=self.local_steps - fragment.marked_step,
-            pending_steps=pending,
+            pending_steps=self.pending_steps(index),
             local_steps=self.local_steps,
-            inner_step=committed + pending,
+            inner_step=self.inner_step(),
         )
-
-    def before_inner_step(self) -> None:
-        """The method's word before each inner step."""
-        self._method.before_inner_step(self.progress())
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
-    def boundary(self) -> bool:
+    def boundary(self, *, lr: float) -> bool:
         """What is to be done after an inner step: take up, propose, wait, take up. Usually nothing.
+
+        Args:
+            lr: the inner optimizer's largest rate.
 
         Returns:
             True when anything was done.
         """
         acted = False
+        wait: list[tuple[Fragment, float | None]] = []
         for fragment in self._fragments:
             index = fragment.index
-            acted = self._take_over(fragment) or acted
-            due = self._method.due(self.progress(index))
+            acted |= self._take_over(fragment)
+            due, tau = self._method.due(self.progress(index)), self._tau()
             if (due or self._group.called_in(index)) and not self._group.outstanding(index):
-                self._propose(fragment)
+                acted |= self._take_over(fragment, early=True)
+                self._propose(fragment, lr)
                 acted = True
-            if due and self._group.outstanding(index):
-                self._wait(index)
-                acted = True
-            acted = self._take_over(fragment) or acted
+                if due and not tau:
+                    wait.append((fragment, None))
+            elif due and self._group.outstanding(index):
+                wait.append((fragment, None))
+            elif tau and self.local_steps == fragment.snapshot_step + tau and self._group.outstanding(index):
+                wait.append((fragment, self._method.patience))
+        for fragment, timeout_s in wait:
+            self._wait(fragment.index, timeout_s)
+            self._take_over(fragment)
+            acted = True
         return acted
 
-    def sync(self) -> bool:
-        """A round now, with whatever steps there are; waits for what is outstanding first.
+    def _tau(self) -> int:
+        """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
+        return 0 if self._averages() else self._method.tau
+
+    def _averages(self) -> bool:
+        """Whether replicas still average their parameters after every step (``outer_start_step``)."""
+        start = self._method.outer_start_step
+        return start > 0 and self.inner_step() <= start
+
+    def sync(self, *, lr: float) -> bool:
+        """A round of each fragment now, with whatever steps there are; waits for what is outstanding first.
 
         Returns:
             False when a contribution is still undecided: the replica is cut off or alone, and trains on.
         """
-        for fragment in self._fragments:
-            index = fragment.index
-            if not self._wait(index):
-                return False
-            self._take_over(fragment)
-            if self.propose_pending(index) and not self._wait(index):
-                return False
-            self._take_over(fragment)
-        return True
+        if not self.settle():
+            return False
+        proposed = [fragment for fragment in self._fragments if self.propose_pending(fragment.index, lr=lr)]
+        return self.settle() if proposed else True
 
-    def propose_pending(self, index: int) -> bool:
+    def settle(self) -> bool:
+        """Waits for what is outstanding, and takes it up; False when something stays undecided."""
+        decided = [self._wait(fragment.index) for fragment in self._fragments]
+        self.take_over()
+        return all(decided)
+
+    def propose_pending(self, index: int, *, lr: float) -> bool:
         """Proposes the pending steps of a fragment if there are any and nothing is outstanding."""
         if self._group.outstanding(index) or not (self.pending_steps(index) or self._group.called_in(index)):
             return False
-        self._propose(self._fragments[index])
+        self._propose(self._fragments[index], lr)
         return True
 
     def take_over(self) -> bool:
         """Takes up whatever newer committed states there are (step 6); True when there was one."""
         took = False
         for fragment in self._fragments:
-            took |= self._take_over(fragment)
+            took |= self._take_over(fragment, early=True)
         return took
 
     def report(self, state: str) -> None:
         """Tells the group what the training thread is doing."""
         self._group.report(state=state, inner_step=self.inner_step(), step_s=self.step_s)
 
-    def _wait(self, index: int) -> bool:
+    def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):
             return True
         self.report("waiting")
         try:
-            return self._group.wait(index)
+            return self._group.wait(index, timeout_s=timeout_s)
         finally:
             self.report("training")
 
     @torch.no_grad()
-    def _propose(self, fragment: Fragment) -> None:
+    def _propose(self, fragment: Fragment, lr: float) -> None:
         taken, view, index = fragment.taken, fragment.view, fragment.index
         version = taken.meta.version
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
@@ -194,12 +211,13 @@ class OuterStep:
         finite = math.isfinite(norm) or bool(torch.isfinite(displacement).all())
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
+        work = Work(steps, tokens, staleness=version - fragment.base_version)
         contribution = Contribution(
             fragment=index,
             version=version,
             steps=steps,
             last_step=self.local_steps,
-            weight=self._method.weight(steps=steps, tokens=tokens) if finite else 0.0,
+            weight=self._method.weight(work) if finite else 0.0,
             tokens=tokens,
             norm=norm if math.isfinite(norm) else 0.0,
             finite=finite,
@@ -213,36 +231,54 @@ class OuterStep:
                 # next round.
                 fragment.spare = params
                 return
-            fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens)
-        fragment.marked_step = self.local_steps
+            fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr)
+        fragment.snapshot_step = self.local_steps
+        self._mark(fragment, anew=self._averages())
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution)
 
-    def _take_over(self, fragment: Fragment) -> bool:
+    def _mark(self, fragment: Fragment, *, anew: bool) -> None:
+        """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""
+        fragment.marked_step = self.local_steps
+        if anew:
+            fragment.marked_step -= self._method.phase(fragment.index, len(self._fragments), self.inner_step())
+
+    def _take_over(self, fragment: Fragment, *, early: bool = False) -> bool:
+        """Takes up newer committed states; what counted this replica's snapshot ``tau`` steps after that, or early."""
         if fragment.state is fragment.taken:
             return False
+        tau = self._tau()
         while fragment.state is not fragment.taken:
             with self._lock:
                 state, base, reborn = fragment.state, fragment.base, fragment.reborn
+            counted = base is not fragment.start
+            since = self.local_steps - fragment.snapshot_step
+            if counted and not state.fetched and not early and since < tau:
+                return False
             version = state.meta.version
             self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self.inner_step())
             start = fragment.view.cast(state.anchor)
+            alpha = self._method.mix if counted and tau and since == tau else None
             if self.local_steps == fragment.base_step:
                 fragment.view.write(start)
+                fragment.base_version = version
             elif reborn:
                 self._drop(fragment, start, "reborn")
-            elif base is not fragment.start or version != fragment.taken.meta.version:
+            elif alpha is not None:
+                self._mix(fragment, start, alpha)
+            elif counted or version != fragment.taken.meta.version:
                 self._rebase(fragment, base, start, self._unknown(fragment, base) if state.fetched else [])
             # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
-            if base is not fragment.start and not state.fetched:
+            if counted and not state.fetched:
                 fragment.spare = base  # The counted snapshot of a decided attempt: nobody reads it any more.
             fragment.start = start
             with self._lock:
                 fragment.taken, fragment.base = state, start
                 if fragment.state is state:
                     fragment.reborn = False
-            fragment.marked_step = self.local_steps
+            if not counted:
+                self._mark(fragment, anew=True)
         return True
 
     def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
@@ -269,14 +305,28 @@ class OuterStep:
             self._drop(fragment, start, "nonfinite")
         fragment.spare = moved
 
+    def _mix(self, fragment: Fragment, start: Tensor, alpha: float) -> None:
+        """``params <- alpha * params + (1 - alpha) * start``: a share ``1 - alpha`` of the pending work is gone."""
+        mixed = fragment.view.read(_borrow(fragment)).mul_(alpha).add_(torch.mul(start, 1 - alpha))
+        fragment.view.write(mixed)
+        fragment.spare = mixed
+        pending = self.local_steps - fragment.base_step
+        self._discard(fragment, math.ceil((1 - alpha) * pending), "mixed")
+
     def _drop(self, fragment: Fragment, start: Tensor, reason: str) -> None:
-        """Gives the pending steps up: the parameters go back to ``start`` and the steps are counted as
-        discarded."""
-        with self._lock:
-            steps = self.local_steps - fragment.base_step
-            fragment.base_step, fragment.base_tokens = self.local_steps, self.tokens
+        """Gives the pending steps up: the parameters go back to ``start``."""
         self.nonfinite_drops += reason == "nonfinite"
         fragment.view.write(start)
+        self._discard(fragment, self.local_steps - fragment.base_step, reason)
+
+    def _discard(self, fragment: Fragment, steps: int, reason: str) -> None:
+        """Counts the oldest ``steps`` pending steps as discarded."""
+        if not steps:
+            return
+        with self._lock:
+            fragment.base_step += steps
+            if fragment.base_step == self.local_steps:
+                fragment.base_tokens = self.tokens
         self._group.emit(
             "discarded",
             fragment=fragment.index,
@@ -313,13 +363,15 @@ class OuterStep:
             # Not kept while in use: after a failure a late piece may still be written to it.
             work, fragment.work = fragment.work, None
             work = fragment.view.empty() if work is None else work
-            self._payload(attempt, state, snapshot, work)
-            collective.all_reduce_(work)
+            at = self._mean(attempt, state, snapshot, collective, work)
             fragment.work = work
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
             )
-            anchor, outer = self._method.outer_step(state.anchor, state.outer, work)
+            if attempt.inner_step < self._method.outer_start_step:
+                anchor = self._method.average(state.anchor, work, at)
+            else:
+                anchor, outer = self._method.outer_step(state.anchor, state.outer, work, at)
             if anchor is work:
                 fragment.work = None
         result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
@@ -336,14 +388,31 @@ class OuterStep:
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
             raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
 
-    def _payload(self, attempt: Attempt, state: State, snapshot: Snapshot, out: Tensor) -> None:
-        if attempt.weight <= 0:
-            out.zero_()
-            return
-        alone = attempt.contributors == 1
-        self._method.payload(state.anchor, snapshot.start, snapshot.params, alone=alone, out=out)
-        if not alone:
-            out.mul_(attempt.weight / attempt.total_weight)
+    def _mean(self, attempt: Attempt, state: State, snapshot: Snapshot, collective: Collective, work: Tensor) -> Round:
+        """The weighted mean of the members' payloads, in ``work``, and what all of them know alike of the round."""
+        layout = self._fragments[attempt.fragment].view.layout
+        mine = Mine(
+            anchor=state.anchor,
+            start=snapshot.start,
+            params=snapshot.params,
+            layout=layout,
+            lr=snapshot.lr,
+            alone=attempt.contributors == 1 and attempt.weight > 0,
+        )
+        at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout)
+        if scalars := self._method.scalars(mine):
+            rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
+            rows = [row for row in rows if row[0] > 0]
+            shares = tuple(row[0] / attempt.total_weight for row in rows)
+            at = replace(at, shares=shares, scalars=tuple(row[1:] for row in rows))
+        if attempt.weight > 0:
+            self._method.payload(mine, work)
+            if not mine.alone:
+                work.mul_(attempt.weight / attempt.total_weight)
+        else:
+            work.zero_()
+        collective.all_reduce_(work)
+        return at
 
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not
     # touched.
@@ -387,3 +456,13 @@ def _borrow(fragment: Fragment) -> Tensor:
     """The training thread's spare buffer, or a new one."""
     spare, fragment.spare = fragment.spare, None
     return fragment.view.empty() if spare is None else spare
+
+
+def _bits(values: Sequence[float]) -> list[int]:
+    """fp64 values as int64, to be exchanged exactly."""
+    return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
+
+
+def _floats(row: Sequence[int]) -> tuple[float, ...]:
+    """The reverse of `_bits`."""
+    return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))

@@ -98,12 +98,14 @@ class Snapshot:
         params: the parameters at ``contribution.last_step``, flat fp32.
         start: ``cast(anchor)`` that they started from.
         tokens: all tokens counted by then.
+        lr: the inner optimizer's largest rate.
     """
 
     contribution: Contribution
     params: Tensor
     start: Tensor
     tokens: int
+    lr: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +137,14 @@ class Fragment:
         self.base = self.start
         self.base_step = 0
         self.base_tokens = 0
+        self.base_version = state.meta.version
         self.reborn = False
         # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
         self.tried = 0
-        # Local steps at the last proposal or take-over: what triggers count from. Training thread.
+        # The local step that triggers count from: the last proposal's, or that of a take-over of something else.
         self.marked_step = 0
+        # The local step at which the last snapshot was taken. Training thread.
+        self.snapshot_step = 0
         # Buffers to use again: one of the training thread's, one of the reducer's.
         self.spare: Tensor | None = None
         self.work: Tensor | None = None
@@ -157,4 +162,5 @@ class Fragment:
             self.base = snapshot.params
             self.base_step = snapshot.contribution.last_step
             self.base_tokens = snapshot.tokens
+            self.base_version = state.meta.version
         self.state = state

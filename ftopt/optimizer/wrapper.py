@@ -241,6 +241,12 @@ class OuterOptimizer(Optimizer):
         return 0 if self._core.outer is None else self._core.outer.pending_steps()
 
     @property
+    def pending_by_fragment(self) -> tuple[int, ...]:
+        """`pending_steps` of each fragment; empty before the start."""
+        outer = self._core.outer
+        return () if outer is None else tuple(outer.pending_steps(f.index) for f in outer.fragments)
+
+    @property
     def committed(self) -> Committed:
         """Where the committed state of fragment 0 stands."""
         return self._core.started().fragments[0].state.meta
@@ -286,6 +292,14 @@ class OuterOptimizer(Optimizer):
             there: it keeps its steps and trains on.
         """
         return self._core.sync()
+
+    def settle(self) -> bool:
+        """Waits until what this replica has proposed is decided, and takes it up at once, whatever the ``delay``.
+
+        Returns:
+            False when something is still undecided: this replica is cut off, or too few others are there.
+        """
+        return self._core.started().settle()
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Counts what the next ``step()`` uses; call it before. Tokens go along with the contribution.

@@ -84,6 +84,7 @@ class Client:
         self._released: list[bool] = []
         self._called_in: list[bool] = []
         self._offered: list[int] = []
+        self._failed: list[int] = []
         # Network thread only.
         self._channel: Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -104,7 +105,7 @@ class Client:
         self._network.acquire()
         count = fingerprint.fragments
         self._outstanding, self._released, self._called_in = [False] * count, [False] * count, [False] * count
-        self._offered = [0] * count
+        self._offered, self._failed = [0] * count, [0] * count
         self._reducer.start()
         self._network.submit(self._open(fingerprint)).result()
         try:
@@ -125,10 +126,12 @@ class Client:
             self._offered[contribution.fragment] += 1
         self._network.soon(self.accept, contribution)
 
-    def wait(self, fragment: int) -> bool:
+    def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
         self._waiting = True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             with self._changed:
+                failed = self._failed[fragment]
                 while True:
                     if self._failure is not None:
                         raise self._failure
@@ -136,7 +139,10 @@ class Client:
                         return True
                     if self._released[fragment] and not self._offered[fragment]:
                         return False
-                    self._changed.wait()
+                    left_s = None if deadline is None else deadline - time.monotonic()
+                    if left_s is not None and (left_s <= 0 or self._failed[fragment] != failed):
+                        return False
+                    self._changed.wait(left_s)
         finally:
             self._waiting = False
 
@@ -350,10 +356,13 @@ class Client:
                 if q.outlier:
                     data = {"reason": q.outlier}
                     self.emit("outlier", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
-                self._reducer.begin(effect)
+                record = self.machine.record(q.fragment)
+                self._reducer.begin(effect, record.inner_step if record is not None else 0)
             case p.StopReduce(fragment=fragment, attempt=attempt):
                 self._reducer.abort(attempt)
                 self.host.discard(fragment)
+                with self._changed:
+                    self._failed[fragment] += 1
             case p.Adopt(attempt=attempt, record=record):
                 started = self._reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)

@@ -36,6 +36,7 @@ class Attempt:
         weight: this replica's weight.
         total_weight: sum of all members' weights, > 0. A member's share in the mean is ``weight / total_weight``.
         contributors: members of positive weight. 1 and ``weight > 0``: this replica's payload is the result.
+        inner_step: the fragment's committed inner step before it; fragment 0's is the job's.
     """
 
     fragment: int
@@ -46,6 +47,7 @@ class Attempt:
     weight: float
     total_weight: float
     contributors: int
+    inner_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +162,12 @@ class ReplicaGroup(Protocol):
     def propose(self, contribution: Contribution) -> None:
         """Step 1: offers a contribution. At most one outstanding a fragment."""
 
-    def wait(self, fragment: int) -> bool:
+    def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
         """Step 2 to 5: blocks until the outstanding contribution of ``fragment`` is decided (True).
 
-        False when the replica shall train on meanwhile: cut off from the coordinator, or too few replicas. The
-        contribution then stays outstanding and is decided later. Also returns when none is outstanding (True).
+        False when the replica shall train on meanwhile: cut off from the coordinator, or too few replicas; with a
+        ``timeout_s`` also after so many seconds, or when an attempt fails. The contribution then stays outstanding and
+        is decided later. Also returns when none is outstanding (True).
         Raises `Refused` when the job has refused this replica meanwhile.
         """
 

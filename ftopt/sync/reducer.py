@@ -78,8 +78,8 @@ class Reducer:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
-    def begin(self, start: p.StartReduce) -> None:
-        """Network thread."""
+    def begin(self, start: p.StartReduce, inner_step: int) -> None:
+        """Network thread. ``inner_step``: the fragment's committed one."""
         q, c = start.quorum, start.contribution
         attempt = Attempt(
             fragment=q.fragment,
@@ -90,6 +90,7 @@ class Reducer:
             weight=c.weight,
             total_weight=q.total_weight,
             contributors=q.contributors,
+            inner_step=inner_step,
         )
         with self._lock:
             self._attempts = {n: a for n, a in self._attempts.items() if a.fragment != q.fragment}

@@ -1,6 +1,6 @@
 """The figures of a run, computed from its events and inner-step lines by one pure function.
 
-On fragment 0 every executed inner step is in exactly one place::
+On each fragment every executed inner step is in exactly one place::
 
     executed = committed + pending + dead + discarded + survivors' lost
 
@@ -15,6 +15,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -32,33 +33,31 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
     for event in events:
         by_name[event["event"]].append(event)
     dead = {_mark(event) for event in by_name["death"]}
-    decided = _decisions(by_name["decide"])
+    decisions = _decisions(by_name["decide"])
+    decided = decisions[0]
     executed = Counter({_life(replica, line): 0 for replica, lines in steps.items() for line in lines})
     for replica, lines in steps.items():
         executed.update(_life(replica, line) for line in lines)
-    committed, twice = _committed(decided.values())
-    dropped = _discarded(by_name["discarded"])
     ends = {_mark(event): event for event in by_name["end"]}
     survivors_end = {mark: event for mark, event in ends.items() if mark not in dead}
-    pending = sum(_data(event).get("pending_steps", 0) for event in survivors_end.values())
-    lost_by_dead = dropped["reborn"].total()
-    for mark in dead:
-        lost_by_dead += executed[mark] - committed[mark] - dropped["nonfinite"][mark] - dropped["reborn"][mark]
-    discarded = {"nonfinite": dropped["nonfinite"].total(), "mixed": dropped["mixed"].total()}
-    accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
+    books = [
+        _book(fragment, executed, decisions[fragment].values(), by_name["discarded"], survivors_end, dead)
+        for fragment in sorted(decisions)
+    ]
+    book = books[0]
     last = max(decided.values(), key=lambda event: int(event["version"]), default=None)
     return {
-        "outer_steps": len(decided),
+        "outer_steps": sum(map(len, decisions.values())),
         "attempts": len(by_name["quorum"]),
         "attempts_aborted": len(by_name["abort"]),
         "inner_step": last["inner_step"] if last is not None else 0,
         "inner_steps_executed": executed.total(),
-        "inner_steps_committed": committed.total(),
-        "inner_steps_pending": pending,
-        "survivor_inner_steps_lost": executed.total() - accounted,
-        "dead_inner_steps_lost": lost_by_dead,
-        "inner_steps_discarded": discarded,
-        "inner_steps_counted_twice": twice,
+        "inner_steps_committed": book.committed,
+        "inner_steps_pending": book.pending,
+        "survivor_inner_steps_lost": max((b.lost for b in books), key=abs),
+        "dead_inner_steps_lost": book.lost_by_dead,
+        "inner_steps_discarded": book.discarded,
+        "inner_steps_counted_twice": max(b.twice for b in books),
         "chain_conflicts": _conflicts(by_name["decide"]),
         "samples_committed": None,
         "samples_duplicated": None,
@@ -98,18 +97,57 @@ def _life(replica: str, line: Record) -> Mark:
     return replica, line["incarnation"]
 
 
-def _decisions(events: Iterable[Record]) -> dict[int, Record]:
-    """Version -> decision of fragment 0; a restarted coordinator may tell one again, the last word counts."""
-    return {event["version"]: event for event in events if event.get("fragment", 0) == 0}
+@dataclass(frozen=True, slots=True)
+class _Book:
+    """Where the executed inner steps are, on one fragment; ``lost`` is what cannot be found."""
+
+    committed: int
+    pending: int
+    lost_by_dead: int
+    discarded: dict[str, int]
+    lost: int
+    twice: int
+
+
+def _book(
+    fragment: int,
+    executed: Counter[Mark],
+    decisions: Iterable[Record],
+    discards: Iterable[Record],
+    ends: Mapping[Mark, Record],
+    dead: set[Mark],
+) -> _Book:
+    committed, twice = _committed(decisions)
+    dropped = _discarded(event for event in discards if event.get("fragment", 0) == fragment)
+    pending = sum(_pending(_data(event), fragment) for event in ends.values())
+    lost_by_dead = dropped["reborn"].total()
+    for mark in dead:
+        lost_by_dead += executed[mark] - committed[mark] - sum(counts[mark] for counts in dropped.values())
+    discarded = {reason: dropped[reason].total() for reason in ("nonfinite", "mixed")}
+    accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
+    return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
+
+
+def _pending(end: Record, fragment: int) -> int:
+    """Of the fragment, if the replica says so; else of fragment 0."""
+    fragments: list[int] = end.get("pending_by_fragment", [])
+    return int(fragments[fragment] if fragments else end.get("pending_steps", 0))
+
+
+def _decisions(events: Iterable[Record]) -> dict[int, dict[int, Record]]:
+    """Fragment -> version -> decision; a restarted coordinator may tell one again, the last word counts."""
+    found: dict[int, dict[int, Record]] = {0: {}}
+    for event in events:
+        found.setdefault(event.get("fragment", 0), {})[event["version"]] = event
+    return found
 
 
 def _conflicts(events: Iterable[Record]) -> list[int]:
-    """Versions of fragment 0 that were decided with more than one chain: a fork."""
-    chains: dict[int, set[str]] = defaultdict(set)
+    """Versions of any fragment that were decided with more than one chain: a fork."""
+    chains: dict[tuple[int, int], set[str]] = defaultdict(set)
     for event in events:
-        if event.get("fragment", 0) == 0:
-            chains[event["version"]].add(_data(event).get("chain", ""))
-    return sorted(version for version, seen in chains.items() if len(seen) > 1)
+        chains[event.get("fragment", 0), event["version"]].add(_data(event).get("chain", ""))
+    return sorted({version for (_, version), seen in chains.items() if len(seen) > 1})
 
 
 def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:
@@ -130,8 +168,7 @@ def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:
 def _discarded(events: Iterable[Record]) -> dict[str, Counter[Mark]]:
     dropped: dict[str, Counter[Mark]] = {"nonfinite": Counter(), "mixed": Counter(), "reborn": Counter()}
     for event in events:
-        if event.get("fragment", 0) == 0:
-            dropped[_data(event)["reason"]][_mark(event)] += _data(event)["steps"]
+        dropped[_data(event)["reason"]][_mark(event)] += _data(event)["steps"]
     return dropped
 
 

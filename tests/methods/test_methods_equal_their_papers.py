@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from ftopt.methods import SGD, DiLoCo, LocalSGD
+from ftopt.methods import SGD, DiLoCo, LocalSGD, Mine, Round
 from tests.optimizer.running import train
 from tests.problems import problem
 from tests.reference.diloco import diloco
@@ -100,8 +100,9 @@ def test_rounds_without_training_leave_a_bf16_anchor_where_it_is(method: DiLoCo 
     start = anchor.bfloat16().float()
     outer = method.init(anchor)
     now = anchor
-    for _ in range(20):
-        shares = [method.payload(now, start, start, alone=False, out=torch.empty(1000)) * 0.25 for _ in range(4)]
-        now, outer = method.outer_step(now, outer, sum(shares[1:], shares[0]))
+    for version in range(1, 21):
+        mine = Mine(anchor=now, start=start, params=start, layout=())
+        shares = [method.payload(mine, torch.empty(1000)) * 0.25 for _ in range(4)]
+        now, outer = method.outer_step(now, outer, sum(shares[1:], shares[0]), Round(0, version, version, ()))
     torch.testing.assert_close(now, anchor, rtol=0, atol=1e-6)
     assert not torch.equal(now, now.bfloat16().float()), "the anchor was pulled to the bf16 grid"

@@ -27,7 +27,7 @@ anchor = numbers()
 rule = SGD(lr=0.7, momentum=0.9, nesterov=True)
 state = rule.init(anchor)
 for _ in range(20):
-    anchor, state = rule.step(anchor, state, numbers() / 997)
+    anchor, state = rule.step(anchor, state, numbers() / 997, version=1)
 print(torch.backends.cpu.get_cpu_capability(), hashlib.sha256(anchor.numpy().tobytes()).hexdigest())
 """
 
@@ -39,7 +39,7 @@ def test_sgd_equals_torchs(rule: SGD) -> None:
     reference = torch.optim.SGD([theirs], lr=rule.lr, momentum=rule.momentum, nesterov=rule.nesterov)
     for _ in range(20):
         theirs.grad = torch.randn(501)
-        ours, state = rule.step(ours, state, theirs.grad.clone())
+        ours, state = rule.step(ours, state, theirs.grad.clone(), version=1)
         reference.step()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
@@ -47,9 +47,9 @@ def test_sgd_equals_torchs(rule: SGD) -> None:
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_a_step_leaves_its_arguments_alone_and_shares_no_memory_with_them(rule: SGD) -> None:
     anchor, gradient = torch.randn(64), torch.randn(64)
-    _, state = rule.step(anchor, rule.init(anchor), gradient)
+    _, state = rule.step(anchor, rule.init(anchor), gradient, version=1)
     kept = [t.clone() for t in (anchor, gradient, *state.values())]
-    new_anchor, new_state = rule.step(anchor, state, gradient)
+    new_anchor, new_state = rule.step(anchor, state, gradient, version=1)
     new_anchor.zero_()
     for tensor in new_state.values():
         tensor.zero_()
@@ -76,9 +76,9 @@ def test_unlike_cpus_compute_the_same_bits() -> None:
 
 def test_nesterov_by_hand() -> None:
     rule = SGD(lr=0.5, momentum=0.5, nesterov=True)
-    anchor, state = rule.step(torch.tensor([1.0]), rule.init(torch.zeros(1)), torch.tensor([1.0]))
+    anchor, state = rule.step(torch.tensor([1.0]), rule.init(torch.zeros(1)), torch.tensor([1.0]), version=1)
     assert (anchor.item(), state["momentum"].item()) == (0.25, 1.0)  # u = 1, d = 1 + 0.5 = 1.5
-    anchor, state = rule.step(anchor, state, torch.tensor([2.0]))
+    anchor, state = rule.step(anchor, state, torch.tensor([2.0]), version=2)
     assert (anchor.item(), state["momentum"].item()) == (-1.375, 2.5)  # u = 0.5 + 2, d = 2 + 1.25 = 3.25
 
 

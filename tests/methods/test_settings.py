@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from ftopt.methods import SGD, DiLoCo, LocalSGD, Progress
+from ftopt.methods import SGD, Balanced, DiLoCo, LocalSGD, Mine, Progress, StreamingDiLoCo, Work
 
 
 def _after(steps: int) -> Progress:
@@ -40,23 +40,35 @@ def test_a_torch_optimizer_outside_is_refused_with_what_to_use() -> None:
         DiLoCo(outer=torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
 
 
-def test_all_settings_are_in_what_replicas_must_agree_on() -> None:
+def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
     assert DiLoCo(sync_every=50).settings() == {
-        "sync_every": "50",
-        "outer": "sgd",
+        "weights": "steps",
+        "staleness_discount": "1.0",
+        "outer_start_step": "0",
+        "outer": "SGD",
         "outer.lr": "0.7",
         "outer.momentum": "0.9",
         "outer.nesterov": "True",
     }
-    assert LocalSGD(sync_every=50).settings() == {"sync_every": "50"}
+    assert "sync_every" not in LocalSGD(sync_every=50).settings()
+    streaming = StreamingDiLoCo(fragments=Balanced(n=4)).settings()
+    assert streaming["fragments"] == "Balanced" and streaming["fragments.n"] == "4"
+    assert not {"delay", "patience_s"} & streaming.keys()
 
 
 def test_weights_go_by_steps() -> None:
-    assert DiLoCo().weight(steps=30, tokens=1000) == LocalSGD(sync_every=1).weight(steps=30, tokens=7) == 30.0
+    assert DiLoCo().weight(Work(30, 1000)) == LocalSGD(sync_every=1).weight(Work(30, 7)) == 30.0
+
+
+def test_weights_go_by_tokens_or_not_at_all_on_request() -> None:
+    assert DiLoCo(weights="tokens").weight(Work(30, 1000)) == 1000.0
+    assert DiLoCo(weights="uniform").weight(Work(30, 1000)) == 1.0
+    assert DiLoCo(weights="uniform").weight(Work(0, 0)) == 0.0, "what has no steps weighs nothing"
+    assert DiLoCo(staleness_discount=0.5).weight(Work(30, 0, staleness=2)) == 7.5
 
 
 def test_a_lone_bf16_payload_of_local_sgd_is_the_parameters_themselves() -> None:
     anchor, params = torch.randn(100), torch.randn(100).bfloat16().float()
     start = anchor.bfloat16().float()
-    out = LocalSGD(sync_every=1).payload(anchor, start, params, alone=True, out=torch.empty(100))
+    out = LocalSGD(sync_every=1).payload(Mine(anchor, start, params, (), alone=True), torch.empty(100))
     assert torch.equal(out, params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -26,11 +27,28 @@ def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
 def train(
     problem: Problem, method: Method, *, replicas: int, steps: int, dtype: torch.dtype = torch.float32
 ) -> list[list[Tensor]]:
-    """Trains replicas on their own batches; returns each one's anchor, tensor by tensor."""
+    """Trains replicas on their own batches; returns each one's anchor when all have left, tensor by tensor."""
+    return [trained.left for trained in train_and_look(problem, method, replicas=replicas, steps=steps, dtype=dtype)]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Of one replica, tensor by tensor: the parameters and the anchor after the last step, and the anchor when the
+    pending steps have been flushed."""
+
+    params: list[Tensor]
+    anchor: list[Tensor]
+    left: list[Tensor]
+
+
+def train_and_look(
+    problem: Problem, method: Method, *, replicas: int, steps: int, dtype: torch.dtype = torch.float32
+) -> list[Trained]:
+    """Trains replicas on their own batches."""
     models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
     groups = local_groups(replicas)
 
-    def replica(m: int) -> list[Tensor]:
+    def replica(m: int) -> Trained:
         model = models[m]
         optimizer = wrap(problem.inner(model.parameters()), model, method, group=groups[m])
         with optimizer:
@@ -38,16 +56,19 @@ def train(
                 optimizer.zero_grad()
                 problem.backward(model, m, step)
                 optimizer.step()
-        return anchor(optimizer, model)
+            params = [p.detach().clone() for p in model.parameters()]
+            for index in range(len(optimizer.versions)):
+                groups[m].wait(index)
+            last = anchor(optimizer, model)
+        return Trained(params, last, anchor(optimizer, model))
 
     return together([lambda m=m: replica(m) for m in range(replicas)])
 
 
 def anchor(optimizer: OuterOptimizer, model: nn.Module) -> list[Tensor]:
     """The committed anchor, fp32, tensor by tensor."""
-    (fragment,) = optimizer._core.started().fragments
-    out, place = [], 0
-    for parameter in model.parameters():
-        out.append(fragment.state.anchor[place : place + parameter.numel()].view(parameter.shape).clone())
-        place += parameter.numel()
-    return out
+    found = {}
+    for fragment in optimizer._core.started().fragments:
+        for span in fragment.view.layout:
+            found[span.name] = fragment.state.anchor[span.start : span.stop]
+    return [found[name].view(parameter.shape).clone() for name, parameter in model.named_parameters()]

@@ -179,7 +179,7 @@ class Scripted:
             self._tally("propose too late")
         self.maybe()
 
-    def wait(self, fragment: int) -> bool:
+    def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
         self.maybe()
         return self._outstanding is None
 

@@ -160,9 +160,11 @@ def _train(
             optimizer.zero_grad()
         done = not leaving.is_set()
         if done:
+            optimizer.settle()
             with optimizer.busy("done"):
                 _tell_end(optimizer, group, on_event, "done")
                 finish.wait(LIMIT_S)
+                _tell_end(optimizer, group, on_event, "done")
         optimizer.close(flush=not done, timeout_s=10.0)
         if not done:
             _tell_end(optimizer, group, on_event, "left")
@@ -175,6 +177,7 @@ def _tell_end(
         "reason": reason,
         "local_steps": optimizer.local_steps,
         "pending_steps": optimizer.pending_steps,
+        "pending_by_fragment": optimizer.pending_by_fragment,
         "counted_step": optimizer.committed.counted_step,
         "anchor_digest": optimizer.anchor_digest(),
     }

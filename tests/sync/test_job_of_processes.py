@@ -199,14 +199,14 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
     with tiny_job(tmp_path, steps=None) as job:
         job.start_all()
         job.until("decide")
-        stranger = job.start("r9", method=ftopt.DiLoCo(sync_every=30))
+        stranger = job.start("r9", method=ftopt.DiLoCo(sync_every=20, outer=ftopt.SGD(lr=0.3)))
         stranger.join(30)
         refused = job.events("refused", "r9")[0]["data"]["text"]
         del job.processes["r9"]
         job.enough()
         summary = job.end()
     assert stranger.exitcode == 2
-    assert "sync_every: 30 here, 20 in the job" in refused
+    assert "outer.lr: 0.3 here, 0.7 in the job" in refused
     assert_nothing_lost(summary)
 
 
@@ -235,3 +235,21 @@ def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert lonely.exitcode == 2
     assert "no coordinator answers" in text
     assert "ftopt coordinator" in text
+
+
+STREAMING = ftopt.StreamingDiLoCo(sync_every=20, fragments=ftopt.Balanced(n=3), delay=5)
+
+
+def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path) -> None:
+    faults = {"r1": [Fault(point="reduce", at_step=40, do="kill")]}
+    with tiny_job(tmp_path, steps=None, step_s=0.01, method=STREAMING, faults=faults) as job:
+        job.start_all()
+        job.until("fault", "r1")
+        job.died("r1")
+        job.start("r1")
+        job.until("propose", "r1", incarnation=2)
+        job.enough(more=60)
+        summary = job.end()
+        successor = [m for e in job.events("decide") for m in e["data"]["members"] if m[:2] == ["r1", 2]]
+    assert_nothing_lost(summary)
+    assert successor, "the successor contributes"

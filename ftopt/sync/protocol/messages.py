@@ -78,7 +78,7 @@ class Record:
         fragment: the fragment.
         version: committed outer steps.
         chain: hash chain over all results (CHAIN).
-        inner_step: the job's committed inner step (grows with fragment 0).
+        inner_step: the fragment's committed inner step; fragment 0's is the job's.
         counted: COUNT: ``(replica, incarnation, last inner step included)``, sorted.
         ledger: the sample ledger, opaque here.
         ledger_commit: the ledger's own commit number.

@@ -228,7 +228,7 @@ class Rounds:
             members=tuple(x.mark for x in members),
             contributions=chosen,
             drop=tuple(sorted(self.undropped.items())),
-            advance=max(c.steps for c in contributors) if self.fragment == 0 else 0,
+            advance=max(c.steps for c in contributors),
         )
         key = tuple((x.mark, x.conn) for x in members)
         if key != self._group_key:

@@ -1,0 +1,214 @@
+"""Which parameters: rules that cut a model into fragments, each with outer steps of its own.
+
+A *block* is a run of parameters whose names agree up to their first number (``layers.3.mlp.weight`` and
+``layers.3.norm.weight``: block ``layers.3``), or, without a number, in their first part (``embedding``). `Strided` and
+`Sequential` deal out whole blocks, `Balanced` single tensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What a rule may know of a parameter.
+
+    Args:
+        name: as in ``model.named_parameters()``; of tied ones the first.
+        shape: its shape (of a sharded one: of the whole).
+        embedding: it is an `torch.nn.Embedding`'s weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    embedding: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a parameter lies in its fragment's flat tensors: elements ``start`` to ``stop - 1``."""
+
+    name: str
+    start: int
+    stop: int
+    embedding: bool = False
+
+
+Layout = tuple[Span, ...]
+"""A fragment's parameters in the order of the flat tensors, without gaps."""
+
+
+class Partition(Protocol):
+    """A rule that cuts a model. A frozen dataclass."""
+
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """The names of each fragment's parameters: every parameter once, no fragment empty.
+
+        Raises:
+            ValueError: the model cannot be cut so; says how it can.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strided:
+    """Block ``i`` belongs to fragment ``i mod n``: each fragment has blocks of all depths.
+
+    Args:
+        n: fragments (the paper's P), >= 1. Default 1.
+        embeddings_apart: embeddings make one more fragment, the last.
+
+    Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2, its default. The paper deals out transformer blocks; ours
+        deals out what surrounds them (embedding, last norm, head) alike, as blocks of their own.
+    """
+
+    n: int = 1
+    embeddings_apart: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count(self.n)
+
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """See `Partition`."""
+        rest, apart = _apart(parameters, self.embeddings_apart)
+        blocks = _blocks(rest, self.n, "strided")
+        return [[name for block in blocks[f :: self.n] for name in block] for f in range(self.n)] + apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequential:
+    """Runs of neighbouring blocks, as equal in number as can be.
+
+    Args:
+        n: fragments, >= 1. Default 1.
+        embeddings_apart: embeddings make one more fragment, the last.
+
+    Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2.
+    """
+
+    n: int = 1
+    embeddings_apart: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count(self.n)
+
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """See `Partition`."""
+        rest, apart = _apart(parameters, self.embeddings_apart)
+        blocks = _blocks(rest, self.n, "sequential")
+        cuts = [f * len(blocks) // self.n for f in range(self.n + 1)]
+        return [[name for block in blocks[a:b] for name in block] for a, b in itertools.pairwise(cuts)] + apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balanced:
+    """Fragments of nearly equal size: greedy bin packing of single tensors, the largest first.
+
+    Args:
+        n: fragments, >= 1. Default 1.
+        embeddings_apart: embeddings make one more fragment, the last.
+
+    Source: Decoupled DiLoCo (arXiv 2604.21428): 24 fragments balanced by greedy bin packing of tensors.
+    """
+
+    n: int = 1
+    embeddings_apart: bool = False
+
+    def __post_init__(self) -> None:
+        _check_count(self.n)
+
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """See `Partition`."""
+        rest, apart = _apart(parameters, self.embeddings_apart)
+        if len(rest) < self.n:
+            raise ValueError(
+                f"fragments.n={self.n} (balanced) for {len(rest)} tensors, which are never cut; use at most {len(rest)}"
+            )
+        order = {parameter.name: place for place, parameter in enumerate(rest)}
+        bins: list[list[str]] = [[] for _ in range(self.n)]
+        sizes = [0] * self.n
+        for parameter in sorted(rest, key=lambda p: (-p.numel, order[p.name])):
+            # An empty one first: tensors of no elements must not leave a fragment without any.
+            f = min(range(self.n), key=lambda f: (bool(bins[f]), sizes[f], f))
+            bins[f].append(parameter.name)
+            sizes[f] += parameter.numel
+        return [sorted(names, key=order.__getitem__) for names in bins] + apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """Fragments by the names of modules or parameters.
+
+    Args:
+        patterns: a shell pattern or a module's name for each fragment, e.g. ``["embedding", "layers.[0-5].*", "*"]``. A
+            parameter belongs to the first one that matches it.
+    """
+
+    patterns: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.patterns:
+            raise ValueError('fragments.patterns is empty; give one for each fragment, e.g. ["embedding", "*"]')
+
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """See `Partition`."""
+        found: list[list[str]] = [[] for _ in self.patterns]
+        left = []
+        for parameter in parameters:
+            for names, pattern in zip(found, self.patterns, strict=True):
+                if parameter.name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(parameter.name, pattern):
+                    names.append(parameter.name)
+                    break
+            else:
+                left.append(parameter.name)
+        if left:
+            raise ValueError(
+                f"fragments.patterns leave {len(left)} parameters out, e.g. {left[0]!r}; add a pattern for them, "
+                'or "*" at the end'
+            )
+        for names, pattern in zip(found, self.patterns, strict=True):
+            if not names:
+                raise ValueError(f"fragments.patterns: nothing is left for {pattern!r}; remove it, or put it first")
+        return found
+
+
+def _check_count(n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"fragments.n={n!r}; must be a whole number of fragments, at least 1")
+
+
+def _apart(parameters: Sequence[Parameter], apart: bool) -> tuple[list[Parameter], list[list[str]]]:
+    """The parameters without the embeddings, and the embeddings' fragment, if they shall have one."""
+    if not apart:
+        return list(parameters), []
+    embeddings = [p.name for p in parameters if p.embedding]
+    rest = [p for p in parameters if not p.embedding]
+    if not embeddings or not rest:
+        what = "no torch.nn.Embedding" if not embeddings else "nothing but embeddings"
+        raise ValueError(f"fragments.embeddings_apart=True, but the model has {what}; use embeddings_apart=False")
+    return rest, [embeddings]
+
+
+def _blocks(parameters: Sequence[Parameter], n: int, rule: str) -> list[list[str]]:
+    """Names, block by block, in the model's order."""
+    blocks: dict[str, list[str]] = {}
+    for parameter in parameters:
+        parts = parameter.name.split(".")
+        number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+        blocks.setdefault(".".join(parts[: number + 1]), []).append(parameter.name)
+    if len(blocks) < n:
+        raise ValueError(
+            f"fragments.n={n} ({rule}) for a model of {len(blocks)} blocks ({', '.join(list(blocks)[:6])}); "
+            f"use at most {len(blocks)}, or balanced fragments, which deal out single tensors"
+        )
+    return list(blocks.values())

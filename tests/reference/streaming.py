@@ -1,0 +1,66 @@
+"""Streaming DiLoCo (arXiv 2501.18512, algorithm 2) as a plain loop over explicit replicas."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.problems import Problem
+
+
+def streaming(
+    problem: Problem,
+    *,
+    replicas: int,
+    fragments: list[list[str]],
+    sync_every: int,
+    delay: int,
+    steps: int,
+    alpha: float | None = None,
+    lr: float = 0.4,
+    momentum: float = 0.9,
+) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
+    """Trains; returns the outer parameters by name, and each replica's own, tensor by tensor.
+
+    Args:
+        fragments: the names of each fragment's parameters; fragment p is due at ceil(p H / P) + k H, p = 0 at k H.
+        alpha: mixes; None rebases, which keeps the overlapped steps.
+    """
+    theta = {name: p.detach().clone() for name, p in problem.model(0).named_parameters()}
+    velocity = {name: torch.zeros_like(t) for name, t in theta.items()}
+    models = [problem.model(0) for _ in range(replicas)]
+    inner = [problem.inner(model.parameters()) for model in models]
+    under_way: dict[tuple[int, int], list[dict[str, Tensor]]] = {}  # (step, fragment) -> snapshots
+    for step in range(1, steps + 1):
+        for m in range(replicas):
+            inner[m].zero_grad()
+            problem.backward(models[m], m, step - 1)
+            inner[m].step()
+        local = [dict(model.named_parameters()) for model in models]
+        for p, names in enumerate(fragments):
+            first = math.ceil(p * sync_every / len(fragments)) or sync_every
+            if step >= first and (step - first) % sync_every == 0:
+                snapshots = [{name: one[name].detach().clone() for name in names} for one in local]
+                under_way[step, p] = snapshots
+                for name in names:
+                    delta = (theta[name] - snapshots[0][name]) * (1 / replicas)
+                    for snapshot in snapshots[1:]:
+                        delta = delta + (theta[name] - snapshot[name]) * (1 / replicas)
+                    velocity[name] = velocity[name] * momentum
+                    velocity[name] = velocity[name] + delta
+                    ahead = velocity[name] * momentum
+                    ahead = ahead + delta
+                    ahead = ahead * lr
+                    theta[name] = theta[name] - ahead
+            for one, snapshot in zip(local, under_way.pop((step - delay, p), []), strict=False):
+                for name in names:
+                    with torch.no_grad():
+                        if delay == 0:
+                            one[name].copy_(theta[name])
+                        elif alpha is None:
+                            one[name].sub_(snapshot[name]).add_(theta[name])
+                        else:
+                            one[name].mul_(alpha).add_(theta[name] * (1 - alpha))
+    return theta, [[p.detach().clone() for p in model.parameters()] for model in models]
