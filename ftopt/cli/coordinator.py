@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--open-status", action="store_true", help="answer /status and /metrics without the token, too")
     parser.add_argument("--folder", type=Path, help="a run's folder to write events.jsonl to")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--faults", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
@@ -59,15 +61,14 @@ def _ready(url: str) -> None:
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:
-    """Events to the run's folder, and the faults of the run's recipe that aim at the coordinator.
+    """Events to the run's folder, and the faults that strike this process (JSON, from ``ftopt run``).
 
     The second one, if any, is to be told the server: a fault may cut it off.
     """
     if arguments.folder is None:
         return ignore, None
-    from ftopt.config.loader import load
     from ftopt.faults.injector import FaultInjector
-    from ftopt.faults.spec import COORDINATOR
+    from ftopt.faults.spec import Fault
     from ftopt.job.subscribers import fan_out
     from ftopt.telemetry.folder import RunFolder
     from ftopt.telemetry.jsonl import EventLog, JsonLines
@@ -75,9 +76,8 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
     folder = RunFolder(arguments.folder)
     folder.create()
     log = EventLog(JsonLines(folder.events, arguments.started or time.time()))
-    faults = load(str(folder.recipe)).faults if folder.recipe.exists() else []
-    aimed = [fault for fault in faults if fault.replica == COORDINATOR]
-    injector = FaultInjector(aimed, log, incarnation=arguments.life)
+    faults = [Fault(**fault) for fault in json.loads(arguments.faults)]
+    injector = FaultInjector(faults, log, incarnation=arguments.life)
 
     def made(server: CoordinatorServer) -> None:
         injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})

@@ -6,13 +6,14 @@ everything when the job is done, when it cannot go on, or when it is told to.
 
 from __future__ import annotations
 
+import json
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
@@ -116,7 +117,9 @@ class Runner:
     def _start_coordinator(self, life: int) -> None:
         arguments = ["coordinator", "--bind", self._bind, "--journal", str(self._folder.journal), "--supervised"]
         arguments.append("--open-status")  # it listens on this machine alone, and tells no more than the terminal
-        child = self._start(COORDINATOR, life, [*arguments, "--life", str(life)], reports=True)
+        faults = [asdict(fault) for fault in self._recipe.faults if fault.replica == COORDINATOR]
+        arguments += ["--life", str(life), "--faults", json.dumps(faults)]
+        child = self._start(COORDINATOR, life, arguments, reports=True)
         self._url = child.first_line()
         if not self._url:
             child.end(5.0)
