@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from ftopt.cli.main import main
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read
+from tests.sync.processes import CONTEXT
 
 TINY = (
     "replicas=3",
@@ -38,35 +40,62 @@ def text(folder: Path) -> str:
     return f"data.path={path}"
 
 
-class Start(Protocol):
-    """Starts ``ftopt run diloco_bytes`` in a folder, with `TINY` and then ``overrides``; ended with the test."""
+class Run:
+    """A running ``ftopt run diloco_bytes``: a process from the fork server, which has torch loaded, in a session of its
+    own. The coordinator and the replicas that it starts are processes like any user's.
+    """
 
-    def __call__(self, folder: Path, *overrides: str, leave_out: str = "nothing") -> subprocess.Popen[str]:
+    def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
+        self._files = [folder / "stdout.txt", folder / "stderr.txt"]
+        self._process = CONTEXT.Process(target=_run, args=(folder, self._files, list(overrides)))
+        self._process.start()
+
+    def wait(self, timeout_s: float = 100.0) -> tuple[int, str]:
+        """Waits for its end; exit status, and what it said on standard error."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, "the run did not end"
+        return self._process.exitcode, self._files[1].read_text(encoding="utf-8")
+
+    def signal(self, number: int) -> None:
+        """Sends it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        """Kills it if it still runs; its processes end by themselves."""
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+
+def _run(folder: Path, files: Sequence[Path], overrides: Sequence[str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.exit(main(["run", "diloco_bytes", *overrides]))
+
+
+class Start(Protocol):
+    """Starts a `Run` in a folder, with `TINY` and then ``overrides``; ended with the test."""
+
+    def __call__(self, folder: Path, *overrides: str, leave_out: str = "nothing") -> Run:
         """``leave_out``: the settings of `TINY` that begin so."""
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """A `Start`."""
-    runs: list[subprocess.Popen[str]] = []
+    runs: list[Run] = []
 
-    def start_one(folder: Path, *overrides: str, leave_out: str = "nothing") -> subprocess.Popen[str]:
+    def start_one(folder: Path, *overrides: str, leave_out: str = "nothing") -> Run:
         settings = [setting for setting in TINY if not setting.startswith(leave_out)]
-        runs.append(_popen(folder, [*settings, text(folder), *overrides]))
+        runs.append(Run(folder, [*settings, text(folder), *overrides]))
         return runs[-1]
 
     yield start_one
     for run in runs:
-        if run.poll() is None:
-            run.kill()
-            run.communicate()
-
-
-def _popen(folder: Path, overrides: list[str]) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "ftopt", "run", "diloco_bytes", *overrides]
-    return subprocess.Popen(
-        arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        run.end()
 
 
 def folder_of(folder: Path) -> RunFolder:

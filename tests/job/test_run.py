@@ -11,11 +11,10 @@ from tests.job.running import Start, alive, events_of, folder_of, summary_of, un
 
 
 def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path, start: Start) -> None:
-    run = start(
-        tmp_path, "train.inner_steps=1600", "faults=[{replica: 1, at_step: 100, point: reduce, do: kill, rejoin_s: 0}]"
-    )
-    out, error = run.communicate(timeout=110)
-    assert run.returncode == 0, out + error
+    """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
+    fault = "{replica: 1, at_step: 100, point: reduce, do: kill, rejoin_s: 0}"
+    status, error = start(tmp_path, "sync.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]").wait()
+    assert status == 0, error
     got = summary_of(tmp_path)
     assert got["survivor_inner_steps_lost"] == 0
     assert got["inner_steps_counted_twice"] == 0
@@ -27,45 +26,51 @@ def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path
     assert len(set(got["anchor_digests"].values())) == 1
     assert set(got["anchor_digests"]) == {"r0", "r1", "r2"}
     assert got["val_loss_final"] < got["val_loss_initial"]
-    members = [member for event in events_of(tmp_path, "decide") for member in event["data"]["members"]]
-    assert any(member[:2] == ["r1", 2] and member[2] > 0 for member in members), "the successor contributed"
+    decisions = [event["data"]["members"] for event in events_of(tmp_path, "decide")]
+    back = next(i for i, members in enumerate(decisions) if ["r1", 2] in [member[:2] for member in members])
+    kept = [member[2] for member in decisions[back] if member[0] != "r1"]
+    assert kept == [20, 20], "the survivors' contributions of the aborted attempt"
+    later = [member for members in decisions[back:] for member in members]
+    assert max(member[2] for member in later if member[0] != "r1") > 20, "they trained on alone"
+    assert any(member[:2] == ["r1", 2] and member[2] > 0 for member in later), "the successor contributed"
 
 
 def test_a_killed_coordinator_comes_back_with_its_journal_and_nothing_is_lost(tmp_path: Path, start: Start) -> None:
     fault = "{replica: coordinator, at_step: 100, point: decide, do: kill, rejoin_s: 0}"
-    run = start(tmp_path, "train.inner_steps=1200", f"faults=[{fault}]")
-    out, error = run.communicate(timeout=110)
-    assert run.returncode == 0, out + error
+    status, error = start(tmp_path, "replicas=2", "train.inner_steps=300", f"faults=[{fault}]").wait()
+    assert status == 0, error
     got = summary_of(tmp_path)
     assert got["survivor_inner_steps_lost"] == 0
     assert got["chain_conflicts"] == []
     assert got["deaths"] == []
-    assert len(got["joins"]) == 3
+    assert len(got["joins"]) == 2
     assert len(set(got["anchor_digests"].values())) == 1
+    spawns = [event["data"]["life"] for event in events_of(tmp_path, "spawn") if event["replica"] == "coordinator"]
+    assert spawns == [1, 2]
 
 
 def test_an_interrupted_run_leaves_in_good_order_and_keeps_what_is_pending(tmp_path: Path, start: Start) -> None:
-    run = start(tmp_path, "train.inner_steps=100000")
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
     until(lambda: (tmp_path / "runs").exists() and len(events_of(tmp_path, "decide")) > 2)
-    run.send_signal(signal.SIGINT)
-    _, error = run.communicate(timeout=60)
-    assert run.returncode == 1
+    run.signal(signal.SIGINT)
+    status, error = run.wait()
+    assert status == 1
     assert "interrupted" in error
     assert "Traceback" not in error
     got = summary_of(tmp_path)
     assert got["deaths"] == []
     assert got["survivor_inner_steps_lost"] == 0
-    assert len(events_of(tmp_path, "end")) == 3
+    assert len(events_of(tmp_path, "end")) == 2
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
 
 
 def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> None:
-    run = start(tmp_path, "train.inner_steps=100000")
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
     until(lambda: (tmp_path / "runs").exists() and len(events_of(tmp_path, "decide")) > 0)
     pids = [event["data"]["pid"] for event in events_of(tmp_path, "spawn")]
-    assert len(pids) == 4
-    run.kill()
-    run.communicate()
+    assert len(pids) == 3
+    run.signal(signal.SIGKILL)
+    run.wait()
     until(lambda: not any(map(alive, pids)))
 
 
@@ -77,17 +82,16 @@ def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> No
     ],
 )
 def test_what_a_replica_finds_wrong_is_the_runs_message(tmp_path: Path, start: Start, override: str, part: str) -> None:
-    run = start(tmp_path, "replicas=1", override, leave_out="model.")
-    _, error = run.communicate(timeout=60)
-    assert run.returncode == 2
+    status, error = start(tmp_path, "replicas=1", override, leave_out="model.").wait()
+    assert status == 2
     assert part in error
     assert "Traceback" not in error
     assert folder_of(tmp_path).summary.exists()
 
 
 def test_a_run_whose_replicas_all_die_fails(tmp_path: Path, start: Start) -> None:
-    run = start(tmp_path, "replicas=1", "train.inner_steps=100", "faults=[{at_step: 30, do: kill}]")
-    _, error = run.communicate(timeout=60)
-    assert run.returncode == 1
+    fault = "{at_step: 30, do: kill}"
+    status, error = start(tmp_path, "replicas=1", "train.inner_steps=100", f"faults=[{fault}]").wait()
+    assert status == 1
     assert "all replicas died" in error
     assert summary_of(tmp_path)["dead_inner_steps_lost"] == 9
