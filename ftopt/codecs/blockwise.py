@@ -35,6 +35,10 @@ class Blockwise(ABC):
         """False: what is decoded is near what was encoded."""
         return False
 
+    def for_sum(self, payloads: int) -> Blockwise:
+        """Itself."""
+        return self
+
     @abstractmethod
     def row_bytes(self, values: int) -> int:
         """Bytes for a block of ``values`` values, 1 to `block`."""

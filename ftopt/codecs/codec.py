@@ -38,6 +38,9 @@ class Codec(Protocol):
     def block(self) -> int:
         """Elements that are encoded together."""
 
+    def for_sum(self, payloads: int) -> Codec:
+        """The codec for a sum of so many decoded payloads: itself, or one whose blocks divide its own."""
+
     def encoded_bytes(self, elements: int) -> int:
         """Bytes on the wire for a piece of ``elements`` values."""
 

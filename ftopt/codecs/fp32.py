@@ -25,6 +25,10 @@ class FP32:
         """True."""
         return True
 
+    def for_sum(self, payloads: int) -> FP32:
+        """Itself."""
+        return self
+
     def encoded_bytes(self, elements: int) -> int:
         """Four a value."""
         return 4 * elements

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
+from ftopt.codecs.int8 import Int8
 
 _INDEX_BITS = 12
 _GATHER = 0x0102040810204080
@@ -21,8 +22,8 @@ _GATHER = 0x0102040810204080
 class TopK(Blockwise):
     """Keeps the largest magnitudes of each chunk of 4096 values; all others are read as zero.
 
-    A chunk of n values keeps ``k = max(1, ceil(fraction * n))``. With lo and hi the smallest and the largest magnitude
-    kept, rounded to bf16 (the largest bf16 at most), a value is sent as its place (12 bits), its sign, and
+    A chunk of n values keeps ``k = ceil(fraction * n)``, 1 at least. With lo and hi the smallest and the largest
+    magnitude kept, rounded to bf16 (the largest bf16 at most), a value is sent as its place (12 bits), its sign, and
     ``j = round((|x| - lo) / step)`` in ``bits - 1`` bits; it is read as ``sign * (lo + j * step)``,
     ``step = (hi - lo) / (2^(bits-1) - 1)``. Two levels (``bits=2``) are thus lo and hi: nothing is spent on magnitudes
     that a kept value cannot have, and a chunk of zeros stays zero.
@@ -33,9 +34,13 @@ class TopK(Blockwise):
     Error: of a value not kept, its magnitude, at most lo; of a kept one ``step / 2 + max|x| / 256``. Both at most the
     chunk's max|x|, and plus 2^-133 (denormals). Meant for error feedback, which sends later what was left out.
 
+    Replicas keep different values, so a sum of M payloads has up to M k values a chunk. It is sent with room for all of
+    them, in 8 bits each (`for_sum`): what is left out there no error feedback would bring back.
+
     Args:
         fraction: of the values that are kept, above 0 to 1. Default 0.03.
         bits: of a value's sign and magnitude, 2 to 8. Default 2.
+        payloads: so many times k values are kept. For `for_sum`; 1 otherwise.
 
     Raises:
         ValueError: an argument out of range.
@@ -46,6 +51,7 @@ class TopK(Blockwise):
 
     fraction: float = 0.03
     bits: int = 2
+    payloads: int = 1
 
     block: ClassVar[int] = 1 << _INDEX_BITS
 
@@ -57,12 +63,17 @@ class TopK(Blockwise):
 
     @property
     def name(self) -> str:
-        """``top_k:FRACTION:BITS``."""
+        """``top_k:FRACTION:BITS``; `payloads` is no setting of a recipe."""
         return f"top_k:{self.fraction}:{self.bits}"
 
     def kept(self, values: int) -> int:
-        """k: how many of a chunk of ``values`` are kept."""
-        return max(1, math.ceil(self.fraction * values))
+        """How many of a chunk of ``values`` are kept."""
+        return min(values, self.payloads * max(1, math.ceil(self.fraction * values)))
+
+    def for_sum(self, payloads: int) -> Blockwise:
+        """As many kept values as ``payloads`` have together, in 8 bits; int8 where that is fewer bytes."""
+        sparse, dense = TopK(self.fraction, 8, payloads), Int8()
+        return sparse if sparse.encoded_bytes(self.block) < dense.encoded_bytes(self.block) else dense
 
     def row_bytes(self, values: int) -> int:
         """lo, hi and the packed words."""

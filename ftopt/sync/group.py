@@ -71,6 +71,26 @@ class Damaged(Exception):
     """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
 
 
+class Codec(Protocol):
+    """How a payload travels; `ftopt.codecs.Codec` says what holds for one."""
+
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together."""
+
+    def for_sum(self, payloads: int) -> Codec:
+        """The codec for a sum of so many decoded payloads."""
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Bytes of a piece of so many elements."""
+
+    def encode(self, piece: Tensor) -> Tensor:
+        """fp32 to uint8, both flat."""
+
+    def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
+        """Fills and returns ``out``."""
+
+
 class Collective(Protocol):
     """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
 
@@ -86,6 +106,16 @@ class Collective(Protocol):
 
     def all_reduce_(self, flat: Tensor) -> None:
         """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members."""
+
+    def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
+        """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
+
+        Not multiplied by the shares, which are those of all members in rank order. Each payload travels encoded and is
+        decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload of a member of
+        share 0 is not looked at. One member alone keeps what it has.
+
+        Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
+        """
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""

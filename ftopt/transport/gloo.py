@@ -28,7 +28,8 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
+from ftopt.transport.encoded import Codec, EncodedMean, Exchange
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.store import RendezvousStore, StoreOps
 
@@ -208,6 +210,43 @@ class GlooCollective:
             self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
             self._reduce(torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size())))
 
+    def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
+        """The weighted mean over the members, in place; what travels is encoded, in both hops. See `EncodedMean`.
+
+        The result is bit-equal on all members, and the one that `LocalCollective` gives. One member alone keeps its
+        ``flat`` as it is: nothing travels, nothing is lost.
+
+        Args:
+            flat: 1-D, contiguous, on the CPU, fp32; the same length on all members. What this member offers, not
+                multiplied by its share.
+            codec: the same on all members.
+            shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
+
+        Raises:
+            FloatingPointError: this member's payload is not finite, or the mean is not; the collective is closed.
+        """
+        assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, (
+            "a flat, contiguous fp32 tensor"
+        )
+        assert len(shares) == self.size, (shares, self.size)
+        self.open()
+        if self.size == 1 or not flat.numel():
+            return
+        mean = EncodedMean(flat.detach(), codec, shares, rank=self.rank, piece_bytes=self._piece_bytes)
+        under_way: deque[Exchange] = deque()
+        with self._works() as (box, pending):
+
+            def start(hop: Exchange) -> None:
+                under_way.append(hop)
+                self.sent_bytes += sum(hop.sent_sizes) - hop.sent_sizes[self.rank]
+                pending.append(box[0].alltoall_base(hop.received, hop.sent, hop.received_sizes, hop.sent_sizes))
+
+            def finish() -> Exchange:
+                self._finish(pending, time.monotonic())
+                return under_way.popleft()
+
+            mean.run(start, finish)
+
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""
         rows = torch.zeros(self.size, len(row), dtype=torch.int64)
@@ -247,11 +286,7 @@ class GlooCollective:
         # A group that comes after close() is dropped here, on this daemon thread.
 
     def _reduce(self, pieces: Iterable[Tensor]) -> None:
-        pending: deque[Work] = deque()
-        with self._lock:
-            box = [self._group]  # in a box: whoever lets go of the group last waits for its works
-        try:
-            self._check()
+        with self._works() as (box, pending):
             since_s = time.monotonic()
             for piece in pieces:
                 pending.append(box[0].allreduce([piece]))
@@ -259,6 +294,16 @@ class GlooCollective:
                     since_s = self._finish(pending, since_s)
             while pending:
                 since_s = self._finish(pending, since_s)
+
+    @contextmanager
+    def _works(self) -> Iterator[tuple[list[Any], deque[Work]]]:
+        """The group, in a box, and the works under way, oldest first; both are let go of if anything fails."""
+        pending: deque[Work] = deque()
+        with self._lock:
+            box = [self._group]  # in a box: whoever lets go of the group last waits for its works
+        try:
+            self._check()
+            yield box, pending
         except BaseException:
             pending.clear()  # a work keeps the group's connections
             self.close()

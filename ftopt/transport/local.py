@@ -14,14 +14,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ftopt.transport.encoded import Codec, sent_bytes, sum_codec
+
 
 class _Call:
-    """One collective call: what each rank brought, and the sum once all have."""
+    """One collective call: what each rank brought, and the result once all have."""
 
     def __init__(self) -> None:
         self.brought: dict[int, Tensor] = {}
         self.total: Tensor | None = None
-        self.left = 0  # members that have not taken the sum yet
+        self.left = 0  # members that have not taken the result yet
 
 
 class _Meeting:
@@ -103,26 +105,45 @@ class LocalCollective:
     def all_reduce_(self, flat: Tensor) -> None:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order."""
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
-        meeting = self._meeting
-        number, self._calls = self._calls, self._calls + 1
-        with meeting.changed:
-            self._check()
-            call = meeting.calls.setdefault(number, _Call())
-            call.brought[self.rank] = flat.detach()
-            if len(call.brought) == self.size:
-                call.total = _sum_in_rank_order(call.brought)
-                call.left = self.size
-                call.brought.clear()
-                meeting.changed.notify_all()
-            try:
-                self._wait(lambda: call.total is not None)
-            finally:
-                call.brought.pop(self.rank, None)  # nobody reads the tensor of a member that has failed
-            assert call.total is not None
-            call.left -= 1
-            if call.left == 0:
-                del meeting.calls[number]
-        flat.detach().copy_(call.total)  # nobody writes to the sum any more
+        flat.detach().copy_(self._meet(flat.detach(), _sum_in_rank_order))
+
+    def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
+        """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
+
+        ``flat <- decode(encode(sum over m of shares[m] * decode(encode(flat_m))))``, the sum in fp32, in rank order,
+        encoded with ``codec.for_sum``. One member alone keeps its ``flat`` as it is.
+
+        Args:
+            flat: 1-D, contiguous, fp32; the same length on all members. What this member offers, not multiplied by its
+                share.
+            codec: the same on all members.
+            shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
+
+        Raises:
+            FloatingPointError: this member's payload is not finite, or the mean is not; the collective is closed.
+        """
+        assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, (
+            "a flat, contiguous fp32 tensor"
+        )
+        assert len(shares) == self.size, (shares, self.size)
+        self.open()
+        if self.size == 1 or not flat.numel():
+            return
+
+        def mean(brought: dict[int, Tensor]) -> Tensor:
+            total = torch.zeros_like(flat)
+            for rank, share in enumerate(shares):
+                if share:
+                    total += brought[rank] * share
+            return _through(sum_codec(codec, shares), total)
+
+        try:
+            mine = _through(codec, flat.detach()) if shares[self.rank] else torch.zeros_like(flat)
+            flat.detach().copy_(self._meet(mine, mean))
+        except FloatingPointError:
+            self.close()
+            raise
+        self.sent_bytes += sent_bytes(flat.numel(), codec, shares, rank=self.rank)
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""
@@ -145,6 +166,29 @@ class LocalCollective:
     def close(self) -> None:
         """Leaves the group; idempotent."""
         self.stop()
+
+    def _meet(self, mine: Tensor, combine: Callable[[dict[int, Tensor]], Tensor]) -> Tensor:
+        """Brings ``mine``; the last to come combines what all have brought (by rank). The same tensor for all."""
+        meeting = self._meeting
+        number, self._calls = self._calls, self._calls + 1
+        with meeting.changed:
+            self._check()
+            call = meeting.calls.setdefault(number, _Call())
+            call.brought[self.rank] = mine
+            if len(call.brought) == self.size:
+                call.total = combine(call.brought)
+                call.left = self.size
+                call.brought.clear()
+                meeting.changed.notify_all()
+            try:
+                self._wait(lambda: call.total is not None)
+            finally:
+                call.brought.pop(self.rank, None)  # nobody reads the tensor of a member that has failed
+            assert call.total is not None
+            call.left -= 1
+            if call.left == 0:
+                del meeting.calls[number]
+            return call.total  # nobody writes to it any more
 
     def _check(self) -> None:
         if self._stopped:
@@ -175,3 +219,7 @@ def _sum_in_rank_order(brought: dict[int, Tensor]) -> Tensor:
     for rank in range(1, len(brought)):
         total += brought[rank]
     return total
+
+
+def _through(codec: Codec, payload: Tensor) -> Tensor:
+    return codec.decode(codec.encode(payload), torch.empty_like(payload))

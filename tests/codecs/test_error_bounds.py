@@ -93,6 +93,18 @@ def test_what_is_not_finite_is_refused(codec: Codec, value: float, place: int) -
         codec.encode(x)
 
 
+@pytest.mark.parametrize(("fraction", "length"), [(0.02, 3 * 4096 + 100), (0.05, 30), (0.2, 5000)])
+def test_a_sum_of_top_k_payloads_loses_no_value_on_the_second_hop(fraction: float, length: int) -> None:
+    codec = TopK(fraction, 4)
+    chance = torch.Generator().manual_seed(length)
+    payloads = [torch.randn(length, generator=chance) for _ in range(3)]
+    total = sum((roundtrip(codec, x, torch.empty_like(x)) for x in payloads), torch.zeros(length))
+    got = roundtrip(codec.for_sum(3), total, torch.empty_like(total))
+    for part, sent in zip(total.split(4096), got.split(4096), strict=True):
+        assert float((part - sent).abs().max()) <= float(part.abs().max()) / 120
+    assert codec.for_sum(3) == (Int8() if fraction == 0.2 else TopK(fraction, 8, 3))
+
+
 def test_top_k_keeps_as_many_as_it_says() -> None:
     x = torch.randn(3 * 4096 + 100, generator=torch.Generator().manual_seed(1))
     out = roundtrip(TopK(0.02, 5), x, torch.empty_like(x))

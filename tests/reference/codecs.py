@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ftopt.codecs import Codec
+from ftopt.codecs import Codec, Int8, TopK
 
 BF16_MAX = (2 - 2**-7) * 2.0**127
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -87,13 +87,17 @@ def through(name: str, values: Sequence[float]) -> list[float]:
 def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float]) -> Tensor:
     """The weighted mean as all members get it: both hops encoded, sums in fp32 in the order of the ranks.
 
-    Span r of each flat goes to rank r, which adds up ``share * decoded`` and gives the sum, encoded, to everybody. One
-    member alone sends nothing and loses nothing.
+    Span r of each flat goes to rank r, which adds up ``share * decoded`` and gives the sum, encoded, to everybody. Sums
+    of top-k payloads keep as many values as there can be, in 8 bits. One member alone sends nothing and loses nothing.
     """
     size, n = len(flats), flats[0].numel()
     if size == 1:
         return flats[0] * shares[0]
     blocks = math.ceil(n / codec.block)
+    contributors = sum(share > 0 for share in shares)
+    for_sum: Codec = codec
+    if isinstance(codec, TopK):
+        for_sum = TopK(codec.fraction, 8, contributors) if contributors * codec.fraction < 0.4 else Int8()
     gathered = []
     for r in range(size):
         span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))
@@ -102,5 +106,5 @@ def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float])
             if shares[m] > 0:
                 received = codec.decode(codec.encode(flats[m][span].clone()), torch.empty(total.shape))
                 total = total + received * shares[m]
-        gathered.append(codec.decode(codec.encode(total), torch.empty(total.shape)))
+        gathered.append(for_sum.decode(for_sum.encode(total), torch.empty(total.shape)))
     return torch.cat(gathered)

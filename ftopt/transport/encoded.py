@@ -1,0 +1,149 @@
+"""The weighted mean of payloads that travel encoded: who sends what, and the arithmetic. The wire is the caller's.
+
+The payload is cut into one span a member, nearly equal, on the codec's blocks; rank r answers for span r.
+
+1. **First hop**, all to all: everybody sends its span r, encoded, to rank r. Rank r decodes them and adds them up in
+   fp32, in rank order: ``sum over m of share_m * decode(encode(flat_m))``. Its own part goes the same way.
+2. **Second hop**, all to all: rank r sends its sum, encoded with ``codec.for_sum`` (mostly the same codec), to
+   everybody, who decodes it.
+
+Everybody decodes the same bytes, so the results are bit-equal. Where the spans lie does not show in them: a span is
+whole blocks. Both hops are encoded, or of fp4's 7.9 times fewer bytes than fp32 less than 2 would be left.
+
+A member sends (n-1)/n of the payload's encoded bytes in each hop, like a ring; a member of share 0 sends nothing in the
+first: what it holds is neither encoded nor looked at.
+
+Both hops go in pieces, and each span is cut alike: piece j is the j-th part of every span. The second hop of one piece
+is on the wire while the next one's first hop is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Codec(Protocol):
+    """What of a codec is needed here. `ftopt.codecs.Codec` says what holds for one."""
+
+    @property
+    def block(self) -> int:
+        """Elements that are encoded together."""
+
+    def for_sum(self, payloads: int) -> Codec:
+        """The codec for a sum of so many decoded payloads; its blocks divide this one's."""
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Bytes of a piece of so many elements."""
+
+    def encode(self, piece: Tensor) -> Tensor:
+        """fp32 to uint8, both flat."""
+
+    def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
+        """Fills and returns ``out``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One all-to-all: uint8, the parts of all ranks one behind the other, with their sizes."""
+
+    sent: Tensor
+    sent_sizes: list[int]
+    received: Tensor
+    received_sizes: list[int]
+
+
+def spans(numel: int, size: int, block: int) -> list[tuple[int, int]]:
+    """Start and stop of each rank's span of ``numel`` elements: whole blocks, numbers of them that differ by 1."""
+    blocks = -(-numel // block)
+    ends = [min(numel, blocks * rank // size * block) for rank in range(size + 1)]
+    return list(pairwise(ends))
+
+
+def sent_bytes(numel: int, codec: Codec, shares: Sequence[float], *, rank: int) -> int:
+    """What ``rank`` sends to others in both hops."""
+    lengths = [stop - start for start, stop in spans(numel, len(shares), codec.block)]
+    others = sum(codec.encoded_bytes(length) for other, length in enumerate(lengths) if other != rank)
+    return bool(shares[rank]) * others + (len(shares) - 1) * sum_codec(codec, shares).encoded_bytes(lengths[rank])
+
+
+def sum_codec(codec: Codec, shares: Sequence[float]) -> Codec:
+    """The second hop's codec."""
+    return codec.for_sum(sum(share > 0 for share in shares))
+
+
+class EncodedMean:
+    """One member's part in one mean. For each piece in turn: `offer`, `add_up`, `take`; an exchange between each two.
+
+    Args:
+        flat: 1-D, contiguous, fp32; the member's payload, and, piece by piece, the result.
+        codec: how it travels.
+        shares: of all members, in rank order.
+        rank: this member.
+        piece_bytes: bytes that one exchange sends, at most (but a block to each member at least).
+    """
+
+    def __init__(self, flat: Tensor, codec: Codec, shares: Sequence[float], *, rank: int, piece_bytes: int) -> None:
+        self._flat = flat
+        self._codec = codec
+        self._sum_codec = sum_codec(codec, shares)
+        self._shares = shares
+        self._rank = rank
+        self._spans = spans(flat.numel(), len(shares), codec.block)
+        block_bytes = max(c.encoded_bytes(codec.block) for c in (codec, self._sum_codec))
+        blocks = max(1, piece_bytes // (len(shares) * block_bytes))
+        self._step = blocks * codec.block
+        self.pieces = max(-(-(stop - start) // self._step) for start, stop in self._spans)
+
+    def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> None:
+        """All of it: ``start`` puts an exchange on the wire, ``finish`` waits for the one that started first."""
+        for piece in range(self.pieces + 2):
+            if piece < self.pieces:
+                start(self.offer(piece))
+            if 1 <= piece <= self.pieces:
+                start(self.add_up(piece - 1, finish()))
+            if piece >= 2:
+                self.take(piece - 2, finish())
+
+    def offer(self, piece: int) -> Exchange:
+        """The first hop: this member's parts of all spans, for those who answer for them."""
+        mine = self._part(self._rank, piece).numel()
+        parts = [self._codec.encode(self._part(rank, piece)) for rank in self._ranks() if self._shares[self._rank]]
+        return self._exchange(parts, [self._codec.encoded_bytes(mine if share else 0) for share in self._shares])
+
+    def add_up(self, piece: int, first: Exchange) -> Exchange:
+        """The second hop: the sum over the members in this member's span, for everybody."""
+        total = torch.zeros_like(self._part(self._rank, piece))
+        term = torch.empty_like(total)
+        received = torch.split(first.received, first.received_sizes)
+        for share, encoded in zip(self._shares, received, strict=True):
+            if share:
+                total += self._codec.decode(encoded, term).mul_(share)
+        sizes = [self._sum_codec.encoded_bytes(self._part(rank, piece).numel()) for rank in self._ranks()]
+        return self._exchange([self._sum_codec.encode(total)] * len(self._shares), sizes)
+
+    def take(self, piece: int, second: Exchange) -> None:
+        """The result, into ``flat``."""
+        for rank, encoded in enumerate(torch.split(second.received, second.received_sizes)):
+            self._sum_codec.decode(encoded, self._part(rank, piece))
+
+    def _ranks(self) -> range:
+        return range(len(self._shares))
+
+    def _part(self, rank: int, piece: int) -> Tensor:
+        start, stop = self._spans[rank]
+        return self._flat[min(stop, start + piece * self._step) : min(stop, start + (piece + 1) * self._step)]
+
+    def _exchange(self, parts: list[Tensor], sizes: list[int]) -> Exchange:
+        """``parts`` for the ranks (none: nothing for anybody), and room for parts of so many bytes from them."""
+        return Exchange(
+            torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8),
+            [part.numel() for part in parts] or [0] * len(self._shares),
+            torch.empty(sum(sizes), dtype=torch.uint8),
+            sizes,
+        )

@@ -1,0 +1,223 @@
+"""The weighted mean of encoded payloads: equal to plain loops, over threads, over Gloo, and when members fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
+from ftopt.transport.encoded import sent_bytes, spans
+from ftopt.transport.gloo import GlooTransport, PeerLost
+from ftopt.transport.local import LocalTransport
+from tests.reference.codecs import mean_encoded
+
+from .helpers import DictOps, TcpOps, in_threads, members, tcp_store
+
+CODECS: list[Codec] = [FP32(), BF16(), Int8(), FP4(), TopK(0.05, 3), TopK(0.3, 2)]
+SHARES = {1: [1.0], 2: [0.3, 0.7], 3: [0.25, 0.0, 0.75], 4: [0.1, 0.2, 0.3, 0.4]}
+SOON_S = 5.0
+NEVER_S = 60.0
+
+
+def payloads(size: int, numel: int) -> list[Tensor]:
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1) for rank in range(size)]
+
+
+def by_name(codecs: list[Codec]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("codec", codecs, ids=lambda codec: codec.name)
+
+
+@pytest.mark.parametrize("block", [1, 3, 256])
+@pytest.mark.parametrize("numel", [0, 1, 2, 255, 256, 1000, 5000])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_spans_are_whole_blocks_nearly_alike_and_leave_nothing_out(numel: int, size: int, block: int) -> None:
+    got = spans(numel, size, block)
+    assert got[0][0] == 0 and got[-1][1] == numel
+    assert [start for start, _ in got[1:]] == [stop for _, stop in got[:-1]]
+    assert all(start % block == 0 or start == numel for start, _ in got)
+    blocks = [-(-(stop - start) // block) for start, stop in got]
+    assert max(blocks) - min(blocks) <= 1
+
+
+def means(transport: Any, flats: Sequence[Tensor], codec: Codec) -> list[tuple[Tensor, int]]:
+    """What each member gets, and how many bytes it has sent for that. In threads."""
+    size, ops = len(flats), DictOps()
+    collectives = [transport.connect(key="a", rank=rank, size=size, ops=ops) for rank in range(size)]
+
+    def work(rank: int) -> tuple[Tensor, int]:
+        collective, flat = collectives[rank], flats[rank].clone()
+        collective.mean_encoded_(torch.ones_like(flat), codec, SHARES[size])  # what it leaves behind would show
+        before = collective.sent_bytes
+        collective.mean_encoded_(flat, codec, SHARES[size])
+        return flat, collective.sent_bytes - before
+
+    got = in_threads(size, work)
+    for collective in collectives:  # not before: in one process, closing one ends the others' connections
+        collective.close()
+    return got
+
+
+@by_name(CODECS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("numel", [0, 1, 300, 30_001])
+def test_threads_get_what_plain_loops_get_bit_for_bit(codec: Codec, size: int, numel: int) -> None:
+    flats = payloads(size, numel)
+    check(means(LocalTransport(), flats, codec), flats, codec)
+
+
+@by_name(CODECS)
+@pytest.mark.parametrize(
+    ("size", "numel", "piece_bytes"), [(2, 30_001, 1000), (3, 5000, 1 << 20), (4, 300, 100), (2, 1, 8), (3, 0, 8)]
+)
+def test_gloo_gets_what_plain_loops_get_bit_for_bit(codec: Codec, size: int, numel: int, piece_bytes: int) -> None:
+    flats = payloads(size, numel)
+    check(means(GlooTransport("127.0.0.1", NEVER_S, piece_bytes=piece_bytes), flats, codec), flats, codec)
+
+
+def check(got: list[tuple[Tensor, int]], flats: Sequence[Tensor], codec: Codec) -> None:
+    size, numel = len(flats), flats[0].numel()
+    expected = mean_encoded(flats, codec, SHARES[size])
+    for flat, _ in got:
+        assert torch.equal(flat.view(torch.int32), expected.view(torch.int32))
+    assert [sent for _, sent in got] == counts(numel, codec, size)
+
+
+def counts(numel: int, codec: Codec, size: int) -> list[int]:
+    return [sent_bytes(numel, codec, SHARES[size], rank=rank) if size > 1 else 0 for rank in range(size)]
+
+
+def test_fp4_sends_over_7_times_fewer_bytes_than_fp32_in_both_hops_together() -> None:
+    fp32, fp4 = (sent_bytes(1_000_000, codec, [0.25] * 4, rank=0) for codec in (FP32(), FP4()))
+    assert fp32 == 2 * 3 * 1_000_000
+    assert fp32 / fp4 > 7.8
+
+
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+def test_a_member_of_share_zero_may_hold_anything(transport: str) -> None:
+    flats = payloads(3, 5000)
+    expected = mean_encoded(flats, FP4(), SHARES[3])
+    flats[1].fill_(float("nan"))
+    made = LocalTransport() if transport == "local" else GlooTransport("127.0.0.1", NEVER_S)
+    got = means(made, flats, FP4())
+    assert all(torch.equal(flat, expected) for flat, _ in got)
+
+
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+def test_a_payload_that_is_not_finite_ends_the_mean_for_all(transport: str) -> None:
+    made: Any = LocalTransport() if transport == "local" else GlooTransport("127.0.0.1", NEVER_S)
+    ops = DictOps()
+
+    def work(rank: int) -> None:
+        collective = made.connect(key="a", rank=rank, size=2, ops=ops)
+        collective.exchange([rank])
+        flat = torch.full((1000,), float("inf") if rank else 1.0)
+        collective.mean_encoded_(flat, FP4(), [0.5, 0.5])
+
+    before_s = time.monotonic()
+    other, spoilt = in_threads(2, work)
+    assert isinstance(spoilt, FloatingPointError)
+    assert isinstance(other, ConnectionError)
+    assert time.monotonic() - before_s < SOON_S
+
+
+def test_a_peer_that_brings_nothing_is_a_timeout() -> None:
+    ops = DictOps()
+    transport = GlooTransport("127.0.0.1", 0.3)
+    idle = transport.connect(key="a", rank=0, size=2, ops=ops)
+    collective = transport.connect(key="a", rank=1, size=2, ops=ops)
+    with pytest.raises(TimeoutError, match="no piece"):
+        collective.mean_encoded_(torch.zeros(1000), FP4(), [0.5, 0.5])
+    idle.close()
+
+
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+def test_stop_ends_a_mean_under_way(transport: str) -> None:
+    made: Any = LocalTransport() if transport == "local" else GlooTransport("127.0.0.1", NEVER_S)
+    ops = DictOps()
+    idle, collective = (made.connect(key="a", rank=rank, size=2, ops=ops) for rank in range(2))
+    collective.open()
+    threading.Timer(0.05, collective.stop).start()
+    before_s = time.monotonic()
+    with pytest.raises(InterruptedError):
+        collective.mean_encoded_(torch.zeros(1000), FP4(), [0.5, 0.5])
+    assert time.monotonic() - before_s < SOON_S
+    idle.close()
+
+
+def mean_until_it_fails(pipe: Connection, rank: int, size: int, port: int) -> None:
+    """Means on and on; then tells how it failed, and meets those that the test names."""
+    transport, ops = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1 << 16), TcpOps(port)
+    collective = transport.connect(key="first", rank=rank, size=size, ops=ops)
+    collective.open()
+    pipe.send(os.getpid())
+    flat = torch.ones(2_000_000)
+    try:
+        while True:
+            collective.mean_encoded_(flat, FP4(), [1 / size] * size)
+    except ConnectionError as error:
+        pipe.send(type(error).__name__)
+    rank, size = pipe.recv()
+    collective = transport.connect(key="second", rank=rank, size=size, ops=ops)
+    flat = torch.full((1000,), float(rank))
+    collective.mean_encoded_(flat, FP4(), [1 / size] * size)
+    pipe.send(flat.tolist())
+    collective.close()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_killed_member_is_noticed_by_all_and_the_survivors_meet_again(count: int) -> None:
+    with tcp_store() as port, members(count, mean_until_it_fails, port) as started:
+        for member in started:
+            member.receive()
+        victim = started.pop(1)
+        victim.process.kill()
+        before_s = time.monotonic()
+        failures = [member.receive() for member in started]
+        for rank, member in enumerate(started):
+            member.pipe.send((rank, len(started)))
+        results = [member.receive() for member in started]
+        assert time.monotonic() - before_s < SOON_S
+        started.append(victim)
+    assert set(failures) == {PeerLost.__name__}
+    assert results == [[(count - 2) / 2] * 1000] * (count - 1)
+
+
+def stop_while_a_peer_hangs(pipe: Connection, rank: int, size: int, port: int) -> None:
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=rank, size=size, ops=TcpOps(port))
+    collective.open()
+    pipe.send("open")
+    pipe.recv()  # to rank 1 it never comes
+    stopped_s = [0.0]
+
+    def stop() -> None:
+        stopped_s[0] = time.monotonic()
+        collective.stop()
+
+    threading.Timer(0.1, stop).start()
+    try:
+        collective.mean_encoded_(torch.zeros(4_000_000), Int8(), [0.5, 0.5])
+    except InterruptedError:
+        pipe.send(time.monotonic() - stopped_s[0])
+    collective.close()
+
+
+def test_a_hung_peer_blocks_neither_stop_nor_the_exit() -> None:
+    with tcp_store() as port, members(2, stop_while_a_peer_hangs, port) as started:
+        first, second = started
+        assert [first.receive(), second.receive()] == ["open", "open"]
+        pid = second.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        first.pipe.send("go")
+        assert first.receive() < SOON_S
+        first.process.join(10.0)
+        assert first.process.exitcode == 0
