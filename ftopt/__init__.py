@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ftopt.methods import LocalSGD as LocalSGD
     from ftopt.methods import Named as Named
     from ftopt.methods import Sequential as Sequential
+    from ftopt.methods import SlowMo as SlowMo
     from ftopt.methods import StreamingDiLoCo as StreamingDiLoCo
     from ftopt.methods import Strided as Strided
     from ftopt.optimizer import OuterOptimizer as OuterOptimizer
@@ -41,6 +42,7 @@ _LATER = {
     "LocalSGD": "ftopt.methods",
     "Named": "ftopt.methods",
     "Sequential": "ftopt.methods",
+    "SlowMo": "ftopt.methods",
     "StreamingDiLoCo": "ftopt.methods",
     "Strided": "ftopt.methods",
     "OuterOptimizer": "ftopt.optimizer",

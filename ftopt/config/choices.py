@@ -9,6 +9,7 @@ from ftopt.methods.diloco import DiLoCo
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.outer_optimizers import SGD
+from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
@@ -16,7 +17,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text},
     "inner": {"adamw": schema.AdamW, "sgd": schema.Sgd},
     "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
-    "method": {"diloco": DiLoCo, "local_sgd": LocalSGD, "streaming_diloco": StreamingDiLoCo},
+    "method": {"diloco": DiLoCo, "local_sgd": LocalSGD, "streaming_diloco": StreamingDiLoCo, "slowmo": SlowMo},
     "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
     "method.outer": {"sgd": SGD},
 }

@@ -21,5 +21,6 @@ from ftopt.methods.method import Round as Round
 from ftopt.methods.method import Work as Work
 from ftopt.methods.outer_optimizers import SGD as SGD
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
+from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.triggers import Progress as Progress

@@ -30,7 +30,7 @@ from ftopt.methods.fragments import Layout, Parameter
 from ftopt.methods.triggers import Progress, check_sync_every, every
 
 OuterState = Mapping[str, Tensor]
-"""Outer optimizer state of one fragment: name -> flat fp32 tensor of the anchor's length."""
+"""Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
 
 LOCAL: Mapping[str, Any] = {"local": True}
 """Metadata of a setting that may differ from replica to replica."""
@@ -65,6 +65,7 @@ class Mine:
         lr: the inner optimizer's largest rate at the snapshot.
         alone: no other member has a positive weight: the mean is this replica's payload.
         lossy: the payload goes through a codec that rounds: send differences, which it can represent.
+        averages: the round only averages, it is before ``outer_start_step``.
     """
 
     anchor: Tensor
@@ -74,6 +75,7 @@ class Mine:
     lr: float = 0.0
     alone: bool = False
     lossy: bool = False
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,12 @@ class Method:
         return 0.0
 
     @property
+    def inner_buffers(self) -> str:
+        """What becomes of the inner optimizer's state when a round that counted this replica is taken up: ``keep``, or
+        ``reset``: as before its first step."""
+        return "keep"
+
+    @property
     def mix(self) -> float | None:
         """alpha: ``params <- alpha * params + (1 - alpha) * A`` at the take-over; None: rebase, nothing is lost."""
         return None
@@ -209,10 +217,25 @@ class Method:
         """The outer state at version 0. Here: none."""
         return {}
 
+    def aggregate(self, mean: Tensor, round: Round) -> Tensor:
+        """What `outer_step` gets as ``mean``, from the weighted mean of the payloads. May overwrite ``mean``.
+
+        Here: the mean itself. Not called in a round that only averages.
+        """
+        return mean
+
+    @property
+    def on_shares(self) -> bool:
+        """`outer_step` may give other bits on other machines: each element is computed by one member, and gathered.
+
+        It must then treat every element alike and apart from the others; scalars of the outer state are rank 0's.
+        """
+        return False
+
     def outer_step(
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The next anchor and outer state from the weighted mean of the payloads.
+        """The next anchor and outer state from the weighted mean of the payloads, or what `aggregate` made of it.
 
         ``mean`` may be overwritten and may be returned as the anchor. ``anchor`` and ``state`` are left as
         they are, and nothing returned shares memory with them.

@@ -54,6 +54,7 @@ class Core:
         self.closed = False
         self._clock = clock
         self._before_outer: list[list[Tensor]] | None = None
+        self._rounds_taken = 0
         self._ended_at: float | None = None
         self._said_detached = False
         # Counted for the step to come.
@@ -118,6 +119,10 @@ class Core:
         if outer.nonfinite_drops:
             outer.nonfinite_drops = 0
             self.inner.forget_nonfinite_state()
+        if outer.rounds_taken != self._rounds_taken:
+            self._rounds_taken = outer.rounds_taken
+            if self.method is not None and self.method.inner_buffers == "reset":
+                self.inner.reset_state()
 
     def sync(self) -> bool:
         """A round now; see `OuterOptimizer.sync`."""
@@ -129,6 +134,13 @@ class Core:
         decided = outer.sync(lr=self.inner.largest_lr())
         self._after_outer_work(outer)
         self._ended_at = None
+        return decided
+
+    def settle(self) -> bool:
+        """Waits for what is proposed; see `OuterOptimizer.settle`."""
+        outer = self.started()
+        decided = outer.settle()
+        self._after_outer_work(outer)
         return decided
 
     # Starting and leaving.

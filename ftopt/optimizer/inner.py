@@ -143,6 +143,11 @@ class Inner:
                     for tensor in tensors:
                         tensor.zero_()
 
+    def reset_state(self) -> None:
+        """Forgets the inner state of all parameters: the next step begins as the first one did."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
     def _split(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if len(groups) != sum(counts):

@@ -30,6 +30,7 @@ from torch import Tensor
 from ftopt.methods import Method, Mine, Progress, Round, Work
 from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
 
@@ -48,6 +49,7 @@ class OuterStep:
         self.tokens = 0
         self.step_s = 0.0
         self.nonfinite_drops = 0
+        self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self._method = method
         self._group = group
         self._lock = threading.Lock()
@@ -277,7 +279,9 @@ class OuterStep:
                 fragment.taken, fragment.base = state, start
                 if fragment.state is state:
                     fragment.reborn = False
-            if not counted:
+            if counted:
+                self.rounds_taken += 1
+            else:
                 self._mark(fragment, anew=True)
         return True
 
@@ -371,7 +375,8 @@ class OuterStep:
             if attempt.inner_step < self._method.outer_start_step:
                 anchor = self._method.average(state.anchor, work, at)
             else:
-                anchor, outer = self._method.outer_step(state.anchor, state.outer, work, at)
+                gradient = self._method.aggregate(work, at)
+                anchor, outer = outer_step(self._method, state.anchor, state.outer, gradient, at, collective)
             if anchor is work:
                 fragment.work = None
         result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
@@ -398,6 +403,7 @@ class OuterStep:
             layout=layout,
             lr=snapshot.lr,
             alone=attempt.contributors == 1 and attempt.weight > 0,
+            averages=attempt.inner_step < self._method.outer_start_step,
         )
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout)
         if scalars := self._method.scalars(mine):

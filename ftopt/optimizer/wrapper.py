@@ -299,7 +299,7 @@ class OuterOptimizer(Optimizer):
         Returns:
             False when something is still undecided: this replica is cut off, or too few others are there.
         """
-        return self._core.started().settle()
+        return self._core.settle()
 
     def count(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Counts what the next ``step()`` uses; call it before. Tokens go along with the contribution.

@@ -25,10 +25,17 @@ def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
 
 
 def train(
-    problem: Problem, method: Method, *, replicas: int, steps: int, dtype: torch.dtype = torch.float32
+    problem: Problem,
+    method: Method,
+    *,
+    replicas: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    rate: Callable[[int], float] | None = None,
 ) -> list[list[Tensor]]:
     """Trains replicas on their own batches; returns each one's anchor when all have left, tensor by tensor."""
-    return [trained.left for trained in train_and_look(problem, method, replicas=replicas, steps=steps, dtype=dtype)]
+    ran = train_and_look(problem, method, replicas=replicas, steps=steps, dtype=dtype, rate=rate)
+    return [trained.left for trained in ran]
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,15 @@ class Trained:
 
 
 def train_and_look(
-    problem: Problem, method: Method, *, replicas: int, steps: int, dtype: torch.dtype = torch.float32
+    problem: Problem,
+    method: Method,
+    *,
+    replicas: int,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    rate: Callable[[int], float] | None = None,
 ) -> list[Trained]:
-    """Trains replicas on their own batches."""
+    """Trains replicas on their own batches; ``rate`` is the inner rate after so many steps, else the optimizer's."""
     models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
     groups = local_groups(replicas)
 
@@ -53,6 +66,8 @@ def train_and_look(
         optimizer = wrap(problem.inner(model.parameters()), model, method, group=groups[m])
         with optimizer:
             for step in range(steps):
+                if rate is not None:
+                    optimizer.param_groups[0]["lr"] = rate(step)
                 optimizer.zero_grad()
                 problem.backward(model, m, step)
                 optimizer.step()

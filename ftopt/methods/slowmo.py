@@ -1,0 +1,96 @@
+"""SlowMo: momentum over the averages of local SGD, in units of the inner rate.
+
+Equations, with the letters of ``method.py``; ``gamma`` is the inner rate, ``u`` the slow momentum (0 at first)::
+
+    Delta = sum_m (w_m / W) * (a - p_m)             a = cast(A)
+    gamma = sum_m (w_m / W) * lr_m                  lr_m at the snapshot
+    u    <- beta * u + Delta / gamma
+    A    <- A - alpha * gamma * u
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ftopt.methods.method import LOCAL, Method, Mine, OuterState, Round
+
+BUFFERS = ("keep", "reset")
+NO_RATE = 1e-12
+"""A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowMo(Method):
+    """Slow momentum over local SGD: the outer momentum is measured in inner rates.
+
+    At a constant inner rate it is `DiLoCo` with ``SGD(lr=slow_lr, momentum=slow_momentum)`` outside; the two part where
+    the rate moves between rounds, by a schedule or a warm-up. The rate is that of the inner optimizer at the round (the
+    largest of its groups), the weighted mean over the members. Where that is 0 (a schedule that ends in 0),
+    ``A <- A - alpha * Delta``, the equations' limit, and ``u`` stays as it is.
+
+    Args:
+        sync_every: inner steps between two outer steps (the paper's tau), >= 1. Default 12, the paper's.
+        slow_lr: alpha, > 0. Default 1, the paper's best.
+        slow_momentum: beta, in [0, 1). Default 0.6; the paper's best are from 0.4 to 0.8. With 0 and ``slow_lr=1`` this
+            is `LocalSGD`.
+        buffers: the inner optimizer's state when a round is taken up. ``keep`` (default): each replica keeps its own,
+            the paper's choice for Adam. ``reset``: forgotten, as before the first step (Adam's step count too); the
+            paper's choice for Nesterov SGD.
+        others: see `Method`.
+
+    Raises:
+        ValueError: a setting is out of range; the message says what is allowed.
+
+    Other names for settings of it: Lookahead (arXiv 1907.08610) is one replica, ``slow_momentum=0``, ``slow_lr`` its
+    alpha, ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
+    ``slow_lr`` its block rate, at a constant inner rate; its Nesterov variant is `DiLoCo`.
+
+    Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps. Its third choice for the
+        buffers, their average over the workers, is not offered.
+    """
+
+    name: ClassVar[str] = "slowmo"
+
+    sync_every: int = field(default=12, metadata=LOCAL)
+    slow_lr: float = 1.0
+    slow_momentum: float = 0.6
+    buffers: str = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.slow_lr) and self.slow_lr > 0):
+            raise ValueError(f"slow_lr={self.slow_lr!r}; must be a number above 0; use 1")
+        if not 0 <= self.slow_momentum < 1:
+            raise ValueError(f"slow_momentum={self.slow_momentum!r}; must be in [0, 1); use 0.4 to 0.8")
+        if self.buffers not in BUFFERS:
+            raise ValueError(
+                f"buffers={self.buffers!r}; allowed: {', '.join(BUFFERS)}; keep for Adam, reset for Nesterov SGD"
+            )
+
+    @property
+    def inner_buffers(self) -> str:
+        """``buffers``."""
+        return self.buffers
+
+    def scalars(self, mine: Mine) -> tuple[float, ...]:
+        """The inner rate."""
+        return (mine.lr,)
+
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        """``u = 0``."""
+        return {"momentum": torch.zeros_like(anchor)}
+
+    def outer_step(
+        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The equations above, one rounding an operation."""
+        gamma, u = round.mean(0), state["momentum"]
+        if gamma <= NO_RATE:
+            return torch.sub(anchor, mean.mul_(self.slow_lr), out=mean), {"momentum": u.clone()}
+        u = torch.mul(u, self.slow_momentum).add_(mean.mul_(1 / gamma))
+        return torch.sub(anchor, torch.mul(u, self.slow_lr * gamma, out=mean), out=mean), {"momentum": u}

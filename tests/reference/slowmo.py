@@ -1,0 +1,59 @@
+"""SlowMo (arXiv 1910.00643, algorithm 1, base local SGD) as a plain loop over explicit replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.problems import Problem
+
+
+def slowmo(
+    problem: Problem,
+    *,
+    replicas: int,
+    sync_every: int,
+    steps: int,
+    alpha: float,
+    beta: float,
+    reset: bool = False,
+    rate: Callable[[int], float] | None = None,
+) -> list[Tensor]:
+    """Trains; returns x_0, tensor by tensor.
+
+    Args:
+        reset: base optimizers are made anew at each round.
+        rate: the inner rate after so many steps; None: the optimizer's own.
+    """
+    x = [p.detach().clone() for p in problem.model(0).parameters()]
+    u = [torch.zeros_like(t) for t in x]
+    models = [problem.model(0) for _ in range(replicas)]
+    base = [problem.inner(model.parameters()) for model in models]
+    for step in range(steps):
+        for m in range(replicas):
+            if rate is not None:
+                base[m].param_groups[0]["lr"] = rate(step)
+            base[m].zero_grad()
+            problem.backward(models[m], m, step)
+            base[m].step()
+        if (step + 1) % sync_every:
+            continue
+        gamma = base[0].param_groups[0]["lr"]
+        with torch.no_grad():
+            for i, copies in enumerate(zip(*(model.parameters() for model in models), strict=True)):
+                delta = (x[i] - copies[0]) * (1 / replicas)
+                for copy in copies[1:]:
+                    delta = delta + (x[i] - copy) * (1 / replicas)
+                if gamma == 0:
+                    x[i] = x[i] - delta * alpha
+                else:
+                    u[i] = u[i] * beta
+                    u[i] = u[i] + delta * (1 / gamma)
+                    x[i] = x[i] - u[i] * (alpha * gamma)
+                for copy in copies:
+                    copy.copy_(x[i])
+        if reset:
+            base = [problem.inner(model.parameters()) for model in models]
+    return x
