@@ -38,11 +38,13 @@ def test_a_halted_machine_is_followed_by_one_of_a_higher_epoch() -> None:
         epoch = job.machine.epoch
         stranger = Replica(Identity("j", "r1", {}, SETTINGS, "aa"), incarnation=1, epoch=epoch + 5)
         job.receive(job.open(Peer(said.append, lambda: None)), stranger.hello())
-        assert job.machine.halted
-        while job.machine.halted:
+        assert job.halted
+        job.lost(job.open(Peer(said.append, lambda: None)))  # one that comes and goes meanwhile changes nothing
+        while job.halted:
             await asyncio.sleep(0.05)
         again = job.open(Peer(said.append, lambda: None))
         job.receive(again, stranger.hello())
+        assert not job.machine.halted
         assert job.machine.epoch > epoch + 5
         assert isinstance(m.decode(said[-1]), m.Hold | m.Welcome | m.Roster | m.Refused)
         job.end()
@@ -191,6 +193,33 @@ def _fill(disk: Path) -> Path:
 def _told(job: TinyJob) -> int:
     """The highest version that any replica has committed."""
     return max(e["version"] for e in job.events("commit"))
+
+
+def test_a_transaction_that_a_full_disk_cuts_off_is_not_there(small_disk: Path) -> None:
+    path = small_disk / "journal"
+    journal = Journal(path)
+
+    def decide(version: int) -> None:
+        journal.write("j", [Decided(0, version, 0, "d" * 64, "c" * 64, version, (("r", 1, 1, 1, 1.0, True),) * 100)])
+
+    journal.write("j", [Epoch(1)])
+    version = 0
+    for _ in range(3):
+        filler = _fill(small_disk)
+        with pytest.raises(JournalError, match=r"full|I/O"):
+            while True:  # what SQLite has allocated takes a few
+                decide(version)
+                version += 1
+        with pytest.raises(JournalError):
+            decide(version)
+        filler.unlink()
+        saved = journal.load("j")
+        assert saved is not None
+        assert [d.version for d in saved.decided] == versions(path, "j") == list(range(version))
+        decide(version)
+        version += 1
+    journal.close()
+    assert versions(path, "j") == list(range(version))
 
 
 @pytest.mark.slow
