@@ -1,8 +1,8 @@
 """The soak: six replicas, a fault on average every five seconds, of all kinds, for as long as one likes.
 
 Printed: each fault; what was lost; the longest time without an outer step; and how threads, file descriptors, sockets
-and memory of the coordinator and of the replicas that live throughout have grown from the first to the last quarter of
-the calm part (the time after the coordinator was killed for the last time, without the first tenth of it).
+and memory of the coordinator's last life and of the replicas that are never killed have grown, from the first to the
+last quarter of the calm moments (`benchmarks.meter`) of their life without its first tenth of the soak.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import itertools
 import os
 import random
 import signal
-import statistics
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import ftopt
+from benchmarks.meter import TROUBLE, Calm, Growth, Meter
 from ftopt.cli.output import say
 from ftopt.faults.spec import COORDINATOR, Fault
 from tests.sync.processes import FAST, NOW, TinyJob, tiny_job
@@ -31,11 +31,21 @@ KEPT = ("r0", "r1")
 SYNC = replace(FAST, start_replicas=REPLICAS, grace_s=0.5, heartbeat_s=0.2, dead_after_s=1.5, recovery_s=8.0)
 STEP_S = 0.02
 GROWTH = 0.05
-SLACK = {"threads": 2, "fds": 2, "sockets": 2, "rss_mib": 4.0}
-"""Below this it is no growth: a worker of a thread pool, a group that is being put away."""
+"""Grown is whatever is larger by more than this part: of less than 20 threads a single one more."""
+MOMENTS = 20
+"""With fewer calm moments of a process its growth is not judged, and that is bad."""
 STILL_S = 15.0
 """Without an outer step for so long there is no progress."""
 _SAMPLE_S = 1.0
+_DOOM_S = 45.0
+"""Whoever was ordered to die has died by then: its point comes with every outer step, 10 s after a coordinator's."""
+_SETTLE_S = 60.0
+"""After the last fault the job is calm by then."""
+_LAST_MOMENTS = 10
+_BORN = 0.45
+_WARM = 0.1
+"""Parts of the time: whose life began later is not judged, nor is the beginning of a life."""
+_COORDINATOR_SHARE = 0.12
 _THAW = "the coordinator goes on"
 _FIRST_PART = 0.35
 """The coordinator is killed in this part of the time only: what it holds later must not grow."""
@@ -62,56 +72,8 @@ REPLICA_FAULTS: tuple[Fault, ...] = (
 COORDINATOR_FAULTS = ("stop", "kill", "kill and delete the journal")
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a process holds."""
-
-    threads: int
-    fds: int
-    sockets: int
-    rss_mib: float
-
-
-class Meter:
-    """Samples of every process, once a second."""
-
-    def __init__(self, job: TinyJob) -> None:
-        self._job = job
-        self._next_s = 0.0
-        self.samples: dict[tuple[str, int], list[tuple[float, Sizes]]] = defaultdict(list)
-
-    def look(self, now_s: float) -> None:
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + _SAMPLE_S
-        for name, process in self._job.processes.items():
-            if process.pid is not None and (sizes := sizes_of(process.pid)) is not None:
-                self.samples[name, process.pid].append((now_s, sizes))
-
-    def growth(self, since_s: float) -> list[tuple[str, str, float, float]]:
-        """(process, what, first quarter's median, last quarter's) of whoever was there from ``since_s`` to the end."""
-        lines = []
-        for (name, _), samples in sorted(self.samples.items()):
-            late = [sizes for at_s, sizes in samples if at_s >= since_s]
-            if samples[0][0] > since_s or samples[-1][0] < self._next_s - 2 * _SAMPLE_S or len(late) < 8:
-                continue
-            quarter = len(late) // 4
-            for what in Sizes.__dataclass_fields__:
-                first, last = ([getattr(s, what) for s in part] for part in (late[:quarter], late[-quarter:]))
-                lines.append((name, what, statistics.median(first), statistics.median(last)))
-        return lines
-
-
-def sizes_of(pid: int) -> Sizes | None:
-    """A process' sizes, None when it is gone."""
-    folder = Path(f"/proc/{pid}")
-    try:
-        status = dict(line.split(":\t", 1) for line in (folder / "status").read_text().splitlines() if ":\t" in line)
-        links = [str(fd.readlink()) for fd in (folder / "fd").iterdir()]
-        rss_kib = int(status["VmRSS"].split()[0])
-        return Sizes(int(status["Threads"]), len(links), sum(x.startswith("socket:") for x in links), rss_kib / 1024)
-    except (OSError, KeyError):
-        return None
+class SoakError(Exception):
+    """The soak cannot go on: what happened."""
 
 
 class Soak:
@@ -127,18 +89,25 @@ class Soak:
     def __init__(self, job: TinyJob, *, seconds: float, seed: int, every_s: float) -> None:
         self.meter = Meter(job)
         self.faults: Counter[str] = Counter()
-        self.calm_since_s = 0.0
         self._job = job
         self._seconds = seconds
         self._every_s = every_s
         self._chance = random.Random(seed)
         self._later: list[tuple[float, str, Callable[[], None]]] = []
-        self._doomed: dict[str, int] = {}
+        self._doomed: dict[str, tuple[float, str]] = {}
+        self._calm = Calm(job.names)
+        self._heard = 0
+        self._look_s = 0.0
         self._busy_until_s = 0.0
         self._start_s = time.monotonic()
 
     def run(self) -> None:
-        """Strikes until the time is over, then waits until everybody is there again."""
+        """Strikes until the time is over, then waits until all is calm.
+
+        Raises:
+            SoakError: a process has ended by itself, or has not died of what should have killed it, or it does not
+                become calm.
+        """
         due_s = self._chance.expovariate(1 / self._every_s)
         while (now_s := self._now_s()) < self._seconds:
             if now_s >= due_s:
@@ -146,15 +115,18 @@ class Soak:
                 self._strike(now_s)
             self._tend(now_s)
             time.sleep(0.05)
-        while self._later or self._doomed:
-            self._tend(self._now_s())
+        calm = 0
+        while self._later or self._doomed or calm < _LAST_MOMENTS:
+            if (now_s := self._now_s()) > self._seconds + _SETTLE_S + _DOOM_S:
+                raise SoakError(f"not calm {_SETTLE_S + _DOOM_S:g} s after the last fault; doomed: {self._doomed}")
+            calm += self._tend(now_s)
             time.sleep(0.05)
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
 
     def _strike(self, now_s: float) -> None:
-        if self._chance.random() < 0.12:
+        if self._chance.random() < _COORDINATOR_SHARE:
             self._strike_coordinator(now_s)
             return
         fault = self._chance.choice(REPLICA_FAULTS)
@@ -167,9 +139,7 @@ class Soak:
         self._say(now_s, name, f"{fault.do} {fault.aim} at {fault.point} x{fault.times}, {fault.for_s} s", fault.do)
         self._job.order(name, fault)
         if fault.do == "kill":
-            pid = self._job.processes[name].pid
-            assert pid is not None
-            self._doomed[name] = pid
+            self._doomed[name] = (now_s + _DOOM_S, f"{fault.do} at {fault.point}, ordered at {now_s:.1f} s")
 
     def _strike_coordinator(self, now_s: float) -> None:
         kind = self._chance.choice(COORDINATOR_FAULTS)
@@ -192,19 +162,38 @@ class Soak:
             for path in self._job.folder.glob("journal.sqlite*"):
                 path.unlink()
         self._later.append((now_s + 1.0, COORDINATOR, self._job.start_coordinator))
-        self.calm_since_s = now_s + 1.0
 
-    def _tend(self, now_s: float) -> None:
-        """What has become due: processes that come back, sizes to look at."""
+    def _tend(self, now_s: float) -> bool:
+        """What has become due: processes that come back, sizes to look at. True when it saw a calm moment."""
         due = [x for x in self._later if x[0] <= now_s]
         self._later = [x for x in self._later if x[0] > now_s]
         for _, _, call in due:
             call()
-        for name in [name for name in self._doomed if not self._job.processes[name].is_alive()]:
-            del self._doomed[name]
-            self._job.died(name)
-            self._later.append((now_s + 1.0, name, self._start(name)))
-        self.meter.look(now_s)
+        for name, process in list(self._job.processes.items()):
+            if name in self._doomed and not process.is_alive():
+                del self._doomed[name]
+                self._job.died(name)
+                self._later.append((now_s + 1.0, name, self._start(name)))
+            elif name in self._doomed and now_s > self._doomed[name][0]:
+                raise SoakError(f"{name} lives on {_DOOM_S:g} s after its {self._doomed[name][1]}")
+            elif not process.is_alive():
+                raise SoakError(f"{name} has ended by itself with status {process.exitcode}")
+        if now_s < self._look_s:
+            return False
+        self._look_s = now_s + _SAMPLE_S
+        return self._look(now_s)
+
+    def _look(self, now_s: float) -> bool:
+        events = self._job.events()
+        told_s = time.time() - self._job.started
+        for event in events[self._heard :]:
+            self._calm.hear(event)
+        self._heard = len(events)
+        if self._later or self._doomed:
+            self._calm.trouble(told_s)
+        calm = self._calm.is_calm(told_s)
+        self.meter.look(now_s, calm=calm)
+        return calm
 
     def _start(self, name: str) -> Callable[[], None]:
         def start() -> None:
@@ -237,16 +226,21 @@ def run(arguments: argparse.Namespace) -> int:
 def _soak(arguments: argparse.Namespace, folder: Path) -> int:
     say(f"seed {arguments.seed}, {arguments.minutes:g} minutes, a fault every {arguments.every_s:g} s on average")
     method = ftopt.DiLoCo(sync_every=20)
+    seconds = arguments.minutes * 60
     with tiny_job(folder, replicas=REPLICAS, sync=SYNC, steps=None, step_s=STEP_S, method=method) as job:
         job.start_all()
         job.until("decide", count=3)
-        soak = Soak(job, seconds=arguments.minutes * 60, seed=arguments.seed, every_s=arguments.every_s)
-        soak.run()
+        soak = Soak(job, seconds=seconds, seed=arguments.seed, every_s=arguments.every_s)
+        try:
+            soak.run()
+        except SoakError as error:
+            say(f"bad: {error}")
+            return 1
         job.enough(more=100)
         summary = job.end()
         decided = [e["t_s"] for e in job.events("decide")]
-        told = Counter(e["event"] for e in job.events() if e["event"] in _TOLD)
-        growth = soak.meter.growth(soak.calm_since_s + 0.1 * (arguments.minutes * 60 - soak.calm_since_s))
+        told = Counter(e["event"] for e in job.events() if e["event"] in TROUBLE)
+        growth = soak.meter.growth(born_s=_BORN * seconds, warm_s=_WARM * seconds)
     still_s = max((b - a for a, b in itertools.pairwise(decided)), default=0.0)
     say(f"faults: {sum(soak.faults.values())}: " + ", ".join(f"{n} {k}" for k, n in sorted(soak.faults.items())))
     say("events: " + ", ".join(f"{n} {event}" for event, n in sorted(told.items())))
@@ -254,16 +248,11 @@ def _soak(arguments: argparse.Namespace, folder: Path) -> int:
         say(f"{key}: {summary[key]}")
     say(f"longest time without an outer step: {still_s:.1f} s")
     bad = _judge(summary, still_s)
-    for name, what, first, last in growth:
-        grown = last > first * (1 + GROWTH) and last - first > SLACK[what]
-        say(f"{name:<12} {what:<8} {first:8.1f} -> {last:8.1f}{'  GROWS' if grown else ''}")
-        bad += [f"{what} of {name} grows"] if grown else []
+    bad += _judge_growth(growth)
     say("bad: " + "; ".join(bad) if bad else "all good")
     return 1 if bad else 0
 
 
-_TOLD = {"join", "return", "lost", "gone", "mismatch", "put_out", "damaged", "repaired", "outlier", "discarded"}
-_TOLD |= {"rollback", "fork", "reborn", "recover", "abort", "stalled", "fetched", "fetch_failed", "death"}
 _KEYS = (
     "outer_steps",
     "attempts_aborted",
@@ -288,4 +277,19 @@ def _judge(summary: dict[str, object], still_s: float) -> list[str]:
     assert isinstance(digests, dict)
     bad += [f"digests differ: {digests}"] if len(set(digests.values())) != 1 else []
     bad += [f"no outer step for {still_s:.1f} s"] if still_s > STILL_S else []
+    return bad
+
+
+def _judge_growth(growth: list[Growth]) -> list[str]:
+    bad = []
+    for x in growth:
+        grown = x.last > x.first * (1 + GROWTH)
+        say(
+            f"{x.process:<12} {x.what:<8} {x.first:8.1f} -> {x.last:8.1f} at {x.moments} calm moments; "
+            f"{x.most:.1f} at most{'  GROWS' if grown else ''}"
+        )
+        bad += [f"{x.what} of {x.process} grows"] if grown else []
+    for name in (COORDINATOR, *KEPT):
+        moments = max((x.moments for x in growth if x.process == name), default=0)
+        bad += [f"only {moments} calm moments of {name}: too few to judge growth"] if moments < MOMENTS else []
     return bad

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _WORKERS = 4
-"""Threads for what would block the loop (a name looked up, a state copied, parsed or installed): all that there ever
-are. asyncio's own pool grows with every coincidence, up to the number of cores + 4."""
+"""Threads for what would block the loop: a name looked up, a state copied, parsed or installed. All are there from the
+start (asyncio's own pool grows with every coincidence, up to cores + 4): more threads than yesterday are a leak."""
+
+_START_S = 10.0
 
 
 class LoopThread:
@@ -20,7 +22,7 @@ class LoopThread:
 
     def __init__(self, name: str = "ftopt-network") -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(_WORKERS, thread_name_prefix=f"{name}-worker"))
+        self._loop.set_default_executor(_pool(f"{name}-worker"))
         self._users = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -76,3 +78,10 @@ class LoopThread:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
+
+
+def _pool(name: str) -> ThreadPoolExecutor:
+    pool, all_there = ThreadPoolExecutor(_WORKERS, thread_name_prefix=name), threading.Barrier(_WORKERS)
+    for _ in range(_WORKERS):
+        pool.submit(all_there.wait, _START_S)
+    return pool

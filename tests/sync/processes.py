@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,8 @@ CONTEXT.set_forkserver_preload(
 LIMIT_S = 60.0
 NOW = "inner"
 """The point of an ordered fault that does not wait for its event."""
+_ORDERED = 1
+"""The incarnation of ordered faults: they aim at the process that reads the order, whatever its incarnation is."""
 FAST = ftopt.Sync(
     grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, forget_s=60.0, start_replicas=3
 )
@@ -69,14 +72,20 @@ def _in_namespace(namespace: str | None, target: Callable[..., None], args: tupl
     target(*args)
 
 
-def _obey(orders: Any, injector: FaultInjector) -> None:
-    """Strikes what the test orders, whatever the process is doing."""
-    while True:
-        fault, event = orders.get()
-        if fault.point == NOW:
-            injector.strike(fault, event)
-        else:
-            injector.add(fault)
+def _obey(orders: Any, injector: FaultInjector, trains: threading.Event) -> None:
+    """Strikes what the test orders. Before the replica trains it can be killed and stopped only; the rest waits."""
+    try:
+        while True:
+            fault, event = orders.get()
+            if fault.do not in ("kill", "stop") or fault.point != NOW:
+                trains.wait()
+            if fault.point == NOW:
+                injector.strike(fault, event)
+            else:
+                injector.add(fault)
+    except BaseException:  # an order that is lost in silence would be waited for in vain
+        traceback.print_exc()
+        os._exit(3)
 
 
 def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault], journal: str, life: int) -> None:
@@ -115,11 +124,12 @@ def _replica(
     files = RunFolder(folder)
     events, record = EventLog(JsonLines(files.events, started)), StepRecord()
     steps = StepLog(JsonLines(files.steps(replica), started), record)
-    injector = FaultInjector(faults, events)
-    threading.Thread(target=_obey, args=(orders, injector), daemon=True).start()
-    on_event = fan_out(events, steps, injector)
+    injector, ordered = FaultInjector(faults, events), FaultInjector((), events, incarnation=_ORDERED)
+    trains = threading.Event()
+    threading.Thread(target=_obey, args=(orders, ordered, trains), daemon=True).start()
+    on_event = fan_out(events, steps, injector, ordered)
     try:
-        _train(url, replica, options, on_event, record, target, finish, injector)
+        _train(url, replica, options, on_event, record, target, finish, (injector, ordered), trains)
     except UserError as error:
         on_event(Event("refused", replica, data={"text": str(error)}))
         os._exit(2)
@@ -133,7 +143,8 @@ def _train(
     record: StepRecord,
     target: Any,
     finish: Any,
-    injector: FaultInjector,
+    injectors: Sequence[FaultInjector],
+    trains: threading.Event,
 ) -> None:
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
@@ -142,12 +153,14 @@ def _train(
     optimizer = ftopt.wrap(
         torch.optim.AdamW(model.parameters(), lr=options.get("lr", 1e-3)), model, options["method"], group=group
     )
-    injector.learn(Harm(optimizer, group).actions())
+    for injector in injectors:
+        injector.learn(Harm(optimizer, group).actions())
     kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     on_event(Event("kernels", replica, data=kernels))
     step_s = options["step_s"]
     step_s = step_s[replica] if isinstance(step_s, dict) else step_s
     with optimizer:
+        trains.set()
         seed = sum(map(ord, replica)) * 100 + group.incarnation
         data = torch.Generator().manual_seed(seed)
         while optimizer.committed.inner_step < target.value and not leaving.is_set():
@@ -263,9 +276,9 @@ class TinyJob:
         return self._start(name, _replica, args)
 
     def order(self, name: str, fault: Fault) -> None:
-        """A fault of a living replica: at once with point `NOW`, otherwise at its point's next event."""
+        """A fault of a replica's process: at once with point `NOW`, otherwise at its point's next event."""
         life = max((e["incarnation"] for e in self.events("join", name)), default=1)
-        self.orders[name].put((replace(fault, incarnation=life), Event("order", name, life)))
+        self.orders[name].put((replace(fault, incarnation=_ORDERED), Event("order", name, life)))
 
     def start_all(self) -> None:
         for name in self.names:
