@@ -37,7 +37,15 @@ from ftopt.telemetry.summary import summarize
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "tests.sync.processes", "ftopt.transport.gloo", "ftopt.sync.client", "aiohttp"]
+    [
+        "torch",
+        "torch._dynamo",  # an inner optimizer imports it: seconds for each process
+        "torch.distributed",
+        "tests.sync.processes",
+        "ftopt.transport.gloo",
+        "ftopt.sync.client",
+        "aiohttp",
+    ]
 )
 LIMIT_S = 60.0
 NOW = "inner"

@@ -80,7 +80,7 @@ def test_attempts_that_are_over_leave_nothing_behind() -> None:
     reducer = Reducer(alone, alone)
     reducer.start()
     for attempt in range(1, 51):
-        reducer.begin(start_reduce(attempt, attempt % 2))
+        reducer.begin(start_reduce(attempt, attempt % 2), 4 * attempt)
         assert alone.told.get(timeout=30.0) == ("reduced", attempt)
         reducer.abort(attempt)  # too late, as when another member has failed
     reducer.stop()
@@ -92,9 +92,9 @@ def test_attempts_that_are_over_leave_nothing_behind() -> None:
 def test_an_attempt_that_is_aborted_while_it_waits_for_its_turn_is_not_reduced() -> None:
     alone = Alone()
     reducer = Reducer(alone, alone)
-    reducer.begin(start_reduce(1))
+    reducer.begin(start_reduce(1), 4)
     reducer.abort(1)
-    reducer.begin(start_reduce(2, 1))
+    reducer.begin(start_reduce(2, 1), 4)
     reducer.start()
     assert alone.told.get(timeout=30.0) == ("failed", 1)
     assert alone.told.get(timeout=30.0) == ("reduced", 2)
