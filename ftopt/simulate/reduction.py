@@ -1,8 +1,8 @@
 """A modelled process group: the members of one attempt meet, exchange payloads, and each computes the result.
 
 It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member
-that dies or stops breaks it for the others at once; a frozen one, or a cut between two, by the time-out: who cannot
-reach a peer names it, and who reaches all comes `WORD_S` later with its complaint.
+that dies or stops breaks it for the others at once; a frozen one, one whose reducer hangs, or a cut between two, by the
+time-out: who cannot reach a peer names it, and who reaches all comes `WORD_S` later with its complaint.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class Reduction:
         self.inside[process.name] = process
         self.payloads[process.name] = payload
         timeout_s = self.world.knobs.dead_after_s + self.world.knobs.reduce_s
-        process.later(timeout_s, self._time_out, process)
+        process.on_reducer(timeout_s, self._time_out, process)
         if len(self.payloads) == len(self.members):
             self.world.at(self.world.between(0.2, 1.0) * self.world.knobs.reduce_s, self._exchange)
 
-    def leave(self, name: str) -> None:
-        """A member stops or is dead: before the exchange the others fail at once."""
-        if self.inside.pop(name, None) is None or self.exchanged:
-            return
-        for other in list(self.inside.values()):
-            other.later(self.world.delay(), self._fail, other, name)
+    def leave(self, name: str) -> bool:
+        """A member stops or is dead: before the exchange the others fail at once. Returns whether it was inside."""
+        if self.inside.pop(name, None) is None:
+            return False
+        for other in [] if self.exchanged else list(self.inside.values()):
+            other.on_reducer(self.world.delay(), self._fail, other, name)
+        return True
 
     def _exchange(self) -> None:
         if self.exchanged or len(self.inside) < len(self.members):
@@ -54,15 +55,12 @@ class Reduction:
             return
         self.exchanged = True
         for process in list(self.inside.values()):
-            process.later(self.world.between(0.0, 0.5) * self.world.knobs.reduce_s, self._result, process)
+            process.on_reducer(self.world.between(0.0, 0.5) * self.world.knobs.reduce_s, self._result, process)
 
     def _stuck(self) -> bool:
         """Whether somebody keeps the others waiting."""
-        return bool(self._absent()) or any(cut <= self.inside.keys() for cut in self.world.cuts)
-
-    def _absent(self) -> list[str]:
-        """Members that are not here, or do not run."""
-        return [name for name, _ in self.members if name not in self.inside or self.inside[name].frozen]
+        absent = any(name not in self.inside or self.inside[name].motionless for name, _ in self.members)
+        return absent or any(cut <= self.inside.keys() for cut in self.world.cuts)
 
     def _result(self, process: Process) -> None:
         if process.name not in self.inside:
@@ -78,11 +76,10 @@ class Reduction:
 
     def _time_out(self, process: Process) -> None:
         cut = [min(c - {process.name}) for c in self.world.cuts if process.name in c and c <= self.inside.keys()]
-        silent = sorted(cut) or self._absent()
-        if silent:
-            self._late(process, silent[0])
+        if cut:
+            self._late(process, min(cut))
         else:
-            process.later(WORD_S, self._late, process, "")
+            process.on_reducer(WORD_S, self._late, process, "")
 
     def _late(self, process: Process, peer: str) -> None:
         if not self.exchanged:
@@ -92,6 +89,6 @@ class Reduction:
         if self.inside.pop(process.name, None) is None:
             return
         for other in [] if self.exchanged else list(self.inside.values()):
-            other.later(self.world.delay(), self._fail, other, process.name)
+            other.on_reducer(self.world.delay(), self._fail, other, process.name)
         machine = process.machine
         process.act(machine.reduce_failed(self.fragment, self.attempt, reason="modelled", peer=peer))

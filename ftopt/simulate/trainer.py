@@ -1,11 +1,12 @@
 """A modelled replica process: the replica's machine, a modelled optimizer, and a training loop that calls it.
 
 It crashes (everything is lost; it comes back as a newcomer), freezes (SIGSTOP: nothing runs, what arrives waits), hangs
-(the training thread only), is cut off, leaves in good order.
+(the training thread only, or the reducer's only), is cut off, leaves in good order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,8 @@ class Process:
         self.step_s = step_s
         self.life = 0
         self.alive = False
-        self.frozen_until_s = self.hung_until_s = self.offline_until_s = 0.0
+        self.frozen_until_s = self.hung_until_s = self.offline_until_s = self.jammed_until_s = 0.0
+        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.conn: Conn | None = None
         self.machine: r.Replica
         self.shards: list[Shard]
@@ -41,6 +43,33 @@ class Process:
     @property
     def frozen(self) -> bool:
         return self.world.now < self.frozen_until_s
+
+    @property
+    def motionless(self) -> bool:
+        """Whether its reducer does not run."""
+        return self.frozen or self.world.now < self.jammed_until_s
+
+    def on_reducer(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Calls ``action`` in this life on the reducer thread, once that does not hang."""
+        self.later(delay_s, self._on_reducer, action, args)
+
+    def _on_reducer(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.world.now < self.jammed_until_s:
+            self.backlog.append((action, args))
+        else:
+            action(*args)
+
+    def jam(self, until_s: float) -> None:
+        """The reducer thread hangs, while heartbeats go on."""
+        self.jammed_until_s = until_s
+        if until_s < math.inf:
+            self.world.at(max(0.0, until_s - self.world.now), self._unjam)
+
+    def _unjam(self) -> None:
+        if self.world.now >= self.jammed_until_s:
+            backlog, self.backlog = self.backlog, []
+            for action, args in backlog:
+                self.later(0.0, action, *args)
 
     def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         """Calls ``action`` in this life, once the process is not frozen."""
@@ -97,7 +126,8 @@ class Process:
 
     def _end(self) -> None:
         self.alive = False
-        self.frozen_until_s = self.hung_until_s = 0.0
+        self.frozen_until_s = self.hung_until_s = self.jammed_until_s = 0.0
+        self.backlog.clear()
         for group in list(self.world.groups.values()):
             group.leave(self.name)
 
@@ -173,7 +203,7 @@ class Process:
     def misfortune(self) -> None:
         """Something happens to this process, or to its connection."""
         world = self.world
-        what = world.random.choice(("cut", "cut", "cut", "crash", "freeze", "hang", "offline"))
+        what = world.random.choice(("cut", "cut", "cut", "crash", "freeze", "hang", "jam", "offline"))
         world.note(self.name, f"fault: {what}")
         if what == "cut" and self.conn:
             self.conn.cut(told=world.chance(0.7))
@@ -185,6 +215,8 @@ class Process:
             self.frozen_until_s = max(self.frozen_until_s, until_s)
         elif what == "hang":
             self.hung_until_s = world.now + world.between(0.5, 8.0)
+        elif what == "jam":
+            self.jam(world.now + world.between(0.5, 30.0))
         elif what == "offline" and self.conn:
             self.offline_until_s = world.now + world.between(0.5, 4.0 * world.knobs.dead_after_s)
             self.conn.cut(told=world.chance(0.5))
@@ -210,10 +242,10 @@ class Process:
                                 return
                 case r.StartReduce():
                     self._reduce(effect)
-                case r.StopReduce(attempt=attempt):
+                case r.StopReduce(fragment=fragment, attempt=attempt):
                     for key, group in self.world.groups.items():
-                        if key[0] == attempt:
-                            group.leave(self.name)
+                        if key[0] == attempt and group.leave(self.name):
+                            self.on_reducer(self.world.delay(), self._stopped, fragment, attempt)
                 case r.Adopt(attempt=attempt, record=record):
                     shard = self.shards[record.fragment]
                     assert shard.results is not None and shard.results[0] == attempt
@@ -261,6 +293,9 @@ class Process:
             group = self.world.groups[key] = Reduction(self.world, start)
         assert group.members == start.members, "one attempt, two member lists"
         group.join(self, snapshot)
+
+    def _stopped(self, fragment: int, attempt: int) -> None:
+        self.act(self.machine.reduce_failed(fragment, attempt, reason="stopped"))
 
     def _fetch(self, fragment: int, failed: tuple[str, ...]) -> None:
         fetch = self.machine.latest_fetch(fragment)

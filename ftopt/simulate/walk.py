@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import traceback
 from collections import Counter
@@ -134,6 +135,7 @@ def _quiet(world: World) -> None:
     object.__setattr__(world.knobs, "corrupt", 0.0)
     for process in world.processes.values():
         process.hung_until_s = process.offline_until_s = 0.0
+    _unjam(world)
     thawed_s = max(process.frozen_until_s for process in world.processes.values())
     world.run(max(world.now + 3.1, thawed_s))  # a coordinator that is down is started, a killed replica comes back
     if not world.server.up:
@@ -160,6 +162,17 @@ def _quiet(world: World) -> None:
             if p.alive
         }
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
+
+
+def _unjam(world: World) -> None:
+    """Reducers that hang: half of them for ever, if somebody is left to go on without them."""
+    jammed = [p for p in world.processes.values() if p.alive and world.now < p.jammed_until_s]
+    able = [p for p in world.processes.values() if p.alive and not p.leaving and p not in jammed]
+    for process in jammed:
+        last = not able or world.knobs.settings["min_replicas"] != 1
+        for_ever = not last and world.chance(0.5)
+        process.jam(math.inf if for_ever else world.now)
+        world.coverage["a reducer that hangs for ever"] += for_ever
 
 
 def _together(world: World, old: set[tuple[int, str]]) -> bool:

@@ -39,6 +39,8 @@ class Seat:
         self.conn: int | None = None
         self.inbox: list[m.FromCoordinator] = []
         self.asked: list[r.Effect] = []
+        self.hangs = False
+        """Its reducer hangs: it does not say that it has stopped."""
 
     @property
     def record(self) -> m.Record:
@@ -83,8 +85,10 @@ class Seat:
         for effect in effects:
             if isinstance(effect, r.Send):
                 self.say(effect.message)
-            else:
-                self.asked.append(effect)
+                continue
+            self.asked.append(effect)
+            if isinstance(effect, r.StopReduce) and not self.hangs:
+                self.stop(effect)
 
     def say(self, message: m.FromReplica) -> None:
         """Tells the coordinator."""
@@ -107,6 +111,13 @@ class Seat:
         found = [x for x in self.asked if isinstance(x, kind)][-1]
         self.asked.remove(found)
         return found
+
+    def stop(self, order: r.StopReduce) -> None:
+        """The reducer ends an attempt that is over, if it was at it."""
+        running = [x for x in self.asked if isinstance(x, r.StartReduce) and x.quorum.attempt == order.attempt]
+        for start in running:
+            self.asked.remove(start)
+            self.do(self.machine.reduce_failed(order.fragment, order.attempt, reason="stopped"))
 
     def pop_fetch(self, fragment: int) -> r.Fetch:
         """The last fetch of a fragment that the machine has asked for."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.roster import Member, Roster
 
 
 class Numbers:
@@ -48,7 +51,8 @@ class Attempt:
     """One try of a round by a fixed set of members, ranked by id.
 
     ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone marks whose
-    COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step.
+    COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step. ``reported_s``:
+    when a member has prepared last.
     """
 
     attempt: int
@@ -57,6 +61,8 @@ class Attempt:
     contributions: dict[str, m.Contribution]
     drop: tuple[m.Mark, ...]
     advance: int
+    started_s: float
+    reported_s: float = -math.inf
     prepared: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
 
@@ -72,6 +78,55 @@ class Attempt:
         if count == len(self.members):
             return Agreed(digest)
         return Disagreement(digest if 2 * count > len(self.members) else "")
+
+    @cached_property
+    def weights(self) -> list[float]:
+        """Of the contributions that count."""
+        return [c.weight for c in self.contributions.values() if c.weight > 0]
+
+    def invitation(
+        self, fragment: int, group: int, rank: int, before: tuple[m.Mark, ...], *, last_step: int, outlier: str
+    ) -> m.Quorum:
+        """What the member of ``rank`` is told; ``before``: the last member list that it knows.
+
+        ``last_step``: its contribution that is meant. ``outlier``: why that one weighs nothing, "" when it does.
+        """
+        return m.Quorum(
+            fragment=fragment,
+            version=self.version,
+            attempt=self.attempt,
+            group=group,
+            rank=rank,
+            size=len(self.members),
+            last_step=last_step,
+            total_weight=math.fsum(self.weights),
+            contributors=len(self.weights),
+            advance=self.advance,
+            joined=tuple(sorted(set(self.members) - set(before))),
+            left=tuple(sorted(set(before) - set(self.members))),
+            drop=self.drop,
+            outlier=outlier,
+        )
+
+    def silent(self, roster: Roster) -> list[Member]:
+        """Members that are connected and have not prepared."""
+        found = [roster.members.get(replica) for replica, _ in self.members if replica not in self.prepared]
+        return [x for x in found if x is not None and x.conn is not None and x.mark in self.members]
+
+    def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
+        """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.
+
+        Twice as long for each time that one of them came too late before. While nobody has prepared it is not known how
+        long the reduction takes, and one that cannot end fails by the transport's time-out; but a member that is alone
+        has no peer to complain, and has what rounds take ``usual_s``.
+        """
+        if not self.prepared and len(self.members) > 1:
+            return math.inf
+        since_s, took_s = (
+            (self.reported_s, self.reported_s - self.started_s) if self.prepared else (self.started_s, usual_s)
+        )
+        late = max((x.late for x in self.silent(roster)), default=0)
+        return since_s + (took_s + patience_s) * 2.0 ** min(late, 10)
 
     def alive(self) -> list[str]:
         """Members that are connected, by rank."""

@@ -273,7 +273,7 @@ class Coordinator:
             case m.Propose(contribution=c) if self._has(c.fragment):
                 return self.rounds[c.fragment].propose(member, c)
             case m.Prepared(fragment=f) if self._has(f):
-                self.rounds[f].prepare(member, message)
+                self.rounds[f].prepare(now, member, message)
             case m.Failed(fragment=f) if self._has(f):
                 return self.rounds[f].fail(now, member, message)
             case m.Holds(position=p) if self._has(p.fragment):

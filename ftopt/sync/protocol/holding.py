@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
@@ -59,6 +59,44 @@ class Identity:
     address: str = ""
     rank: int = 0
     size: int = 1
+
+
+def greeting(
+    identity: Identity,
+    held: Sequence[Holding],
+    *,
+    incarnation: int,
+    epoch: int,
+    fresh: bool,
+    inner_step: int,
+    roster: Mapping[str, int],
+    gone: Mapping[str, int],
+) -> m.Hello:
+    """The hello of a replica that holds ``held`` soundly; ``fresh``: it has held nothing yet."""
+    return m.Hello(
+        protocol=m.PROTOCOL,
+        job=identity.job,
+        replica=identity.replica,
+        incarnation=incarnation,
+        rank=identity.rank,
+        size=identity.size,
+        epoch=epoch,
+        address=identity.address,
+        initial=identity.initial if fresh else "",
+        fragments=identity.fragments,
+        lines=identity.lines,
+        settings=identity.settings,
+        positions=tuple(f.record.position for f in held if f.record),
+        contributions=tuple(f.contribution for f in held if f.contribution),
+        prepared=tuple(
+            m.PreparedMark(p.record.fragment, p.attempt, p.record.version, p.digest)
+            for p in (f.prepared for f in held)
+            if p
+        ),
+        roster=tuple(sorted(roster.items())),
+        gone=tuple(sorted(gone.items())),
+        inner_step=inner_step,
+    )
 
 
 def agree(

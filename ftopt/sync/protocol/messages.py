@@ -168,7 +168,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The reduction of an attempt failed here. ``peer``: the member that could not be reached, "" when unknown."""
+    """The reduction of an attempt failed here, or ended after its attempt: the sender's reducer is free.
+
+    ``peer``: the member that could not be reached, "" when unknown.
+    """
 
     fragment: int
     attempt: int

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import HISTORY
-from ftopt.sync.protocol.holding import Holding, Prepared, agree
+from ftopt.sync.protocol.holding import Holding, Prepared, agree, greeting
 from ftopt.sync.protocol.holding import Identity as Identity
 from ftopt.sync.protocol.orders import Adopt as Adopt
 from ftopt.sync.protocol.orders import Begin as Begin
@@ -119,29 +119,16 @@ class Replica:
         held = [] if newcomer else sound
         for f in self._fragments:
             f.offered, f.unsure = f in held, len(held) < len(self._fragments)
-        return m.Hello(
-            protocol=m.PROTOCOL,
-            job=self.identity.job,
-            replica=self.identity.replica,
+        first = self._fragments[0].record
+        return greeting(
+            self.identity,
+            held,
             incarnation=self.incarnation,
-            rank=self.identity.rank,
-            size=self.identity.size,
             epoch=self.epoch,
-            address=self.identity.address,
-            initial="" if any(f.record for f in self._fragments) else self.identity.initial,
-            fragments=self.identity.fragments,
-            lines=self.identity.lines,
-            settings=self.identity.settings,
-            positions=tuple(f.record.position for f in held if f.record),
-            contributions=tuple(f.contribution for f in held if f.contribution),
-            prepared=tuple(
-                m.PreparedMark(p.record.fragment, p.attempt, p.record.version, p.digest)
-                for p in (f.prepared for f in held)
-                if p
-            ),
-            roster=tuple(sorted(self.roster.items())),
-            gone=tuple(sorted(self.gone.items())),
-            inner_step=self._fragments[0].record.inner_step if self._fragments[0].record else 0,
+            fresh=not any(f.record for f in self._fragments),
+            inner_step=first.inner_step if first else 0,
+            roster=self.roster,
+            gone=self.gone,
         )
 
     def connect(self) -> list[Effect]:
@@ -189,24 +176,23 @@ class Replica:
         f = self._fragments[fragment]
         q = f.quorum
         if q is None or q.attempt != attempt or f.record is None:
-            return []
+            return self.reduce_failed(fragment, attempt, reason="the attempt is over")
         agreed, record = agree(f.record, q, f.members, rows, digest)
         f.quorum, f.prepared = None, Prepared(attempt, agreed, record)
         return [Send(m.Prepared(fragment, attempt, agreed))] if self.welcomed else []
 
     def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str = "") -> list[Effect]:
-        """The reduction failed here."""
+        """The reduction failed here, or was stopped: then the coordinator learns that the reducer is free again."""
         f = self._fragments[fragment]
-        if f.quorum is None or f.quorum.attempt != attempt:
-            return []
-        f.quorum = None
+        if f.quorum is not None and f.quorum.attempt == attempt:
+            f.quorum = None
         return [Send(m.Failed(fragment, attempt, reason, peer))] if self.welcomed else []
 
     def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[Effect]:
         """The held state is not what it was: it is served to nobody, and nothing is proposed, until it is fetched."""
         f = self._fragments[fragment]
         if f.quorum is None or f.quorum.attempt != attempt:
-            return []
+            return self.reduce_failed(fragment, attempt, reason=reason)
         f.unhealed = True
         failed = self.reduce_failed(fragment, attempt, reason=reason)
         return [*failed, *self._lacks(fragment)] if self.welcomed else []

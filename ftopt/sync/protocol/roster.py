@@ -36,6 +36,10 @@ class Member:
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
+    busy_since_s: float | None = None
+    """An attempt with it was over then, and it has not said since that its reducer is free; None: it is."""
+    late: int = 0
+    """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
     told: dict[int, tuple[m.Mark, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 
@@ -46,6 +50,10 @@ class Member:
     @property
     def stalled(self) -> bool:
         return self.stalled_at is not None
+
+    def busy(self, now: float, patience_s: float) -> bool:
+        """Whether its reducer has been busy with what is over for so long that it counts as hung."""
+        return self.busy_since_s is not None and now >= self.busy_since_s + patience_s
 
     def may_hold(self, at: m.Position) -> bool:
         """Whether it holds ``at``, as far as is known: a fetch, or an absence, leaves that open."""
@@ -83,7 +91,7 @@ class Roster:
     def attach(self, member: Member, conn: int, now: float) -> None:
         """A member is connected."""
         self.detach(member, now)
-        member.conn, member.heard_s, member.told = conn, now, {}
+        member.conn, member.heard_s, member.told, member.busy_since_s = conn, now, {}, None
         self._by_conn[conn] = member
 
     def detach(self, member: Member, now: float) -> None:

@@ -50,6 +50,7 @@ class Rounds:
         self._cuts = cuts
         self._seats = Seats(cuts, roster)
         self._stepped_s = -math.inf
+        self._usual_s = 0.0
         self._group = 0
         self._group_key: object = None
         self._new_round()
@@ -119,15 +120,18 @@ class Rounds:
             a.lost.discard(replica)
         return d is not None and d.chain == self.at.chain and (mark.attempt, mark.digest) == (d.attempt, d.digest)
 
-    def prepare(self, member: Member, message: m.Prepared) -> None:
+    def prepare(self, now: float, member: Member, message: m.Prepared) -> None:
         """Step 4."""
         a = self.attempt
+        member.busy_since_s = None
         if a and a.attempt == message.attempt and member.mark in a.members and member.replica not in a.lost:
             a.prepared[member.replica] = message.digest
+            a.reported_s = now
 
     def fail(self, now: float, member: Member, message: m.Failed) -> list[Effect]:
-        """A member could not reduce. After two failures of one pair, one of the two sits out (`Cuts`)."""
+        """A member could not reduce, or has ended what is over. Of a pair that fails twice one sits out (`Cuts`)."""
         a = self.attempt
+        member.busy_since_s = None
         if a is None or a.attempt != message.attempt or member.mark not in a.members:
             return []
         if message.peer in a.contributions and message.peer != member.replica:
@@ -135,7 +139,9 @@ class Rounds:
             self._cuts.failed(now, member.mark, peer, dead_after_s=self.sync.dead_after_s)
         self._failures += 1
         self._retry_s = now + min(2.0, 0.05 * 2**self._failures)
-        return self._abort(f"{member.replica}: {message.reason}")
+        effects = self._abort(now, f"{member.replica}: {message.reason}")
+        member.busy_since_s = None
+        return effects
 
     def lacks(self, now: float, member: Member) -> None:
         """It could not fetch, or what it holds does not fit."""
@@ -167,7 +173,7 @@ class Rounds:
     def step(self, now: float) -> list[Effect]:
         """Everything that has become due or decidable."""
         self._stepped_s = now
-        effects = self._decide()
+        effects = self._decide(now)
         if self.attempt is None:
             effects += self._gather(now)
         return effects + self.catch_up.step(now, self.at)
@@ -175,7 +181,9 @@ class Rounds:
     def deadline_s(self) -> float:
         """When `step` is to be called at the latest, if nothing happens before."""
         due_s = self.catch_up.deadline_s(self._stepped_s)
-        if self.attempt is not None or not self.proposals:
+        if self.attempt is not None:
+            return min(due_s, self._overdue_s(self.attempt))
+        if not self.proposals:
             return due_s
         if self._retry and self._retry_s > self._stepped_s:
             return min(due_s, self._retry_s)
@@ -208,7 +216,8 @@ class Rounds:
 
     def _form(self, now: float, proposers: list[Member]) -> list[Effect]:
         """Starts an attempt with all who have proposed and reach each other (step 2's end)."""
-        members = self._seats.choose(now, proposers)
+        free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
+        members = self._seats.choose(now, free)
         if len(members) < self.sync.min_replicas:  # better a quorum that may fail than none
             members = proposers
         if len(members) < self.sync.min_replicas and not self._retry:
@@ -229,6 +238,7 @@ class Rounds:
             contributions=chosen,
             drop=tuple(sorted(self.undropped.items())),
             advance=max(c.steps for c in contributors),
+            started_s=now,
         )
         key = tuple((x.mark, x.conn) for x in members)
         if key != self._group_key:
@@ -239,37 +249,19 @@ class Rounds:
             if reason := odd.get(x.replica):
                 data = {"reason": reason, "norm": self.proposals[x.replica].norm}
                 effects.append(Tell("outlier", *x.mark, self.fragment, a.version, a.attempt, data=data))
-        total = math.fsum(c.weight for c in contributors)
         for rank, member in enumerate(members):
-            effects += self._invite(member, rank, a, total, len(contributors), odd.get(member.replica, ""))
+            effects += self._invite(member, rank, a, odd.get(member.replica, ""))
         return effects
 
-    def _invite(
-        self, member: Member, rank: int, a: Attempt, total: float, contributors: int, outlier: str
-    ) -> list[Effect]:
+    def _invite(self, member: Member, rank: int, a: Attempt, outlier: str) -> list[Effect]:
         if member.conn is None:
             return []
-        member.newcomer.discard(self.fragment)
-        member.catching_up.discard(self.fragment)
-        before = member.told.get(self.fragment, ())
-        member.told[self.fragment] = a.members
-        quorum = m.Quorum(
-            fragment=self.fragment,
-            version=a.version,
-            attempt=a.attempt,
-            group=self._group,
-            rank=rank,
-            size=len(a.members),
-            last_step=self.proposals[member.replica].last_step,
-            total_weight=total,
-            contributors=contributors,
-            advance=a.advance,
-            joined=tuple(sorted(set(a.members) - set(before))),
-            left=tuple(sorted(set(before) - set(a.members))),
-            drop=a.drop,
-            outlier=outlier,
-        )
-        return [Send(member.conn, quorum)]
+        f = self.fragment
+        member.newcomer.discard(f)
+        member.catching_up.discard(f)
+        before, member.told[f] = member.told.get(f, ()), a.members
+        last_step = self.proposals[member.replica].last_step
+        return [Send(member.conn, a.invitation(f, self._group, rank, before, last_step=last_step, outlier=outlier))]
 
     def _void(self, members: list[Member]) -> list[Effect]:
         effects: list[Effect] = [Send(x.conn, m.Void(self.fragment)) for x in members if x.conn is not None]
@@ -283,23 +275,39 @@ class Rounds:
 
     # ------------------------------------------------------------ step 5
 
-    def _decide(self) -> list[Effect]:
+    def _overdue_s(self, a: Attempt) -> float:
+        """When the attempt is given up, if there is anybody to go on with."""
+        others = a.prepared or self.proposals.keys() - a.contributions.keys()
+        patience_s = self.sync.grace_s + self.sync.dead_after_s
+        return a.overdue_s(self.roster, patience_s, self._usual_s) if others else math.inf
+
+    def _decide(self, now: float) -> list[Effect]:
         a = self.attempt
-        verdict = a.verdict() if a is not None else None
-        if a is None or verdict is None:
+        if a is None:
             return []
+        verdict = a.verdict()
+        if verdict is None:
+            return self._hurry(now, a) if now >= self._overdue_s(a) else []
         if isinstance(verdict, Failure):
-            return self._abort(verdict.reason)
+            return self._abort(now, verdict.reason)
         if isinstance(verdict, Agreed):
             return self._commit(verdict.digest)
         effects = [self._tell("mismatch", a, digests=dict(a.prepared), votes=dict(Counter(a.prepared.values())))]
         if verdict.majority:
-            effects += self._abort("the digests differ")
+            effects += self._abort(now, "the digests differ")
             return effects + self._put_out(a, verdict.majority)
         self._ties += 1
         if self._ties < 2:
-            return effects + self._abort("the digests differ")
+            return effects + self._abort(now, "the digests differ")
         return effects + self._commit(a.prepared[a.alive()[0]])
+
+    def _hurry(self, now: float, a: Attempt) -> list[Effect]:
+        """Whoever has not prepared for so long sits out until its reducer is free; the others go on."""
+        silent = a.silent(self.roster)
+        for x in silent:
+            x.busy_since_s, x.late = -math.inf, x.late + 1
+        names = ", ".join(x.replica for x in silent)
+        return self._abort(now, f"{names}: no result after {now - a.started_s:.1f} s")
 
     def _put_out(self, a: Attempt, majority: str) -> list[Effect]:
         """Who disagrees twice with the majority heals before it takes part again."""
@@ -314,9 +322,11 @@ class Rounds:
                 effects.append(Tell("put_out", *member.mark, self.fragment, a.version, a.attempt))
         return effects
 
-    def _abort(self, reason: str) -> list[Effect]:
+    def _abort(self, now: float, reason: str) -> list[Effect]:
         a = self.attempt
         assert a is not None
+        for x in a.silent(self.roster):
+            x.busy_since_s = now if x.busy_since_s is None else x.busy_since_s
         self.attempt, self._retry, self._group_key = None, True, None
         self.aborted += 1
         message = m.Abort(self.fragment, a.attempt, reason)
@@ -338,6 +348,7 @@ class Rounds:
             ),
         )
         self.attempt, self.last, self.inner_step = None, d, d.inner_step
+        self._usual_s = a.reported_s - a.started_s
         self.at = m.Position(self.fragment, a.version, chain)
         self.history[a.version] = chain
         self.history.pop(a.version - HISTORY, None)
