@@ -45,7 +45,7 @@ def test_21_a_joiner_fetches_each_fragment_at_a_moment_of_its_own_and_mixes_none
     for f in (0, 1):
         assert c.held(f) == a.held(f) == b.held(f)
     assert [c.held(f).counted for f in (0, 1)] == [(("a", 1, 5), ("b", 1, 5)), (("a", 1, 10), ("b", 1, 10))]
-    assert c.held(0).inner_step == 5  # fragment 0 alone moves the job's inner step
+    assert c.held(0).inner_step == 5  # of fragment 0, which is the job's
 
     for seat, step in ((a, 15), (b, 15), (c, 3)):
         seat.propose(step, 1)
