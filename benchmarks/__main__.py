@@ -7,6 +7,7 @@ import importlib
 import sys
 
 VERBS = {
+    "codecs": "speed and bytes of the codecs",
     "faults": "every fault at every point, with real processes",
     "soak": "a job under faults of all kinds for a long time",
 }
