@@ -32,7 +32,12 @@ ALLOWED = {
 """Part -> what it may import of ftopt, besides itself and the types."""
 
 TORCH_ALONE = {"methods", "codecs"}
-IN_ONE_FILE = {"wandb": "telemetry/wandb.py", "omegaconf": "config/loader.py", "rich": "telemetry/progress.py"}
+IN_ONE_FILE = {
+    "wandb": "telemetry/wandb.py",
+    "omegaconf": "config/loader.py",
+    "rich": "telemetry/progress.py",
+    "sklearn": "data/digits.py",
+}
 AIOHTTP = {
     "doors/http.py",
     "sync/connection.py",

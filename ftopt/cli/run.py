@@ -67,5 +67,7 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
     if stall is not None:
         lines.append(f"stalls: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
     if summary["val_loss_final"] is not None:
-        lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f} nats a byte")
+        lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f} nats")
+    if summary["val_accuracy_final"] is not None:
+        lines.append(f"held-out accuracy {summary['val_accuracy_initial']:.3f} -> {summary['val_accuracy_final']:.3f}")
     return lines

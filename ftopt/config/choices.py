@@ -13,8 +13,8 @@ from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
-    "model": {"gpt": schema.Gpt, "factory": schema.Factory},
-    "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text},
+    "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
+    "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text, "digits": schema.Digits},
     "inner": {"adamw": schema.AdamW, "sgd": schema.Sgd},
     "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
     "method": {"diloco": DiLoCo, "local_sgd": LocalSGD, "streaming_diloco": StreamingDiLoCo, "slowmo": SlowMo},

@@ -49,14 +49,30 @@ class Gpt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Convnet:
+    """The convolutional net of `ftopt.job.convnet` (``model.name: convnet``), for images.
+
+    Args:
+        channels: of the first convolution; the second one has twice as many.
+        batch_norm: BatchNorm behind each convolution.
+    """
+
+    channels: int = 16
+    batch_norm: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("model", 1, channels=self.channels)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Factory:
     """A model of the user's own (``model.name: factory``).
 
     Args:
         factory: ``package.module:function``, called with ``args``; returns a module that maps bytes (batch, time),
-            int64, to logits (batch, time, 256).
+            int64, to logits (batch, time, 256), or images (batch, 1, 8, 8), fp32, to logits (batch, 10).
         args: its keyword arguments.
-        context: bytes a window.
+        context: bytes a window; without effect on images.
     """
 
     factory: str = ""
@@ -92,6 +108,16 @@ class Text:
     def __post_init__(self) -> None:
         if not self.path:
             raise ValueError("data.path is empty; data.name=text needs it: a text file, a folder, or a glob pattern")
+        _at_least("data", 1, batch_size=self.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits:
+    """Images of handwritten digits (``data.name: digits``), from scikit-learn."""
+
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
         _at_least("data", 1, batch_size=self.batch_size)
 
 
@@ -214,8 +240,8 @@ class Log:
             raise ValueError(f"log.wandb={self.wandb!r}; allowed: auto, off, online, offline")
 
 
-Model = Gpt | Factory
-Data = StdlibBytes | Text
+Model = Gpt | Convnet | Factory
+Data = StdlibBytes | Text | Digits
 Inner = AdamW | Sgd
 
 
@@ -242,6 +268,11 @@ class Recipe:
             found.append(f"name={self.name!r}; letters, digits, - and _ only, it names a folder")
         if self.replicas < 1:
             found.append(f"replicas={self.replicas}; must be at least 1")
+        images = isinstance(self.data, Digits)
+        if isinstance(self.model, Gpt) and images:
+            found.append("model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory")
+        if isinstance(self.model, Convnet) and not images:
+            found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
         for key in ("min_replicas", "start_replicas"):
             value = getattr(self.sync, key)
             if value is not None and value > self.replicas >= 1:

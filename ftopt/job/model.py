@@ -1,4 +1,6 @@
-"""A byte-level GPT: pre-norm blocks, causal attention, rotary positions, no biases; and a user's own factory.
+"""The model that a recipe names: a byte-level GPT, the convolutional net, or a user's own factory's.
+
+The GPT: pre-norm blocks, causal attention, rotary positions, no biases.
 
 131,392 parameters with 2 layers, 4 heads, width 64: small enough to train on one CPU core at 100 steps a second or so.
 """
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ftopt.config.schema import Factory, Gpt
+from ftopt.config.schema import Convnet, Factory, Gpt, Model
 from ftopt.errors import UserError
+from ftopt.job.convnet import ConvolutionalNet
 
 VOCAB = 256
 
@@ -104,7 +107,7 @@ def _initial(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def build(settings: Gpt | Factory) -> nn.Module:
+def build(settings: Model) -> nn.Module:
     """The model of a recipe. Seed torch before: the initial parameters come from its global generator.
 
     Raises:
@@ -112,6 +115,12 @@ def build(settings: Gpt | Factory) -> nn.Module:
     """
     if isinstance(settings, Gpt):
         return Transformer(settings)
+    if isinstance(settings, Convnet):
+        return ConvolutionalNet(settings)
+    return _made(settings)
+
+
+def _made(settings: Factory) -> nn.Module:
     name, _, attribute = settings.factory.partition(":")
     try:
         function = getattr(importlib.import_module(name), attribute)

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import ftopt
-from ftopt.config.schema import AdamW, Inner, Recipe, Text
-from ftopt.data.corpus import Bytes, Corpus, stdlib_bytes, text
-from ftopt.data.windows import Windows, seed_of
+from ftopt.config.schema import AdamW, Inner, Recipe
+from ftopt.data.windows import seed_of
 from ftopt.events import Event, OnEvent
-from ftopt.job.model import build
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import StepRecord
+from ftopt.job.task import Batches, task_of
 from ftopt.sync.group import ReplicaGroup
 
-_EVALUATION_WINDOWS = 128
-_FINAL_WINDOWS = 512
 _LEAVE_S = 30.0
 
 
@@ -64,11 +60,12 @@ class Trainer:
         self._wait_for_others = wait_for_others
         self._stop = False
         self.started = False
-        self._corpus = load_corpus(recipe)
         torch.manual_seed(recipe.train.seed)
-        self._model = build(recipe.model)
-        self._inner = inner_optimizer(recipe.inner, self._model)
-        self.optimizer = self._optimizer = ftopt.wrap(self._inner, self._model, recipe.method, group=group)
+        self._task = task_of(recipe)
+        model = self._task.model
+        self.optimizer = self._optimizer = ftopt.wrap(
+            inner_optimizer(recipe.inner, model), model, recipe.method, group=group
+        )
 
     def stop(self) -> None:
         """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
@@ -81,26 +78,26 @@ class Trainer:
             self.started = True
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
             torch.manual_seed(seed)
-            windows = self._windows(self._corpus.train, self._recipe.data.batch_size, seed)
+            batches = self._task.batches(seed)
             scheduler = LambdaLR(
                 optimizer, lambda _: factor(self._recipe.inner.schedule, optimizer.inner_step, train.inner_steps)
             )
             evaluated_at = optimizer.committed.inner_step
             if self._evaluates and evaluated_at == 0:
-                self._evaluate(_FINAL_WINDOWS, final=False)
+                self._evaluate(thorough=True)
             while not self._stop and optimizer.committed.inner_step < train.inner_steps:
-                self._step(windows)
+                self._step(batches)
                 scheduler.step()
                 now = optimizer.committed.inner_step
                 if self._evaluates and train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
                     evaluated_at = now
                     if now < train.inner_steps:
-                        self._evaluate(_EVALUATION_WINDOWS, final=False)
+                        self._evaluate()
             done = optimizer.committed.inner_step >= train.inner_steps
             if done:
                 optimizer.settle()
                 with optimizer.busy("done"):
-                    self._evaluate(_FINAL_WINDOWS, final=True)
+                    self._evaluate(thorough=True, final=True)
                     self._tell_end("done")
                     self._wait_for_others()
                     self._tell_end("done")  # again: others may have made newer versions meanwhile
@@ -109,38 +106,31 @@ class Trainer:
                 self._tell_end("left")
         return done
 
-    def _step(self, windows: Windows) -> None:
-        train, optimizer, record = self._recipe.train, self._optimizer, self._record
+    def _step(self, batches: Batches) -> None:
+        train, task, optimizer, record = self._recipe.train, self._task, self._optimizer, self._record
         total = 0.0
         for _ in range(train.accumulate):
-            loss = self._loss(*windows.batch()) / train.accumulate
+            loss = task.loss(*batches.batch()) / train.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         if train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), train.clip_norm)
+            nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
         record.loss, record.lr = total, optimizer.param_groups[0]["lr"]
         record.local_step = optimizer.local_steps + 1
-        optimizer.count(tokens=train.accumulate * self._recipe.data.batch_size * self._recipe.model.context)
+        optimizer.count(tokens=train.accumulate * task.tokens, samples=train.accumulate * task.samples)
         optimizer.step()
         optimizer.zero_grad()
 
-    def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        autocast = (
-            torch.autocast("cpu", dtype=torch.bfloat16) if self._recipe.train.autocast == "bf16" else nullcontext()
-        )
-        with autocast:
-            logits = self._model(inputs)
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-    @torch.no_grad()
-    def _evaluate(self, windows: int, *, final: bool) -> None:
-        """The loss of the committed parameters on fixed held-out windows, alike in every replica."""
+    def _evaluate(self, *, thorough: bool = False, final: bool = False) -> None:
+        """What the committed parameters score on fixed held-out data, alike in every replica."""
         optimizer = self._optimizer
-        batches = self._windows(self._corpus.held_out, 32, seed_of("held out", self._recipe.train.seed))
-        with optimizer.busy("evaluating"), optimizer.outer_parameters(), _evaluating(self._model):
-            losses = [float(self._loss(*batches.batch())) for _ in range(windows // 32)]
-        loss = sum(losses) / len(losses)
-        self._tell("evaluate", {"loss": round(loss, 5), "final": final, "windows": windows})
+        with optimizer.busy("evaluating"), optimizer.outer_parameters():
+            score = self._task.score(thorough=thorough)
+        accuracy = None if score.accuracy is None else round(score.accuracy, 5)
+        self._tell(
+            "evaluate",
+            {"loss": round(score.loss, 5), "accuracy": accuracy, "final": final, "samples": score.samples},
+        )
 
     def _tell_end(self, reason: str) -> None:
         optimizer = self._optimizer
@@ -168,14 +158,6 @@ class Trainer:
             )
         )
 
-    def _windows(self, data: Bytes, batch_size: int, seed: int) -> Windows:
-        return Windows(data, context=self._recipe.model.context, batch_size=batch_size, seed=seed)
-
-
-def load_corpus(recipe: Recipe) -> Corpus:
-    """The bytes that the recipe names."""
-    return text(recipe.data.path) if isinstance(recipe.data, Text) else stdlib_bytes()
-
 
 def inner_optimizer(settings: Inner, model: nn.Module) -> torch.optim.Optimizer:
     """The recipe's inner optimizer over all parameters of ``model`` that train."""
@@ -195,16 +177,6 @@ def inner_optimizer(settings: Inner, model: nn.Module) -> torch.optim.Optimizer:
         nesterov=settings.nesterov,
         weight_decay=settings.weight_decay,
     )
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         "samples_committed": None,
         "samples_duplicated": None,
         "samples_lost": None,
-        **_losses(by_name["evaluate"], dead),
+        **_scores(by_name["evaluate"], dead),
         "anchor_digests": {
             mark[0]: _data(event).get("anchor_digest")
             for mark, event in sorted(survivors_end.items())
@@ -172,15 +172,16 @@ def _discarded(events: Iterable[Record]) -> dict[str, Counter[Mark]]:
     return dropped
 
 
-def _losses(events: Sequence[Record], dead: set[Mark]) -> dict[str, float | None]:
-    """The first evaluation, and the final one of the first survivor in the order of ids."""
+def _scores(events: Sequence[Record], dead: set[Mark]) -> dict[str, float | None]:
+    """Of the first evaluation, and of the final one of the first survivor in the order of ids."""
     final = [event for event in events if _data(event).get("final") and _mark(event) not in dead]
     first = min(events, key=lambda event: float(event["t_s"]), default=None)
     last = min(final, key=lambda event: str(event["replica"]), default=None)
-    return {
-        "val_loss_initial": _data(first)["loss"] if first is not None else None,
-        "val_loss_final": _data(last)["loss"] if last is not None else None,
-    }
+    found: dict[str, float | None] = {}
+    for name in ("loss", "accuracy"):
+        found[f"val_{name}_initial"] = _data(first).get(name) if first is not None else None
+        found[f"val_{name}_final"] = _data(last).get(name) if last is not None else None
+    return found
 
 
 def _joins(by_name: Mapping[str, list[Record]]) -> list[tuple[Record, Mark]]:

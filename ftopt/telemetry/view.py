@@ -111,7 +111,9 @@ def sentence(record: Record) -> str | None:
     if name == "abort":
         return f"version {record['version']}: an attempt was aborted ({data.get('reason', 'no reason given')})"
     if name == "evaluate":
-        return f"inner step {record['inner_step']}: held-out loss {data['loss']:.4f}" if not data["final"] else None
+        accuracy = f", accuracy {data['accuracy']:.3f}" if data.get("accuracy") is not None else ""
+        said = f"inner step {record['inner_step']}: held-out loss {data['loss']:.4f}{accuracy}"
+        return None if data["final"] else said
     words = {
         "join": f"{who} joined",
         "leave": f"{who} left",

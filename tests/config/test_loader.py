@@ -95,6 +95,8 @@ def test_errors_between_sections_are_told_together() -> None:
         ("faults=[{do: hang}]", "must be a number of seconds above 0"),
         ("faults=[{point: fetch}]", "use incarnation=2"),
         ("model.factory=nonsense", "package.module:function"),
+        ("data.name=digits", "use model.name=convnet"),
+        ("model.name=convnet", "use data.name=digits"),
     ],
 )
 def test_a_wrong_value_is_refused_with_what_is_allowed(override: str, part: str) -> None:

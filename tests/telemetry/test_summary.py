@@ -33,7 +33,7 @@ def run() -> tuple[list[Record], dict[str, list[Record]]]:
     events = [
         event("join", "r0", 1),
         event("join", "r1", 1),
-        event("evaluate", "r0", 1, t_s=1.5, data={"loss": 5.5, "final": False}),
+        event("evaluate", "r0", 1, t_s=1.5, data={"loss": 5.5, "accuracy": 0.125, "final": False}),
         event("quorum", fragment=0, version=1, attempt=1),
         decide(1, ["r0", 1, 10, 10, 10.0, True], ["r1", 1, 10, 10, 10.0, True], inner_step=10),
         event("quorum", fragment=0, version=2, attempt=2),
@@ -48,8 +48,8 @@ def run() -> tuple[list[Record], dict[str, list[Record]]]:
         event("stall", "r1", 1, data={"stall_s": 60.0}),
         event("quorum", fragment=0, version=3, attempt=4),
         decide(3, ["r0", 1, 5, 25, 5.0, True], ["r1", 2, 5, 5, 5.0, True], inner_step=25),
-        event("evaluate", "r1", 2, t_s=8.0, data={"loss": 2.25, "final": True}),
-        event("evaluate", "r0", 1, t_s=8.1, data={"loss": 2.25, "final": True}),
+        event("evaluate", "r1", 2, t_s=8.0, data={"loss": 2.25, "accuracy": 0.5, "final": True}),
+        event("evaluate", "r0", 1, t_s=8.1, data={"loss": 2.25, "accuracy": 0.75, "final": True}),
         end("r0", 1, pending=0),
         end("r1", 2, pending=3),
     ]
@@ -74,6 +74,7 @@ def test_rounds_joins_deaths_and_stalls_are_counted(run: tuple[list[Record], dic
     assert got["stall_s"] == {"median": pytest.approx(0.3), "p99": 0.4, "max": 0.4}
     assert got["anchor_digests"] == {"r0": "a", "r1": "a"}
     assert (got["val_loss_initial"], got["val_loss_final"], got["wall_s"]) == (5.5, 2.25, 9.0)
+    assert (got["val_accuracy_initial"], got["val_accuracy_final"]) == (0.125, 0.75)
     assert got["samples_committed"] is None
 
 
