@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ftopt.methods import SlowMo as SlowMo
     from ftopt.methods import StreamingDiLoCo as StreamingDiLoCo
     from ftopt.methods import Strided as Strided
+    from ftopt.methods import SyncSGD as SyncSGD
     from ftopt.optimizer import OuterOptimizer as OuterOptimizer
     from ftopt.optimizer import wrap as wrap
     from ftopt.sync.group import ReplicaGroup as ReplicaGroup
@@ -45,6 +46,7 @@ _LATER = {
     "SlowMo": "ftopt.methods",
     "StreamingDiLoCo": "ftopt.methods",
     "Strided": "ftopt.methods",
+    "SyncSGD": "ftopt.methods",
     "OuterOptimizer": "ftopt.optimizer",
     "wrap": "ftopt.optimizer",
     "ReplicaGroup": "ftopt.sync.group",

@@ -11,13 +11,20 @@ from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.outer_optimizers import SGD
 from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
+from ftopt.methods.sync_sgd import SyncSGD
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
     "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text, "digits": schema.Digits},
     "inner": {"adamw": schema.AdamW, "sgd": schema.Sgd},
     "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
-    "method": {"diloco": DiLoCo, "local_sgd": LocalSGD, "streaming_diloco": StreamingDiLoCo, "slowmo": SlowMo},
+    "method": {
+        "diloco": DiLoCo,
+        "local_sgd": LocalSGD,
+        "streaming_diloco": StreamingDiLoCo,
+        "slowmo": SlowMo,
+        "sync_sgd": SyncSGD,
+    },
     "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
     "method.outer": {"sgd": SGD},
 }

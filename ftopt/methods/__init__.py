@@ -23,4 +23,6 @@ from ftopt.methods.outer_optimizers import SGD as SGD
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
 from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
+from ftopt.methods.sync_sgd import GRADIENT as GRADIENT
+from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
 from ftopt.methods.triggers import Progress as Progress

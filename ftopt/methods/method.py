@@ -62,6 +62,7 @@ class Mine:
         start: ``a``, flat fp32; the same tensor as ``anchor`` when all parameters are fp32.
         params: ``p``, flat fp32.
         layout: where each parameter lies in the flat tensors.
+        steps: inner steps in it.
         lr: the inner optimizer's largest rate at the snapshot.
         alone: no other member has a positive weight: the mean is this replica's payload.
         lossy: the payload goes through a codec that rounds: send differences, which it can represent.
@@ -72,6 +73,7 @@ class Mine:
     start: Tensor
     params: Tensor
     layout: Layout
+    steps: int = 1
     lr: float = 0.0
     alone: bool = False
     lossy: bool = False
@@ -146,6 +148,11 @@ class Method:
             raise ValueError(f"outer_start_step={self.outer_start_step!r}; must be an inner step, 0 or more")
 
     # Which parameters, and when.
+
+    @property
+    def gradients(self) -> Method | None:
+        """What is done with gradients, as a fragment of its own before all others; None: they are not exchanged."""
+        return None
 
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """The names of each fragment's parameters. Here: one fragment of all.

@@ -82,7 +82,11 @@ class Core:
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
         group.emit("inner", inner_step=outer.inner_step() + 1)
-        loss = self.inner.step(closure)
+        if outer.exchanges_gradients:
+            loss = self.inner.evaluate(closure)
+            outer.accumulate()
+        else:
+            loss = self.inner.step(closure)
         ended = self._clock()
         outer.local_steps += 1
         outer.tokens += self._tokens
@@ -157,7 +161,8 @@ class Core:
         if self.closed:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
         check_covered(self.model, self.inner.param_groups)
-        outer = OuterStep(self._views(self.model, self.method), self.method, self.group)
+        views = self._views(self.model, self.method)
+        outer = OuterStep(views, self.method, self.group, (self.inner, self.model))
         fetched = outer.start()
         self.outer = outer
         self.start_step = outer.fragments[0].state.meta.inner_step

@@ -36,13 +36,17 @@ class Inner:
         if self.single is not None:
             # Without one, no argument: some optimizers' step() takes none.
             return self.single.step() if closure is None else self.single.step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self.evaluate(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
+
+    def evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        """The closure's loss, with its gradients; None without one."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears all gradients."""

@@ -22,14 +22,17 @@ import math
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ftopt.methods import Method, Mine, Progress, Round, Work
-from ftopt.optimizer.digest import damage, digest_and_sums
+from ftopt.methods import GRADIENT, Method, Mine, Progress, Round, Work
+from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.gradients import Gradients, Live
+from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
@@ -42,9 +45,16 @@ class OuterStep:
         views: the fragments' parameters, one view a fragment. Their present values are the initial anchor.
         method: what is computed.
         group: who takes part.
+        inner: the inner optimizers and their model, for a method that exchanges gradients.
     """
 
-    def __init__(self, views: Sequence[FlatView], method: Method, group: ReplicaGroup) -> None:
+    def __init__(
+        self,
+        views: Sequence[FlatView],
+        method: Method,
+        group: ReplicaGroup,
+        inner: tuple[Inner, nn.Module] | None = None,
+    ) -> None:
         self.local_steps = 0
         self.tokens = 0
         self.step_s = 0.0
@@ -54,11 +64,24 @@ class OuterStep:
         self._group = group
         self._lock = threading.Lock()
         self._fragments: list[Fragment] = []
-        for index, view in enumerate(views):
-            anchor = view.read(view.empty())
-            outer = method.init(anchor)
-            state = State(Committed(index, 0, 0, 0), anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
-            self._fragments.append(Fragment(view, state))
+        self._gradients: Gradients | None = None
+        self._live: Live | None = None
+        self._inner = inner[0] if inner is not None else None
+        if method.gradients is not None and inner is not None:
+            self._gradients = Gradients(inner[1])
+            self._live = Live(inner[1], inner[0]) if not views else None
+            self._add(self._gradients, method.gradients)
+        for view in views:
+            self._add(view, method)
+
+    def _add(self, view: FlatView, method: Method) -> None:
+        anchor = view.read(view.empty())
+        outer = method.init(anchor)
+        digest, sums = digest_and_sums(name_tensors(anchor, outer))
+        if isinstance(view, Gradients) and self._live is not None:
+            digest = self._live.digest()
+        state = State(Committed(len(self._fragments), 0, 0, 0), anchor, outer, digest, sums)
+        self._fragments.append(Fragment(view, method, state))
 
     # Starting, and where it stands. Training thread.
 
@@ -94,6 +117,25 @@ class OuterStep:
     def fragments(self) -> Sequence[Fragment]:
         """The fragments, to look at."""
         return self._fragments
+
+    def anchor_digest(self) -> str:
+        """Of the committed state of all fragments; of a model that is itself the committed state, of that."""
+        if self._live is not None:
+            return self._live.digest()
+        if len(self._fragments) == 1:
+            return self._fragments[0].state.digest
+        states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in self._fragments]
+        return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether a backward pass is followed by `accumulate`, and not by a step of the inner optimizers."""
+        return self._gradients is not None
+
+    def accumulate(self) -> None:
+        """Adds the gradients at hand to those that wait for a round."""
+        assert self._gradients is not None
+        self._gradients.add()
 
     def pending_steps(self, index: int = 0) -> int:
         """Inner steps of this replica that no committed state has counted (dropped ones left out)."""
@@ -132,7 +174,7 @@ class OuterStep:
         for fragment in self._fragments:
             index = fragment.index
             acted |= self._take_over(fragment)
-            due, tau = self._method.due(self.progress(index)), self._tau()
+            due, tau = fragment.method.due(self.progress(index)), self._tau(fragment)
             if (due or self._group.called_in(index)) and not self._group.outstanding(index):
                 acted |= self._take_over(fragment, early=True)
                 self._propose(fragment, lr)
@@ -142,20 +184,20 @@ class OuterStep:
             elif due and self._group.outstanding(index):
                 wait.append((fragment, None))
             elif tau and self.local_steps == fragment.snapshot_step + tau and self._group.outstanding(index):
-                wait.append((fragment, self._method.patience))
+                wait.append((fragment, fragment.method.patience))
         for fragment, timeout_s in wait:
             self._wait(fragment.index, timeout_s)
             self._take_over(fragment)
             acted = True
         return acted
 
-    def _tau(self) -> int:
+    def _tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
-        return 0 if self._averages() else self._method.tau
+        return 0 if self._averages(fragment) else fragment.method.tau
 
-    def _averages(self) -> bool:
+    def _averages(self, fragment: Fragment) -> bool:
         """Whether replicas still average their parameters after every step (``outer_start_step``)."""
-        start = self._method.outer_start_step
+        start = fragment.method.outer_start_step
         return start > 0 and self.inner_step() <= start
 
     def sync(self, *, lr: float) -> bool:
@@ -219,7 +261,7 @@ class OuterStep:
             version=version,
             steps=steps,
             last_step=self.local_steps,
-            weight=self._method.weight(work) if finite else 0.0,
+            weight=fragment.method.weight(work) if finite else 0.0,
             tokens=tokens,
             norm=norm if math.isfinite(norm) else 0.0,
             finite=finite,
@@ -235,7 +277,7 @@ class OuterStep:
                 return
             fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr)
         fragment.snapshot_step = self.local_steps
-        self._mark(fragment, anew=self._averages())
+        self._mark(fragment, anew=self._averages(fragment))
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution)
@@ -244,13 +286,14 @@ class OuterStep:
         """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""
         fragment.marked_step = self.local_steps
         if anew:
-            fragment.marked_step -= self._method.phase(fragment.index, len(self._fragments), self.inner_step())
+            count = len(self._fragments)
+            fragment.marked_step -= fragment.method.phase(fragment.index, count, self.inner_step())
 
     def _take_over(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Takes up newer committed states; what counted this replica's snapshot ``tau`` steps after that, or early."""
         if fragment.state is fragment.taken:
             return False
-        tau = self._tau()
+        tau = self._tau(fragment)
         while fragment.state is not fragment.taken:
             with self._lock:
                 state, base, reborn = fragment.state, fragment.base, fragment.reborn
@@ -261,7 +304,7 @@ class OuterStep:
             version = state.meta.version
             self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self.inner_step())
             start = fragment.view.cast(state.anchor)
-            alpha = self._method.mix if counted and tau and since == tau else None
+            alpha = fragment.method.mix if counted and tau and since == tau else None
             if self.local_steps == fragment.base_step:
                 fragment.view.write(start)
                 fragment.base_version = version
@@ -274,6 +317,8 @@ class OuterStep:
             # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
             if counted and not state.fetched:
                 fragment.spare = base  # The counted snapshot of a decided attempt: nobody reads it any more.
+            if isinstance(fragment.view, Gradients):
+                self._apply(fragment, fragment.view, state)
             fragment.start = start
             with self._lock:
                 fragment.taken, fragment.base = state, start
@@ -284,6 +329,21 @@ class OuterStep:
             else:
                 self._mark(fragment, anew=True)
         return True
+
+    def _apply(self, fragment: Fragment, view: Gradients, state: State) -> None:
+        """One step of the inner optimizers with the agreed gradient, or a peer's model in the place of this one."""
+        assert self._inner is not None
+        gradient: Tensor | None = state.outer[GRADIENT]
+        with self._live.lock if self._live is not None else nullcontext():
+            if state.fetched:
+                gradient = state.live.gradient if state.live is not None else None
+                if self._live is not None and state.live is not None:
+                    self._live.put(state.live)
+            if gradient is not None:
+                view.give(gradient)
+                self._group.emit("aggregated", fragment=fragment.index, inner_step=self.inner_step())
+                self._inner.step(None)
+            fragment.applied = state
 
     def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
         """Where ``base`` is damaged: how the parameters differ from it says nothing there."""
@@ -372,12 +432,13 @@ class OuterStep:
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
             )
-            if attempt.inner_step < self._method.outer_start_step:
-                anchor = self._method.average(state.anchor, work, at)
+            method = fragment.method
+            if attempt.inner_step < method.outer_start_step:
+                anchor = method.average(state.anchor, work, at)
             else:
-                gradient = self._method.aggregate(work, at)
-                anchor, outer = outer_step(self._method, state.anchor, state.outer, gradient, at, collective)
-            if anchor is work:
+                gradient = method.aggregate(work, at)
+                anchor, outer = outer_step(method, state.anchor, state.outer, gradient, at, collective)
+            if any(tensor is work for tensor in (anchor, *outer.values())):
                 fragment.work = None
         result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
         fragment.tried = attempt.version
@@ -395,24 +456,26 @@ class OuterStep:
 
     def _mean(self, attempt: Attempt, state: State, snapshot: Snapshot, collective: Collective, work: Tensor) -> Round:
         """The weighted mean of the members' payloads, in ``work``, and what all of them know alike of the round."""
-        layout = self._fragments[attempt.fragment].view.layout
+        fragment = self._fragments[attempt.fragment]
+        method, layout = fragment.method, fragment.view.layout
         mine = Mine(
             anchor=state.anchor,
             start=snapshot.start,
             params=snapshot.params,
             layout=layout,
+            steps=snapshot.contribution.steps,
             lr=snapshot.lr,
             alone=attempt.contributors == 1 and attempt.weight > 0,
-            averages=attempt.inner_step < self._method.outer_start_step,
+            averages=attempt.inner_step < method.outer_start_step,
         )
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout)
-        if scalars := self._method.scalars(mine):
+        if scalars := method.scalars(mine):
             rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
             rows = [row for row in rows if row[0] > 0]
             shares = tuple(row[0] / attempt.total_weight for row in rows)
             at = replace(at, shares=shares, scalars=tuple(row[1:] for row in rows))
         if attempt.weight > 0:
-            self._method.payload(mine, work)
+            method.payload(mine, work)
             if not mine.alone:
                 work.mul_(attempt.weight / attempt.total_weight)
         else:
@@ -440,9 +503,20 @@ class OuterStep:
             self._fragments[fragment].result = None
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
-        """The committed state, for a peer: digest and tensors, which never change."""
-        state = self._fragments[fragment].state
-        return state.digest, state.tensors()
+        """The committed state, for a peer: digest and tensors, which never change.
+
+        Raises:
+            LookupError: an inner step that is being applied lasts too long to wait for.
+        """
+        f, live = self._fragments[fragment], self._live
+        if live is None:
+            return f.state.digest, f.state.tensors()
+        if not live.hold():
+            raise LookupError("an inner step is being applied")
+        try:
+            return live.serve(None if f.applied is f.state else f.state.outer[GRADIENT])
+        finally:
+            live.lock.release()
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
         """A fetched state becomes the committed one; pending work is rebased onto it, or dropped if
@@ -452,7 +526,12 @@ class OuterStep:
             ValueError: it is damaged or not of this model; nothing has changed.
         """
         fragment = self._fragments[committed.fragment]
-        state = check_fetched(fragment.state, committed, digest, tensors)
+        if self._live is not None:
+            live = self._live.check(digest, tensors)
+            held = fragment.state
+            state = State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
+        else:
+            state = check_fetched(fragment.state, committed, digest, tensors)
         with self._lock:
             fragment.advance(state)
             fragment.reborn = fragment.reborn or reborn

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ftopt.methods import Method
 from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.gradients import Fetched
 from ftopt.sync.group import Committed, Contribution
 
 _OUTER = "outer."
@@ -40,6 +42,7 @@ class State:
         digest: of `tensors`.
         sums: of the blocks of `tensors`, as they were when the digest was taken.
         fetched: it came from a peer.
+        live: of a fragment of gradients, the model and inner state that came with it.
     """
 
     meta: Committed
@@ -48,6 +51,7 @@ class State:
     digest: str
     sums: Mapping[str, Tensor]
     fetched: bool = False
+    live: Fetched | None = None
 
     def damage(self) -> list[str]:
         """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""
@@ -124,15 +128,19 @@ class Fragment:
 
     Args:
         view: its parameters.
+        method: what is computed for it.
         state: its initial committed state, of the parameters as they are.
     """
 
-    def __init__(self, view: FlatView, state: State) -> None:
+    def __init__(self, view: FlatView, method: Method, state: State) -> None:
         self.view = view
+        self.method = method
         self.state = state
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None
         self.taken = state
+        # Of gradients: the state whose gradient the inner optimizers have taken. Under the lock of `Live`.
+        self.applied = state
         self.start = view.cast(state.anchor)
         self.base = self.start
         self.base_step = 0

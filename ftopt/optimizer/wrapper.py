@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.digest import digest
 from ftopt.optimizer.flat import check_covered
 from ftopt.optimizer.inner import Inner
 from ftopt.sync.group import Committed, ReplicaGroup
@@ -260,11 +259,7 @@ class OuterOptimizer(Optimizer):
     def anchor_digest(self) -> str:
         """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date
         replicas."""
-        fragments = self._core.started().fragments
-        if len(fragments) == 1:
-            return fragments[0].state.digest
-        states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in fragments]
-        return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
+        return self._core.started().anchor_digest()
 
     def private_state(self) -> dict[str, Any]:
         """What this replica alone holds, for its own checkpoint: counters, and what its pending work is

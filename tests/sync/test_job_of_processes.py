@@ -253,3 +253,30 @@ def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path)
         successor = [m for e in job.events("decide") for m in e["data"]["members"] if m[:2] == ["r1", 2]]
     assert_nothing_lost(summary)
     assert successor, "the successor contributes"
+
+
+@pytest.mark.parametrize("point", ["reduce", "prepare", "commit", "apply"])
+def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point: str) -> None:
+    faults = {"r1": [Fault(point=point, at_step=20, do="kill")]}
+    with tiny_job(tmp_path, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
+        job.start_all()
+        job.until("fault", "r1")
+        job.died("r1")
+        job.start("r1")
+        job.until("propose", "r1", incarnation=2, count=5)
+        job.enough(more=20)
+        summary = job.end()
+    assert_nothing_lost(summary)
+
+
+def test_gradients_of_one_that_was_cut_off_go_into_the_next_round(tmp_path: Path) -> None:
+    faults = {"r1": [Fault(point="propose", at_step=20, do="partition", for_s=0.6)]}
+    with tiny_job(tmp_path, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
+        job.start_all()
+        job.until("fault", "r1")
+        job.until("return", "r1")
+        job.enough(more=40)
+        summary = job.end()
+        steps = [m[2] for e in job.events("decide") for m in e["data"]["members"] if m[0] == "r1"]
+    assert_nothing_lost(summary)
+    assert max(steps) > 1, "what it has accumulated counts"

@@ -1,0 +1,84 @@
+"""SyncSGD: gradients are averaged before each inner step; the inner optimizers of all replicas take the same step.
+
+Equations, for gradients ``g_m`` of the replicas' micro-batches since the last step, ``n_m`` in number::
+
+    g      = sum_m (w_m / W) * (1 / n_m) * sum g_m        n_m = 1, unless a replica was cut off meanwhile
+    params <- Inner(params, g)                            on every replica alike
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ftopt.methods.fragments import Parameter
+from ftopt.methods.method import LOCAL, Method, Mine, OuterState, Round
+
+GRADIENT = "gradient"
+"""Under this name the agreed gradient stands in the outer state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncSGD(Method):
+    """Synchronous data-parallel training through the outer-sync layer: the baseline that all others are held against.
+
+    The first fragment carries gradients instead of parameters: what a replica contributes is the sum of the gradients
+    that no round has counted yet. One that is cut off changes nothing in the model; its gradients add up and go into
+    the next round. The committed state is the model with the inner optimizer's state, so that a joiner takes the same
+    steps as everybody else from then on.
+
+    Args:
+        sync_every: backward passes a round, >= 1. Default 1.
+        max_norm: the averaged gradient is clipped to this L2 norm; None (default): not. Clipping before ``step()``
+            clips each replica's own.
+        others: see `Method`.
+
+    Raises:
+        ValueError: a setting is out of range; the message says what is allowed.
+
+    Source: the synchronous baseline of every paper here.
+    """
+
+    name: ClassVar[str] = "sync_sgd"
+
+    sync_every: int = field(default=1, metadata=LOCAL)
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm!r}; must be null or above 0; 1.0 is usual")
+
+    @property
+    def gradients(self) -> SyncSGD:
+        """Itself."""
+        return self
+
+    def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """None: parameters are not exchanged."""
+        return []
+
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        """No gradient yet."""
+        return {GRADIENT: torch.zeros_like(anchor)}
+
+    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+        """The mean of the gradients that this replica has added up: ``mine.params`` holds minus their sum."""
+        return torch.div(mine.params, -mine.steps, out=out)
+
+    def outer_step(
+        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The anchor stays 0; the mean, clipped, is the state."""
+        if self.max_norm is not None:
+            norm = float(torch.linalg.vector_norm(mean))
+            mean = mean.mul_(min(1.0, self.max_norm / (norm + 1e-6)))
+        return anchor, {GRADIENT: mean}
+
+    def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
+        """Not used: gradients are averaged in every step anyway."""
+        return anchor

@@ -1,0 +1,32 @@
+"""Synchronous data-parallel training as a plain loop: one model, the mean of the replicas' gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.problems import Problem
+
+
+def sync_sgd(problem: Problem, *, replicas: int, steps: int, max_norm: float | None = None) -> list[Tensor]:
+    """Trains; returns the parameters, tensor by tensor. Sums run in the order of the replicas, shares first."""
+    model = problem.model(0)
+    inner = problem.inner(model.parameters())
+    for step in range(steps):
+        gradients = []
+        for m in range(replicas):
+            inner.zero_grad()
+            problem.backward(model, m, step)
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for i, p in enumerate(model.parameters()):
+            mean = gradients[0][i] * (1 / replicas)
+            for gradient in gradients[1:]:
+                mean = mean + gradient[i] * (1 / replicas)
+            p.grad = mean
+        if max_norm is not None:
+            norm = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).norm()
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad = p.grad * min(1.0, max_norm / (float(norm) + 1e-6))
+        inner.step()
+    return [p.detach().clone() for p in model.parameters()]
