@@ -20,6 +20,7 @@ from ftopt.events import Event as Event
 from ftopt.sync.protocol.settings import Sync as Sync
 
 if TYPE_CHECKING:
+    from ftopt.methods import PAFT as PAFT
     from ftopt.methods import SGD as SGD
     from ftopt.methods import Balanced as Balanced
     from ftopt.methods import DiLoCo as DiLoCo
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 _LATER = {
     "SGD": "ftopt.methods",
+    "PAFT": "ftopt.methods",
     "Balanced": "ftopt.methods",
     "DiLoCo": "ftopt.methods",
     "LocalSGD": "ftopt.methods",

@@ -9,6 +9,7 @@ from ftopt.methods.diloco import DiLoCo
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.outer_optimizers import SGD
+from ftopt.methods.paft import PAFT
 from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
 from ftopt.methods.sync_sgd import SyncSGD
@@ -24,6 +25,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "streaming_diloco": StreamingDiLoCo,
         "slowmo": SlowMo,
         "sync_sgd": SyncSGD,
+        "paft": PAFT,
     },
     "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
     "method.outer": {"sgd": SGD},

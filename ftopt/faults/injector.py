@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -43,7 +44,9 @@ class FaultInjector:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._waiting = list(faults)
-        self._left = [fault.times for fault in faults]
+        self._left = [_strikes(fault) for fault in faults]
+        self._seen: Counter[int] = Counter()
+        self._told: set[Fault] = set()
         self._actions: dict[str, Action] = {
             "kill": lambda fault, event: os.kill(os.getpid(), signal.SIGKILL),
             "stop": lambda fault, event: stop_for(fault.for_s or 0.0),
@@ -70,11 +73,14 @@ class FaultInjector:
         """One more fault to wait for. Any thread."""
         with self._lock:
             self._waiting.append(fault)
-            self._left.append(fault.times)
+            self._left.append(_strikes(fault))
 
     def strike(self, fault: Fault, event: Event) -> None:
         """Strikes at ``event``, whatever the fault waits for. Any thread."""
-        self._on_event(_on_record(fault, event))
+        if fault not in self._told:
+            self._on_event(_on_record(fault, event))
+        if fault.times is None:  # each strike on record would be more than the training
+            self._told.add(fault)
         self._actions[fault.do](fault, event)
 
     def __call__(self, event: Event) -> None:
@@ -97,11 +103,20 @@ class FaultInjector:
         with self._lock:
             if event.inner_step is not None:
                 self._inner_step = event.inner_step  # Events off the training thread do not know it.
-            struck = [_matches(fault, event, life, self._inner_step) for fault in self._waiting]
+            struck = [self._matches(fault, event, life) for fault in self._waiting]
             due = [fault for fault, hit in zip(self._waiting, struck, strict=True) if hit]
             left = [(f, n - hit) for f, n, hit in zip(self._waiting, self._left, struck, strict=True) if n > hit]
             self._waiting, self._left = [f for f, _ in left], [n for _, n in left]
         return due
+
+    def _matches(self, fault: Fault, event: Event, life: int) -> bool:
+        if event.event != fault.point or life != fault.incarnation:
+            return False
+        # A newcomer has no inner step yet to wait for.
+        if self._inner_step < fault.at_step and not (fault.point == "fetch" and not self._inner_step):
+            return False
+        self._seen[id(fault)] += 1
+        return (self._seen[id(fault)] - 1) % fault.every == 0
 
     def _hang(self, fault: Fault, event: Event) -> None:
         with self._lock:
@@ -150,9 +165,5 @@ def _on_record(fault: Fault, event: Event) -> Event:
     return replace(event, event="fault", data=data)
 
 
-def _matches(fault: Fault, event: Event, life: int, inner_step: int) -> bool:
-    if event.event != fault.point or life != fault.incarnation:
-        return False
-    if fault.point == "fetch" and not inner_step:
-        return True  # A newcomer has no inner step yet to wait for.
-    return inner_step >= fault.at_step
+def _strikes(fault: Fault) -> float:
+    return math.inf if fault.times is None else fault.times

@@ -6,11 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 COORDINATOR = "coordinator"
-POINTS = ("inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply", "fetch", "serve")
+POINTS = (
+    "inner",
+    "propose",
+    "gather",
+    "reduce",
+    "reduce.after",
+    "prepare",
+    "commit",
+    "apply",
+    "aggregated",
+    "fetch",
+    "serve",
+)
 COORDINATOR_POINTS = ("join", "quorum", "decide", "abort")
 ACTIONS = ("kill", "stop", "hang", "partition", "corrupt", "nan", "slow")
 COORDINATOR_ACTIONS = ("kill", "stop", "partition")
-WHAT = {"corrupt": ("sum", "result", "anchor", "outer"), "nan": ("params", "grads")}
+GRADIENT_KINDS = ("noise", "bit", "stuck", "bias")
+WHAT = {"corrupt": ("sum", "result", "anchor", "outer", *GRADIENT_KINDS), "nan": ("params", "grads")}
+_AT = {"sum": "reduce.after", "result": "prepare", "grads": "inner", **dict.fromkeys(GRADIENT_KINDS, "aggregated")}
+_DEFAULT = {"reduce.after": "sum", "prepare": "result", "aggregated": "noise"}
 _LASTING = ("stop", "hang", "partition")
 
 
@@ -30,8 +45,13 @@ class Fault:
         journal: ``keep`` or ``delete``, for a killed coordinator that rejoins.
         what: where ``corrupt`` flips a bit: ``sum`` (the reduced payloads; at ``reduce.after``, default there),
             ``result`` (what was prepared, behind its digest; at ``prepare``, default there), ``anchor`` (default) or
-            ``outer`` (the committed state); where ``nan`` puts one: ``params`` (default) or ``grads``.
-        times: so many strikes, at successive events, for ``corrupt`` and ``nan``. Default 1.
+            ``outer`` (the committed state); where ``nan`` puts one: ``params`` (default) or ``grads``. Or how
+            ``corrupt`` spoils this replica's copy of the agreed gradient (at ``aggregated``, for methods that exchange
+            gradients): ``noise`` (normal, of variance ``size``, on every element; default there), ``bit`` (one flipped
+            bit), ``stuck`` (always the same element is ``size``), ``bias`` (``size`` on top of every element).
+        times: so many strikes, for ``corrupt`` and ``nan``; null: for ever. Default 1.
+        every: strikes at every so many of the point's events, for ``corrupt`` and ``nan``. Default 1.
+        size: of ``noise``, ``stuck`` and ``bias``, see ``what``.
         factor: ``slow``: an inner step takes so many times as long.
 
     Raises:
@@ -47,7 +67,9 @@ class Fault:
     incarnation: int = 1
     journal: str = "keep"
     what: str | None = None
-    times: int = 1
+    times: int | None = 1
+    every: int = 1
+    size: float | None = None
     factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +97,7 @@ class Fault:
         """``what``, or its default at this point."""
         if self.what is not None or self.do not in WHAT:
             return self.what or ""
-        return "params" if self.do == "nan" else {"reduce.after": "sum", "prepare": "result"}.get(self.point, "anchor")
+        return "params" if self.do == "nan" else _DEFAULT.get(self.point, "anchor")
 
     def _check_time(self) -> None:
         if self.for_s is not None and self.do == "kill":
@@ -94,15 +116,23 @@ class Fault:
         allowed = WHAT.get(self.do, ())
         if self.what is not None and self.what not in allowed:
             raise ValueError(f"what={self.what!r} with do={self.do!r}; allowed: {', '.join(allowed) or 'null'}")
-        only = {"sum": "reduce.after", "result": "prepare", "grads": "inner"}.get(self.aim, self.point)
+        only = _AT.get(self.aim, self.point)
         if self.point != only:
             raise ValueError(f"what={self.aim!r} at point={self.point!r}; it is there at {only!r} only")
         if self.do == "nan" and self.point not in ("inner", "propose"):
             raise ValueError(f"do='nan' at point={self.point!r}; allowed: inner, propose")
         if self.do == "slow" and self.point != "inner":
             raise ValueError(f"do='slow' at point={self.point!r}; inner steps are slow: use inner")
-        if self.times < 1 or (self.times > 1 and self.do not in WHAT):
+        if self.times != 1 and (self.do not in WHAT or (self.times is not None and self.times < 1)):
             raise ValueError(f"times={self.times} with do={self.do!r}; at least 1, more for corrupt and nan only")
+        if self.every < 1 or (self.every > 1 and self.do not in WHAT):
+            raise ValueError(f"every={self.every} with do={self.do!r}; at least 1, more for corrupt and nan only")
+        sized = self.aim in ("noise", "stuck", "bias")
+        if sized != (self.size is not None) or (self.aim == "noise" and not (self.size or 0.0) > 0):
+            raise ValueError(
+                f"size={self.size} with what={self.aim or None!r}; noise needs a variance above 0, stuck and bias a "
+                "number, nothing else has one"
+            )
 
     def target(self, ids: Sequence[str]) -> str | None:
         """The id of the process that it aims at, None if there is none among ``ids``."""

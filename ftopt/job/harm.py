@@ -5,7 +5,9 @@ The one place that reaches into the optimizer in order to break it. `ftopt.fault
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 import ftopt
 from ftopt.events import Event
 from ftopt.faults.injector import Action
-from ftopt.faults.spec import Fault
+from ftopt.faults.spec import GRADIENT_KINDS, Fault
 from ftopt.optimizer.state import Fragment
 from ftopt.sync.client import Client
 
@@ -32,12 +34,17 @@ class Harm:
     def __init__(self, optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> None:
         self._core = optimizer._core
         self._group = group
+        self._chance = torch.Generator().manual_seed(zlib.crc32(group.replica.encode()))
 
     def actions(self) -> Mapping[str, Action]:
         """``corrupt``, ``nan`` and ``partition``, for `FaultInjector.learn`."""
         return {"corrupt": self._corrupt, "nan": self._nan, "partition": self._partition}
 
+    @torch.no_grad()
     def _corrupt(self, fault: Fault, event: Event) -> None:
+        if fault.aim in GRADIENT_KINDS:
+            spoil(self._gradients(), fault.aim, fault.size or 0.0, self._chance)
+            return
         flip_bit(_target(self._fragment(event), fault.aim))
 
     @torch.no_grad()
@@ -53,6 +60,11 @@ class Harm:
         assert isinstance(self._group, Client) and fault.for_s is not None
         self._group.cut(fault.for_s)
 
+    def _gradients(self) -> list[Tensor]:
+        model = self._core.model
+        assert model is not None
+        return [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+
     def _fragment(self, event: Event) -> Fragment:
         return self._core.started().fragments[event.fragment or 0]
 
@@ -61,6 +73,23 @@ def flip_bit(flat: Tensor) -> None:
     """Flips one bit of the fp32 tensor's greatest element, in place."""
     index = int(flat.abs().argmax())
     flat.view(torch.int32)[index] ^= _BIT
+
+
+def spoil(tensors: Sequence[Tensor], how: str, size: float, chance: torch.Generator) -> None:
+    """Spoils a replica's gradients, in place; see ``what`` of `ftopt.faults.spec.Fault`."""
+    if how == "stuck":
+        tensors[0].view(-1)[0] = size
+        return
+    if how == "bit":
+        target = tensors[int(torch.randint(len(tensors), (1,), generator=chance))].view(-1)
+        index = int(torch.randint(target.numel(), (1,), generator=chance))
+        bit = int(torch.randint(31, (1,), generator=chance))
+        bits = target[index : index + 1].float().view(torch.int32) ^ (1 << bit)
+        target[index] = bits.view(torch.float32)[0].to(target.dtype)
+        return
+    for tensor in tensors:
+        noise = torch.randn(tensor.shape, generator=chance) * math.sqrt(size) if how == "noise" else size
+        tensor.add_(noise)
 
 
 def _target(fragment: Fragment, what: str) -> Tensor:

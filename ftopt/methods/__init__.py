@@ -21,6 +21,7 @@ from ftopt.methods.method import Round as Round
 from ftopt.methods.method import Work as Work
 from ftopt.methods.outer_optimizers import SGD as SGD
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
+from ftopt.methods.paft import PAFT as PAFT
 from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.sync_sgd import GRADIENT as GRADIENT

@@ -169,9 +169,14 @@ class OuterStep:
         Returns:
             True when anything was done.
         """
+        first = int(self._gradients is not None)  # the parameters' turn is when their step has been taken
+        acted = self._boundary(self._fragments[:first], lr)
+        return self._boundary(self._fragments[first:], lr) or acted
+
+    def _boundary(self, fragments: Sequence[Fragment], lr: float) -> bool:
         acted = False
         wait: list[tuple[Fragment, float | None]] = []
-        for fragment in self._fragments:
+        for fragment in fragments:
             index = fragment.index
             acted |= self._take_over(fragment)
             due, tau = fragment.method.due(self.progress(index)), self._tau(fragment)

@@ -100,6 +100,16 @@ def test_a_fault_strikes_as_often_as_it_says_and_does_what_was_learnt() -> None:
     assert [event.attempt for event in struck.told] == [0, 1]
 
 
+def test_a_burst_strikes_every_so_often_for_ever_and_is_told_once() -> None:
+    burst = Fault(point="aggregated", do="corrupt", size=0.1, times=None, every=3)
+    struck, done = Struck(burst), list[int | None]()
+    struck.injector.learn({"corrupt": lambda fault, event: done.append(event.inner_step)})
+    for step in range(1, 9):
+        struck.injector(Event("aggregated", "r0", 1, inner_step=step))
+    assert done == [1, 4, 7]
+    assert [event.inner_step for event in struck.told] == [1]
+
+
 def test_a_slow_trainers_inner_steps_take_so_many_times_as_long() -> None:
     slept, now = list[float](), [0.0]
 
@@ -130,6 +140,10 @@ def test_the_coordinators_life_stands_for_its_incarnation() -> None:
         ({"do": "corrupt", "what": "sum"}, "at 'reduce.after' only"),
         ({"do": "corrupt", "what": "params"}, "allowed: sum, result, anchor, outer"),
         ({"do": "corrupt", "for_s": 1.0}, "use times"),
+        ({"do": "corrupt", "point": "aggregated"}, "a variance above 0"),
+        ({"do": "corrupt", "point": "inner", "what": "bit"}, "at 'aggregated' only"),
+        ({"do": "corrupt", "size": 1.0}, "nothing else has one"),
+        ({"do": "kill", "every": 2}, "corrupt and nan only"),
         ({"do": "nan", "point": "reduce"}, "allowed: inner, propose"),
         ({"do": "slow"}, "factor"),
         ({"do": "slow", "factor": 3.0, "point": "apply"}, "use inner"),

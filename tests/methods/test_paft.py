@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftopt.connect import local_groups
+from ftopt.events import Event
+from ftopt.methods import PAFT, Method
+from ftopt.optimizer import wrap
+from tests.optimizer.running import together
+from tests.problems import Problem, problem
+from tests.reference.paft import paft
+
+REPLICAS, STEPS, SIGMA = 4, 60, 0.01
+
+
+def white(replica: int, step: int, gradients: list[Tensor]) -> None:
+    """Normal noise of deviation SIGMA on every element."""
+    chance = torch.Generator().manual_seed(1000 * step + replica)
+    for gradient in gradients:
+        gradient.add_(torch.randn(gradient.shape, generator=chance) * SIGMA)
+
+
+def train(
+    task: Problem,
+    method: Method,
+    *,
+    steps: int = STEPS,
+    look: Callable[[int, list[nn.Module]], None] = lambda step, models: None,
+) -> list[list[Tensor]]:
+    """Trains with spoilt gradients; ``look`` is called by one replica while all wait at the end of a step."""
+    models = [task.model(0) for _ in range(REPLICAS)]
+    steps_done = [0] * REPLICAS
+
+    def on_event(event: Event) -> None:
+        if event.event == "aggregated":
+            m = int(event.replica[1:])
+            white(m, steps_done[m] + 1, [p.grad for p in models[m].parameters() if p.grad is not None])
+
+    groups = local_groups(REPLICAS, on_event=on_event)
+    barrier = threading.Barrier(REPLICAS)
+
+    def replica(m: int) -> list[Tensor]:
+        optimizer = wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m])
+        with optimizer:
+            for step in range(steps):
+                optimizer.zero_grad()
+                task.backward(models[m], m, step)
+                optimizer.step()
+                steps_done[m] += 1
+                barrier.wait()
+                if m == 0:
+                    look(step + 1, list(models))
+                barrier.wait()
+            return [p.detach().clone() for p in models[m].parameters()]
+
+    return together([lambda m=m: replica(m) for m in range(REPLICAS)])
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool) -> None:
+    task = problem("mlp", inner)
+    expected = paft(task, replicas=REPLICAS, sync_every=10, steps=STEPS, noise=white, overlap=overlap)
+    for ours, theirs in zip(train(task, PAFT(sync_every=10, overlap=overlap)), expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b), f"off by {float((a - b).abs().max())}"
+
+
+def test_drift_between_two_averages_follows_the_law_for_plain_sgd() -> None:
+    """E|mean - params_m|^2 = ((M - 1) / M) d sigma^2 sum eta^2, within 5 %."""
+    lr, period, found = 0.05, 50, list[float]()
+
+    def wide(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 4))
+
+    def look(step: int, models: list[nn.Module]) -> None:
+        if step % period == period - 1:
+            flats = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in models]
+            mean = torch.stack(flats).mean(0)
+            found.append(sum(float((mean - f).square().sum()) for f in flats) / len(flats))
+
+    task = Problem(wide, lambda parameters: torch.optim.SGD(parameters, lr=lr))
+    train(task, PAFT(sync_every=period), steps=4 * period, look=look)
+    d = sum(p.numel() for p in wide(0).parameters())
+    law = (REPLICAS - 1) / REPLICAS * d * SIGMA**2 * (period - 1) * lr**2
+    assert sum(found) / len(found) == pytest.approx(law, rel=0.05)
