@@ -22,7 +22,10 @@ from ftopt.sync.protocol.settings import Sync as Sync
 if TYPE_CHECKING:
     from ftopt.methods import PAFT as PAFT
     from ftopt.methods import SGD as SGD
+    from ftopt.methods import Adam as Adam
     from ftopt.methods import Balanced as Balanced
+    from ftopt.methods import ConstantRate as ConstantRate
+    from ftopt.methods import CosineRate as CosineRate
     from ftopt.methods import DiLoCo as DiLoCo
     from ftopt.methods import LocalSGD as LocalSGD
     from ftopt.methods import Named as Named
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from ftopt.methods import StreamingDiLoCo as StreamingDiLoCo
     from ftopt.methods import Strided as Strided
     from ftopt.methods import SyncSGD as SyncSGD
+    from ftopt.methods import Torch as Torch
     from ftopt.optimizer import OuterOptimizer as OuterOptimizer
     from ftopt.optimizer import wrap as wrap
     from ftopt.sync.group import ReplicaGroup as ReplicaGroup
@@ -40,7 +44,10 @@ __version__ = "0.1.0"
 _LATER = {
     "SGD": "ftopt.methods",
     "PAFT": "ftopt.methods",
+    "Adam": "ftopt.methods",
     "Balanced": "ftopt.methods",
+    "ConstantRate": "ftopt.methods",
+    "CosineRate": "ftopt.methods",
     "DiLoCo": "ftopt.methods",
     "LocalSGD": "ftopt.methods",
     "Named": "ftopt.methods",
@@ -49,6 +56,7 @@ _LATER = {
     "StreamingDiLoCo": "ftopt.methods",
     "Strided": "ftopt.methods",
     "SyncSGD": "ftopt.methods",
+    "Torch": "ftopt.methods",
     "OuterOptimizer": "ftopt.optimizer",
     "wrap": "ftopt.optimizer",
     "ReplicaGroup": "ftopt.sync.group",

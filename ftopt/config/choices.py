@@ -8,11 +8,13 @@ from ftopt.config import schema
 from ftopt.methods.diloco import DiLoCo
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
-from ftopt.methods.outer_optimizers import SGD
+from ftopt.methods.outer_optimizers import SGD, Adam
 from ftopt.methods.paft import PAFT
+from ftopt.methods.schedules import ConstantRate, CosineRate
 from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
 from ftopt.methods.sync_sgd import SyncSGD
+from ftopt.methods.torch_optimizers import Torch
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
@@ -28,7 +30,8 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "paft": PAFT,
     },
     "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
-    "method.outer": {"sgd": SGD},
+    "method.outer": {"sgd": SGD, "adam": Adam, "torch": Torch},
+    "method.outer.schedule": {"constant": ConstantRate, "cosine": CosineRate},
 }
 """Path of a section -> name -> dataclass. The first name is meant when a recipe gives none; `REQUIRED` ones ask."""
 

@@ -20,10 +20,14 @@ from ftopt.methods.method import OuterState as OuterState
 from ftopt.methods.method import Round as Round
 from ftopt.methods.method import Work as Work
 from ftopt.methods.outer_optimizers import SGD as SGD
+from ftopt.methods.outer_optimizers import Adam as Adam
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
 from ftopt.methods.paft import PAFT as PAFT
+from ftopt.methods.schedules import ConstantRate as ConstantRate
+from ftopt.methods.schedules import CosineRate as CosineRate
 from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.sync_sgd import GRADIENT as GRADIENT
 from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
+from ftopt.methods.torch_optimizers import Torch as Torch
 from ftopt.methods.triggers import Progress as Progress

@@ -28,8 +28,8 @@ class DiLoCo(Method):
     Args:
         sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
             100 costs less in quality.
-        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's. With
-            only a dozen outer steps in the whole run momentum 0.5 does better than 0.9.
+        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
+            `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
         others: see `Method`.
 
     Raises:
@@ -49,6 +49,11 @@ class DiLoCo(Method):
         super().__post_init__()
         check_outer(self.outer)
 
+    @property
+    def on_shares(self) -> bool:
+        """The outer optimizer's."""
+        return self.outer.on_shares
+
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The outer optimizer's."""
         return self.outer.init(anchor)
@@ -57,4 +62,4 @@ class DiLoCo(Method):
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """``OuterOpt(A, Delta)``."""
-        return self.outer.step(anchor, state, mean, version=round.version)
+        return self.outer.step(anchor, state, mean)

@@ -3,37 +3,50 @@
 Every replica computes the rule for itself and all must get the same bits, also on unlike CPUs. So the
 arithmetic is *unfused*: one rounding an operation, `torch.mul` and `torch.add` apart. ``add(x, alpha=a)``,
 ``addcmul`` and ``lerp`` become one fused multiply-add where the CPU has it and two roundings where it has
-not.
+not. Scalars are multiplied by, never divided by (a GPU multiplies by the reciprocal), and powers are products.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+from ftopt.methods.schedules import ConstantRate, Schedule
 
 
 class OuterOptimizerRule(Protocol):
     """A rule on flat fp32 tensors. Frozen, comparable, and without state of its own."""
 
-    def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length."""
+    @property
+    def on_shares(self) -> bool:
+        """Other machines may get other bits: each element is to be computed by one member, and gathered."""
 
-    def step(
-        self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor, *, version: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length, or fp32 scalar."""
+
+    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The next anchor and state, in tensors of their own. The arguments are left as they are.
 
         Args:
             anchor: flat fp32.
             state: from `init` or the last step.
             gradient: the mean outer gradient, flat fp32.
-            version: the outer step's number, 1 for the first.
         """
+
+
+def count(state: Mapping[str, Tensor], name: str = "step") -> int:
+    """The number of the step to come, 1 for the first, from the count of those taken that ``state`` holds."""
+    return int(state[name]) + 1
+
+
+def counted(t: int, like: Tensor) -> Tensor:
+    """``t`` as a scalar of the outer state (fp32: exact up to 16,777,216)."""
+    return torch.tensor(float(t), dtype=torch.float32, device=like.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,7 @@ class SGD:
         lr: the outer learning rate, > 0. 1 with ``momentum=0`` is plain averaging. Default 0.7 (DiLoCo).
         momentum: in [0, 1). Default 0: none, and no buffer is kept.
         nesterov: look ahead by one momentum step; needs ``momentum > 0``. Default False.
+        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
 
     Raises:
         ValueError: a setting out of range; the message says which one and what to use.
@@ -60,13 +74,15 @@ class SGD:
     Source: arXiv 2311.08105, section 2 (OuterOpt).
     """
 
+    on_shares: ClassVar[bool] = False
+
     lr: float = 0.7
     momentum: float = 0.0
     nesterov: bool = False
+    schedule: Schedule = field(default_factory=ConstantRate)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.lr, int | float) and math.isfinite(self.lr) and self.lr > 0):
-            raise ValueError(f"outer.lr={self.lr!r}; must be a number above 0; DiLoCo uses 0.7, averaging 1.0")
+        _check_rate(self.lr, "DiLoCo uses 0.7, averaging 1.0")
         if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
             raise ValueError(f"outer.momentum={self.momentum!r}; must be in [0, 1); DiLoCo uses 0.9")
         if self.nesterov and self.momentum == 0:
@@ -75,19 +91,92 @@ class SGD:
             )
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """A momentum buffer of zeros, or nothing without momentum."""
-        return {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
+        """A momentum buffer of zeros if there is momentum, and the steps taken if the rate moves."""
+        state = {"momentum": torch.zeros_like(anchor)} if self.momentum else {}
+        return state | ({"step": counted(0, anchor)} if self.schedule.moves else {})
 
-    def step(
-        self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor, *, version: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """One step of the equations above on flat fp32 tensors; all results are in fresh memory."""
+        lr, new = self.lr, dict[str, Tensor]()
+        if self.schedule.moves:
+            t = count(state)
+            lr, new["step"] = self.lr * self.schedule.factor(t), counted(t, anchor)
         if not self.momentum:
-            return torch.sub(anchor, torch.mul(gradient, self.lr)), {}
-        buffer = torch.mul(state["momentum"], self.momentum).add_(gradient)
+            return torch.sub(anchor, torch.mul(gradient, lr)), new
+        buffer = new["momentum"] = torch.mul(state["momentum"], self.momentum).add_(gradient)
         # The look-ahead's scratch becomes the new anchor: one buffer less at the peak.
         direction = torch.mul(buffer, self.momentum).add_(gradient) if self.nesterov else buffer.clone()
-        return torch.sub(anchor, direction.mul_(self.lr), out=direction), {"momentum": buffer}
+        return torch.sub(anchor, direction.mul_(lr), out=direction), new
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    r"""Adam on the outer gradient.
+
+    With the mean outer gradient :math:`\Delta`, moments :math:`m, v` (0 at first), rate :math:`\eta`, and ``t`` the
+    number of the step, 1 for the first::
+
+        m     <- beta1 * m + (1 - beta1) * Delta
+        v     <- beta2 * v + (1 - beta2) * Delta^2
+        theta <- theta - eta / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Equal to `torch.optim.Adam` up to rounding (torch's fuses), and bit-equal on unlike CPUs.
+
+    Args:
+        lr: the outer learning rate, > 0. Default 0.3.
+        betas: in [0, 1). Default 0.9 and 0.95.
+        eps: > 0. Default 0.1, which DiLoCo's paper needed for stability outside.
+        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
+
+    Raises:
+        ValueError: a setting out of range; the message says which one and what to use.
+
+    Source: arXiv 1412.6980, algorithm 1; as outer optimizer arXiv 2311.08105, section 3. Rate and
+        betas are ours.
+    """
+
+    on_shares: ClassVar[bool] = False
+
+    lr: float = 0.3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 0.1
+    schedule: Schedule = field(default_factory=ConstantRate)
+
+    def __post_init__(self) -> None:
+        _check_rate(self.lr, "0.3 goes with eps=0.1")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"outer.betas={list(self.betas)}; must be two numbers in [0, 1); use [0.9, 0.95]")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ValueError(f"outer.eps={self.eps!r}; must be a number above 0; DiLoCo's paper needed 0.1")
+        object.__setattr__(self, "betas", [float(beta) for beta in self.betas])
+
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        """Both moments 0, no step taken."""
+        return {"m": torch.zeros_like(anchor), "v": torch.zeros_like(anchor), "step": counted(0, anchor)}
+
+    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """One step of the equations above on flat fp32 tensors; all results are in fresh memory."""
+        t, (beta1, beta2) = count(state), self.betas
+        m = torch.mul(state["m"], beta1).add_(torch.mul(gradient, 1 - beta1))
+        v = torch.mul(state["v"], beta2).add_(torch.mul(gradient, gradient).mul_(1 - beta2))
+        direction = torch.mul(m, self.lr * self.schedule.factor(t) / (1 - _power(beta1, t)))
+        direction.div_(torch.mul(v, 1 / (1 - _power(beta2, t))).sqrt_().add_(self.eps))
+        return torch.sub(anchor, direction, out=direction), {"m": m, "v": v, "step": counted(t, anchor)}
+
+
+def _power(x: float, n: int) -> float:
+    """``x ** n`` by multiplications alone: the C libraries' ``pow`` differ in the last bit."""
+    result = 1.0
+    while n:
+        if n & 1:
+            result *= x
+        x, n = x * x, n >> 1
+    return result
+
+
+def _check_rate(lr: float, hint: str) -> None:
+    if isinstance(lr, bool) or not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
+        raise ValueError(f"outer.lr={lr!r}; must be a number above 0; {hint}")
 
 
 def nesterov() -> SGD:
@@ -104,5 +193,5 @@ def check_outer(outer: object) -> None:
     if isinstance(outer, torch.optim.Optimizer) or not callable(getattr(outer, "step", None)):
         raise ValueError(
             f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "
-            "use ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)"
+            'use ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True), or ftopt.Torch(cls="torch.optim.RMSprop")'
         )

@@ -9,7 +9,7 @@ from ftopt.config.schema import Factory, Sgd, Text
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
-from ftopt.methods import LocalSGD
+from ftopt.methods import Adam, CosineRate, DiLoCo, LocalSGD, Torch
 
 
 def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:
@@ -145,3 +145,15 @@ def test_what_is_wrong_between_sections_is_said_beside_what_is_wrong_in_others()
     assert "3 errors" in text
     assert "sync.min_replicas=3 with replicas=2" in text
     assert "did you mean train.inner_steps" in text
+
+
+def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
+    recipe = load(
+        "diloco_bytes",
+        ["method.outer.name=adam", "method.outer.schedule.name=cosine", "method.outer.schedule.steps=12"],
+    )
+    assert recipe.method == DiLoCo(sync_every=50, outer=Adam(lr=0.7, schedule=CosineRate(steps=12)))
+    recipe = load("diloco_bytes", ["method.outer.name=torch", "method.outer.args={lr: 0.1}"])
+    assert recipe.method == DiLoCo(sync_every=50, outer=Torch(args={"lr": 0.1}))
+    assert "looks at the whole tensor" in errors_of("method.outer.name=torch", "method.outer.cls=torch.optim.Adafactor")
+    assert "method.outer.schedule.steps is missing" in errors_of("method.outer.schedule.name=cosine")

@@ -16,7 +16,13 @@ CASES = pytest.mark.parametrize(("model", "inner"), [("linear", "sgd"), ("linear
 
 @CASES
 def test_diloco_equals_its_paper_with_torchs_own_sgd_outside(model: str, inner: str) -> None:
-    expected = diloco(problem(model, inner), replicas=REPLICAS, sync_every=SYNC_EVERY, steps=STEPS, torch_sgd=True)
+    expected = diloco(
+        problem(model, inner),
+        replicas=REPLICAS,
+        sync_every=SYNC_EVERY,
+        steps=STEPS,
+        outer=lambda theta: torch.optim.SGD(theta, lr=0.7, momentum=0.9, nesterov=True),
+    )
     for anchor in train(problem(model, inner), DiLoCo(sync_every=SYNC_EVERY), replicas=REPLICAS, steps=STEPS):
         torch.testing.assert_close(anchor, expected, rtol=0, atol=1e-6)
 

@@ -49,6 +49,8 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
         "outer.lr": "0.7",
         "outer.momentum": "0.9",
         "outer.nesterov": "True",
+        "outer.schedule": "ConstantRate",
+        "outer.schedule.warmup": "0",
     }
     assert "sync_every" not in LocalSGD(sync_every=50).settings()
     streaming = StreamingDiLoCo(fragments=Balanced(n=4)).settings()

@@ -11,7 +11,7 @@ from torch import nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import Event
-from ftopt.methods import SGD, DiLoCo, LocalSGD
+from ftopt.methods import SGD, DiLoCo, LocalSGD, OuterOptimizerRule, Torch
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import together
@@ -205,11 +205,12 @@ def test_without_with_a_cold_start_applies_the_first_gradient() -> None:
     optimizer.close()
 
 
-def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters() -> None:
+@pytest.mark.parametrize("outer", [SGD(lr=0.7), Torch(cls="torch.optim.Adam", args={"lr": 0.1})], ids=["sgd", "torch"])
+def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_state(outer: OuterOptimizerRule) -> None:
     groups = local_groups(2, sync=Sync(start_replicas=1))
     models = [TASK.model(0), TASK.model(1)]
     running, joined = threading.Event(), threading.Event()
-    method = DiLoCo(sync_every=5, outer=SGD(lr=0.7))
+    method = DiLoCo(sync_every=5, outer=outer)
 
     digests: tuple[dict[int, str], dict[int, str]] = ({}, {})
 

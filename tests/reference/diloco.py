@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tests.problems import Problem
 
@@ -16,17 +19,17 @@ def diloco(
     steps: int,
     lr: float = 0.7,
     momentum: float = 0.9,
-    torch_sgd: bool = False,
+    outer: Callable[[list[Tensor]], Optimizer] | None = None,
 ) -> list[Tensor]:
     """Trains; returns theta, the outer parameters, tensor by tensor.
 
     Args:
-        torch_sgd: the outer optimizer is `torch.optim.SGD(nesterov=True)`; else its equations, one operation
-            a line, on sums in the order of the replicas.
+        outer: makes torch's outer optimizer; None: the equations of Nesterov SGD, one operation a line, on sums in the
+            order of the replicas.
     """
     theta = [p.detach().clone() for p in problem.model(0).parameters()]
     velocity = [torch.zeros_like(t) for t in theta]
-    outer = torch.optim.SGD(theta, lr=lr, momentum=momentum, nesterov=True)
+    theirs = None if outer is None else outer(theta)
     models = [problem.model(0) for _ in range(replicas)]
     inner = [problem.inner(model.parameters()) for model in models]
     for step in range(steps):
@@ -42,7 +45,7 @@ def diloco(
                 delta = (t - copies[i][0]) * (1 / replicas)
                 for copy in copies[i][1:]:
                     delta = delta + (t - copy) * (1 / replicas)
-                if torch_sgd:
+                if theirs is not None:
                     t.grad = delta
                     continue
                 velocity[i] = velocity[i] * momentum
@@ -51,8 +54,8 @@ def diloco(
                 ahead = ahead + delta
                 ahead = ahead * lr
                 t.sub_(ahead)
-            if torch_sgd:
-                outer.step()
+            if theirs is not None:
+                theirs.step()
             for i, t in enumerate(theta):
                 for copy in copies[i]:
                     copy.copy_(t)

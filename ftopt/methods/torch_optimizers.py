@@ -1,0 +1,168 @@
+"""Any elementwise `torch.optim` class as outer optimizer.
+
+torch's own arithmetic gives other bits on other machines, so each element is computed by one member of a quorum, and
+gathered (`OuterOptimizerRule.on_shares`). The class must therefore treat each element apart from the others, and all of
+its state must be tensors and numbers that can be handed on: both are tried out when the rule is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ftopt.methods.outer_optimizers import count, counted
+from ftopt.methods.schedules import ConstantRate, Schedule
+
+_STEP = "steps_taken"
+"""Outer steps taken; 0: the class sets up its own state in the first one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch:
+    """A `torch.optim` class on the outer gradient, on a flat fp32 parameter.
+
+    What it computes is the class', bit for bit up to how the machine that computes an element rounds; all members of a
+    quorum get the same bits. Its state is part of the outer state, so newcomers get it.
+
+    Args:
+        cls: where the class is, ``package.module.Class``, e.g. ``torch.optim.RMSprop``.
+        args: its keyword arguments, e.g. ``{"lr": 0.1, "alpha": 0.9}``. Default none: the class' defaults, which are
+            rates for gradients and small for displacements.
+        schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
+
+    Raises:
+        ValueError: there is no such class, it does not take the arguments, or it cannot be computed on shares: it
+            needs a closure (LBFGS) or matrices (Muon), looks at the whole tensor (Adafactor), or keeps state where it
+            cannot be handed on.
+    """
+
+    on_shares: ClassVar[bool] = True
+
+    cls: str = "torch.optim.RMSprop"
+    args: dict[str, Any] = field(default_factory=dict)
+    schedule: Schedule = field(default_factory=ConstantRate)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "args", {name: self.args[name] for name in sorted(self.args)})
+        self._kinds()
+
+    def init(self, anchor: Tensor) -> dict[str, Tensor]:
+        """Zeros; the class sets up its own state at the first step."""
+        state = {name: torch.zeros_like(anchor) for name, kind in self._kinds().items() if kind is None}
+        scalars = {name: counted(0, anchor) for name, kind in self._kinds().items() if kind is not None}
+        return {_STEP: counted(0, anchor), **scalars, **state}
+
+    def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """One step of the class; all results are in fresh memory."""
+        t, kinds = count(state, _STEP), self._kinds()
+        theta = anchor.clone()
+        theta.grad = gradient
+        optimizer = _make(self.cls, self.args, theta)
+        if t > 1:
+            held = {name: _restored(state[name], kind) for name, kind in kinds.items()}
+            optimizer.load_state_dict({"state": {0: held}, "param_groups": optimizer.state_dict()["param_groups"]})
+        if self.schedule.moves:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.schedule.factor(t)
+        optimizer.step()
+        made = optimizer.state[theta]
+        new = {name: made[name] if kind is None else counted(made[name], anchor) for name, kind in kinds.items()}
+        return theta.detach(), {_STEP: counted(t, anchor), **new}
+
+    def _kinds(self) -> Mapping[str, type | torch.dtype | None]:
+        """Name -> None for state of the parameter's length, else the type of the number."""
+        try:
+            return _try_out(self.cls, json.dumps(self.args))
+        except TypeError as error:
+            raise ValueError(f"outer.args={self.args!r}; must be numbers, strings and lists: {error}") from None
+
+
+def _restored(tensor: Tensor, kind: type | torch.dtype | None) -> Any:
+    """A copy: it is updated in place, and the committed state must not be."""
+    if kind is None:
+        return tensor.clone()
+    return torch.tensor(float(tensor), dtype=kind) if isinstance(kind, torch.dtype) else kind(float(tensor))
+
+
+def _make(path: str, args: Mapping[str, Any], theta: Tensor) -> Optimizer:
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        raise ValueError(f"outer.cls={path!r}; there is no such class; e.g. torch.optim.RMSprop") from None
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ValueError(f"outer.cls={path!r}; is no torch.optim.Optimizer; e.g. torch.optim.RMSprop")
+    try:
+        optimizer: Optimizer = cls([theta], **args)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"outer.args={dict(args)!r} for {path} on a flat tensor: {error}; give what the class takes, or another one"
+        ) from None
+    return optimizer
+
+
+@functools.lru_cache
+def _try_out(path: str, args: str) -> Mapping[str, type | torch.dtype | None]:
+    """The state of one parameter, by name; see `Torch._kinds`. Raises ValueError as `Torch` does."""
+    whole = torch.linspace(-1.0, 1.0, 8)
+    scale = torch.tensor([1e-3] * 4 + [1e2] * 4)
+    # What looks at the whole tensor moves one half otherwise when the other half is far larger, or missing.
+    gradients = [scale * torch.linspace(1.0 - t, 2.0, 8) for t in range(3)]
+    together, state = _run(path, args, whole, gradients)
+    halves = [_run(path, args, whole[part], [g[part] for g in gradients])[0] for part in (slice(4), slice(4, 8))]
+    if not torch.allclose(together, torch.cat(halves), rtol=1e-5, atol=1e-7):
+        raise _refusal(path, "looks at the whole tensor, or is random: what it does to an element depends on others")
+    return state
+
+
+def _run(
+    path: str, args: str, start: Tensor, gradients: Sequence[Tensor]
+) -> tuple[Tensor, Mapping[str, type | torch.dtype | None]]:
+    """Some steps from ``start``, and what state there is."""
+    theta = start.clone()
+    optimizer = _make(path, json.loads(args), theta)
+    groups = _groups(optimizer)
+    names: set[str] | None = None
+    for gradient in gradients:
+        theta.grad = gradient.clone()
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise _refusal(path, f"its step() on a flat tensor says: {error}") from None
+        names = set(optimizer.state[theta]) if names is None else names
+    state = optimizer.state[theta]
+    if _groups(optimizer) != groups:
+        raise _refusal(path, "keeps state in its parameter groups")
+    if set(state) != names:
+        raise _refusal(path, "makes state after its first step")
+    kinds = {name: _kind(path, name, value, theta) for name, value in state.items() if value is not None}
+    return theta.detach(), kinds
+
+
+def _kind(path: str, name: str, value: object, theta: Tensor) -> type | torch.dtype | None:
+    if isinstance(value, Tensor):
+        if value.shape == theta.shape and value.dtype == torch.float32:
+            return None
+        if value.dim() == 0:
+            return value.dtype
+    elif isinstance(value, int | float):
+        return type(value)
+    raise _refusal(path, f"its state {name!r} is neither an fp32 tensor like the parameter nor a number")
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _refusal(path: str, why: str) -> ValueError:
+    return ValueError(
+        f"outer.cls={path!r} cannot be computed on shares: {why}; use an elementwise class, e.g. torch.optim.RMSprop"
+    )
