@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftopt.codecs import codec_named
 from ftopt.faults.spec import Fault
 from ftopt.sync.protocol.settings import Sync
 
@@ -273,6 +274,10 @@ class Recipe:
             found.append("model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory")
         if isinstance(self.model, Convnet) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
+        try:
+            codec_named(self.sync.codec)
+        except ValueError as error:
+            found.append(f"sync.codec: {error}")
         for key in ("min_replicas", "start_replicas"):
             value = getattr(self.sync, key)
             if value is not None and value > self.replicas >= 1:

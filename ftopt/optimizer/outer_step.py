@@ -28,8 +28,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Method, Mine, Progress, Round, Work
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
+from ftopt.optimizer.error_feedback import left_out, offered
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
@@ -62,6 +64,7 @@ class OuterStep:
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self._method = method
         self._group = group
+        self._codec = codec_named(group.sync.codec)
         self._lock = threading.Lock()
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
@@ -471,22 +474,43 @@ class OuterStep:
             steps=snapshot.contribution.steps,
             lr=snapshot.lr,
             alone=attempt.contributors == 1 and attempt.weight > 0,
+            lossy=not self._codec.exact,
             averages=attempt.inner_step < method.outer_start_step,
         )
-        at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout)
-        if scalars := method.scalars(mine):
+        at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
+        scalars, shares = method.scalars(mine), list[float]()
+        if scalars or mine.lossy:
             rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
-            rows = [row for row in rows if row[0] > 0]
-            shares = tuple(row[0] / attempt.total_weight for row in rows)
-            at = replace(at, shares=shares, scalars=tuple(row[1:] for row in rows))
+            shares = [row[0] / attempt.total_weight for row in rows]
+            taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
+            at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
         if attempt.weight > 0:
             method.payload(mine, work)
-            if not mine.alone:
-                work.mul_(attempt.weight / attempt.total_weight)
         else:
             work.zero_()
-        collective.all_reduce_(work)
+        if mine.lossy:
+            self._feed_back(attempt, fragment, work)
+            collective.mean_encoded_(work, self._codec, shares)
+        else:
+            if attempt.weight > 0 and not mine.alone:
+                work.mul_(attempt.weight / attempt.total_weight)
+            collective.all_reduce_(work)
         return at
+
+    def _feed_back(self, attempt: Attempt, fragment: Fragment, payload: Tensor) -> None:
+        """Error feedback: what was left out so far goes along, and what will be left out now is kept for the next."""
+        beta, left = self._group.sync.error_feedback, None
+        if beta and attempt.weight > 0:
+            if fragment.residual is not None:
+                offered(fragment.residual, payload, out=payload, beta=beta)
+            left = fragment.view.empty()
+            if attempt.size > 1:
+                left_out(payload, self._codec, out=left)
+            else:
+                left.zero_()  # One member alone sends nothing, and loses nothing.
+        with self._lock:
+            if fragment.snapshot is not None:
+                fragment.left_out = left
 
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not
     # touched.

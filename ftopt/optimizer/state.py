@@ -146,6 +146,9 @@ class Fragment:
         self.base_step = 0
         self.base_tokens = 0
         self.base_version = state.meta.version
+        # Error feedback: what the codec left out of all that was counted, and of what is on its way. Under the lock.
+        self.residual: Tensor | None = None
+        self.left_out: Tensor | None = None
         self.reborn = False
         # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
         self.tried = 0
@@ -171,4 +174,6 @@ class Fragment:
             self.base_step = snapshot.contribution.last_step
             self.base_tokens = snapshot.tokens
             self.base_version = state.meta.version
+            if self.left_out is not None:
+                self.residual, self.left_out = self.left_out, None
         self.state = state

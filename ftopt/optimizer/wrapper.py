@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ftopt.codecs import codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.core import Core
@@ -39,7 +40,7 @@ def wrap(
             rest). Any `torch.optim.Optimizer`; it goes on to hold rates, groups and its own state.
         model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be
             mixed.
-        method: `ftopt.DiLoCo`, `ftopt.LocalSGD`.
+        method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
         group: `ftopt.connect`'s, or `ftopt.solo()`.
 
     Returns:
@@ -58,6 +59,10 @@ def wrap(
             raise UserError("inner is wrapped already; wrap the inner optimizer once")
         if not isinstance(optimizer, Optimizer):
             raise UserError(f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them")
+    try:
+        codec_named(group.sync.codec)
+    except ValueError as error:
+        raise UserError(f"sync: {error}") from None
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
@@ -272,7 +277,7 @@ class OuterOptimizer(Optimizer):
             "local_steps": outer.local_steps,
             "tokens": outer.tokens,
             "fragments": [
-                {"base": fragment.base, "base_step": fragment.base_step, "error_feedback": None}
+                {"base": fragment.base, "base_step": fragment.base_step, "residual": fragment.residual}
                 for fragment in outer.fragments
             ],
         }

@@ -11,7 +11,7 @@ from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import PAFT, Method
 from ftopt.optimizer import wrap
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, problem
 from tests.reference.paft import paft
 
@@ -41,7 +41,7 @@ def train(
             m = int(event.replica[1:])
             white(m, steps_done[m] + 1, [p.grad for p in models[m].parameters() if p.grad is not None])
 
-    groups = local_groups(REPLICAS, on_event=on_event)
+    groups = local_groups(REPLICAS, sync=PATIENT, on_event=on_event)
     barrier = threading.Barrier(REPLICAS)
 
     def replica(m: int) -> list[Tensor]:

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from ftopt.connect import local_groups
 from ftopt.methods import Method
 from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.sync.protocol.settings import Sync
 from tests.problems import Problem
 
 T = TypeVar("T")
+
+PATIENT = Sync(grace_s=60.0, dead_after_s=60.0)
+"""Nobody is called in and nobody is lost, however busy the machine is: what comes out depends on the steps alone."""
 
 
 def together(tasks: Sequence[Callable[[], T]]) -> list[T]:
@@ -59,7 +63,7 @@ def train_and_look(
 ) -> list[Trained]:
     """Trains replicas on their own batches; ``rate`` is the inner rate after so many steps, else the optimizer's."""
     models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
-    groups = local_groups(replicas)
+    groups = local_groups(replicas, sync=PATIENT)
 
     def replica(m: int) -> Trained:
         model = models[m]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CODECS = ("fp32", "bf16", "int8", "fp4", "top_k")
+"""What a codec's name begins with; its settings follow behind a colon."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
@@ -22,7 +25,10 @@ class Sync:
         forget_s: seconds after which a replica that is away is gone for good. Default 600.
         norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
             steps stay pending. Counts with two peers at least. Default 100: a spoilt replica, no noisy one; None: off.
-        codec: wire precision of the payloads. ``fp32`` (default).
+        codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4`` or
+            ``top_k:FRACTION:BITS``, see ``docs/codecs.md``.
+        error_feedback: how much of what a lossy codec left out of one contribution goes with the next (beta of
+            ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
         backend: who moves the payloads. ``gloo`` (default).
 
     Raises:
@@ -39,6 +45,7 @@ class Sync:
     forget_s: float = 600.0
     norm_limit: float | None = 100.0
     codec: str = "fp32"
+    error_feedback: float = 1.0
     backend: str = "gloo"
 
     def __post_init__(self) -> None:
@@ -61,7 +68,11 @@ class Sync:
             raise ValueError(f"sync.forget_s={self.forget_s:g}; must be at least dead_after_s={self.dead_after_s:g}")
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise ValueError(f"sync.norm_limit={self.norm_limit:g}; must be null or above 1; 100 is generous")
-        if self.codec != "fp32":
-            raise ValueError(f"sync.codec={self.codec!r}; allowed: fp32")
+        if self.codec.partition(":")[0] not in CODECS:
+            raise ValueError(f"sync.codec={self.codec!r}; allowed: {', '.join(CODECS)} (top_k:0.01:4)")
+        if not 0 <= self.error_feedback <= 1:
+            raise ValueError(
+                f"sync.error_feedback={self.error_feedback:g}; must be from 0 (off) to 1 (nothing is forgotten)"
+            )
         if self.backend != "gloo":
             raise ValueError(f"sync.backend={self.backend!r}; allowed: gloo")

@@ -1,0 +1,108 @@
+"""Each codec inside training, against a plain loop that encodes both hops and feeds back what was left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftopt.codecs import Codec, codec_named, roundtrip
+from ftopt.connect import local_groups
+from ftopt.methods import SGD, DiLoCo, LocalSGD, Method, SyncSGD
+from ftopt.optimizer import wrap
+from tests.optimizer.running import PATIENT, together
+from tests.problems import Problem, flat, problem
+from tests.reference.codecs import mean_encoded
+
+H, STEPS = 10, 100
+NAMES = ["bf16", "int8", "fp4", "top_k:0.1:4"]
+
+
+def _train(task: Problem, method: Method, codec: str, *, replicas: int, feedback: float) -> list[Tensor]:
+    models = [task.model(0) for _ in range(replicas)]
+    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec, error_feedback=feedback))
+
+    def replica(m: int) -> Tensor:
+        optimizer = wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m])
+        with optimizer:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                task.backward(models[m], m, step)
+                optimizer.step()
+            return flat(models[m])
+
+    return together([lambda m=m: replica(m) for m in range(replicas)])
+
+
+def _load(model: nn.Module, values: Tensor) -> None:
+    torch.nn.utils.vector_to_parameters(values.clone(), model.parameters())
+
+
+def _naive(task: Problem, outer: SGD | None, codec: Codec, *, replicas: int, feedback: float) -> Tensor:
+    """DiLoCo, or with ``outer=None`` local SGD, on differences, both hops encoded."""
+    models = [task.model(0) for _ in range(replicas)]
+    inner = [task.inner(model.parameters()) for model in models]
+    anchor = flat(models[0])
+    velocity = torch.zeros_like(anchor)
+    left = [torch.zeros_like(anchor) for _ in range(replicas)]
+    for step in range(STEPS):
+        for m in range(replicas):
+            inner[m].zero_grad()
+            task.backward(models[m], m, step)
+            inner[m].step()
+        if (step + 1) % H:
+            continue
+        offers = []
+        for m in range(replicas):
+            offer = anchor - flat(models[m])
+            if feedback:
+                offer = offer + left[m]
+                left[m] = offer - roundtrip(codec, offer, torch.empty_like(offer))
+            offers.append(offer)
+        mean = mean_encoded(offers, codec, [1 / replicas] * replicas)
+        if outer is None:
+            anchor = anchor - mean
+        else:
+            velocity = velocity * outer.momentum
+            velocity = velocity + mean
+            ahead = velocity * outer.momentum
+            ahead = ahead + mean
+            ahead = ahead * outer.lr
+            anchor = anchor - ahead
+        for model in models:
+            _load(model, anchor)
+    return anchor
+
+
+@pytest.mark.parametrize("feedback", [0.0, 1.0], ids=["plain", "feedback"])
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("codec", NAMES)
+def test_diloco_through_a_codec_equals_the_loop_bit_for_bit(codec: str, replicas: int, feedback: float) -> None:
+    task = problem("mlp", "adamw")
+    outer = SGD(lr=0.7, momentum=0.9, nesterov=True)
+    expected = _naive(task, outer, codec_named(codec), replicas=replicas, feedback=feedback)
+    for ours in _train(task, DiLoCo(sync_every=H, outer=outer), codec, replicas=replicas, feedback=feedback):
+        assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_local_sgd_sends_differences_through_a_codec(codec: str) -> None:
+    task = problem("mlp", "sgd")
+    expected = _naive(task, None, codec_named(codec), replicas=2, feedback=1.0)
+    for ours in _train(task, LocalSGD(sync_every=H), codec, replicas=2, feedback=1.0):
+        assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
+
+
+@pytest.mark.parametrize("codec", NAMES)
+def test_gradients_go_through_a_codec_and_replicas_stay_alike(codec: str) -> None:
+    ours = _train(problem("mlp", "sgd"), SyncSGD(), codec, replicas=3, feedback=1.0)
+    assert all(torch.equal(ours[0], other) for other in ours[1:])
+
+
+def test_a_lone_replica_loses_nothing_to_its_codec() -> None:
+    task = problem("mlp", "adamw")
+    method = DiLoCo(sync_every=H)
+    exact = _train(task, method, "fp32", replicas=1, feedback=1.0)
+    assert torch.equal(_train(task, method, "fp4", replicas=1, feedback=1.0)[0], exact[0])
