@@ -24,6 +24,8 @@ PLACE = 20_000
 class Silent:
     """A group that only listens."""
 
+    sync = ftopt.Sync()
+
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
 
