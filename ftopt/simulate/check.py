@@ -1,9 +1,10 @@
 """The invariants I1, I2, I4, I5 and I6 of ``docs/protocol.md``, checked after each event, on what it changed.
 
 I4 is checked by `ftopt.simulate.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2
-with a coordinator that restarts: after a restart with its journal they hold as ever. Without it, histories may fork
-only if a living replica was not heard in time although the rule WAIT was kept; then the fork must be healed at the
-end.
+with a coordinator that restarts: after a restart with its journal they hold as ever. A history may fork only where two
+coordinators have decided one version and one of them is *excused*: it had no memory and went on without a living
+replica that it could not hear in time although the rule WAIT was kept, or it decided while a replica followed another
+one. Each branch by itself must hold I1, and the fork must be healed at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class Version:
 
 
 class Checks:
-    """What is known of the history so far. ``gone``: marks that some coordinator has given up."""
+    """What is known of the history so far.
+
+    ``gone``: marks that some coordinator has given up. ``deciders``: the epoch in which a version was decided first.
+    ``excused``: epochs that may have forked the history, and why.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -48,7 +53,8 @@ class Checks:
         self.discarded: dict[tuple[int, m.Mark], set[int]] = {}
         self.floor: dict[tuple[int, m.Mark, int], int] = {}
         self.decisions: dict[tuple[int, str], Decided] = {}
-        self.fork_excuse = ""
+        self.deciders: dict[tuple[int, str], int] = {}
+        self.excused: dict[int, str] = {}
 
     def counts(self, process: Process) -> bool:
         """Whether a process is a living replica that has not been given up."""
@@ -85,8 +91,8 @@ class Checks:
         past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
         if past and any(server.forgot for server in self.world.servers) and not parent:
             # It hears only now what a coordinator whose memory is lost had told it: nobody could know of that.
-            self.fork_excuse = f"{process.name} was started late by a coordinator of the past"
-        if self.fork_excuse or not self.counts(process):
+            self.excuse(self.deciders[key], f"{process.name} was started late by this coordinator of the past")
+        if not self.counts(process):
             return
         for other in self.world.processes.values():
             if other is process or not self.counts(other) or other.machine.reborn_in(fragment):
@@ -94,7 +100,7 @@ class Checks:
             theirs = other.machine.record(fragment)
             if (theirs is not None and not theirs.version and not other.machine.ready) or not process.machine.ready:
                 continue  # half of a cold start, not trained from yet, may be begun anew
-            if theirs is not None and not self._one_line(fragment, record, theirs):
+            if theirs is not None and not self.one_history(fragment, record.chain, theirs.chain):
                 raise Violation(
                     "I1",
                     f"{process.name} holds version {record.version} ({record.chain[:6]}), "
@@ -106,21 +112,36 @@ class Checks:
 
         While two coordinators live, a replica that has not heard of the newer epoch may follow the older one.
         """
-        if self.world.contested and machine is not None:
+        assert machine is not None
+        if self.world.contested:
             for process in self.world.processes.values():
                 if self.counts(process) and process.machine.epoch != machine.epoch:
-                    self.fork_excuse = f"{process.name} follows another coordinator"
+                    self.excuse(machine.epoch, f"{process.name} follows another coordinator")
         self.decisions.setdefault((decision.fragment, decision.chain), decision)
+        self.deciders.setdefault((decision.fragment, decision.chain), machine.epoch)
 
-    def _one_line(self, fragment: int, a: m.Record, b: m.Record) -> bool:
-        high, low = (a, b) if a.version >= b.version else (b, a)
-        chain = high.chain
-        while chain and chain != low.chain:
-            version = self.versions.get((fragment, chain))
-            if version is None or version.version <= low.version:
-                return False
-            chain = version.parent
-        return bool(chain)
+    def excuse(self, epoch: int, why: str) -> None:
+        """What that coordinator decides may be decided otherwise by another one."""
+        self.excused.setdefault(epoch, why)
+
+    def one_history(self, fragment: int, a: str, b: str) -> bool:
+        """Whether one of two chains is the other's past, or where they part is excused."""
+        if a == b:
+            return True
+        lines = [self._line(fragment, chain) for chain in (a, b)]
+        forks = [v for v in lines[0].keys() & lines[1].keys() if lines[0][v] != lines[1][v]]
+        if not forks:
+            return lines[0].keys() <= lines[1].keys() or lines[1].keys() <= lines[0].keys()
+        one, other = (self.deciders[(fragment, line[min(forks)])] for line in lines)
+        return one != other and (one in self.excused or other in self.excused)
+
+    def _line(self, fragment: int, chain: str) -> dict[int, str]:
+        """Version -> chain, from the first one on."""
+        line = {}
+        while chain:
+            known = self.versions[(fragment, chain)]
+            line[known.version], chain = chain, known.parent
+        return line
 
     # ------------------------------------------------------------ I2
 
@@ -146,7 +167,7 @@ class Checks:
 
     def rebirth(self, process: Process, reason: str) -> None:
         """A replica gives itself up; only a fork can have brought it there."""
-        if reason.startswith("another process") and not self.fork_excuse:
+        if reason.startswith("another process") and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
 
     def discard(self, process: Process, fragment: int, start: int, stop: int) -> None:
@@ -188,7 +209,8 @@ class Checks:
         assert server.machine is not None
         remembers, server.remembers = server.remembers, True
         again, server.opened = server.opened, True  # after a rollback it knows what those hold whom it does not hear
-        if (server.life == 1 or remembers) and not self.world.contested:
+        knows = (server.life == 1 or remembers) and not self.world.contested
+        if knows and not server.forgot:
             return
         marks = {(h.replica, h.incarnation) for h in heard if h.incarnation}
         told = {mark for h in heard for mark in h.roster}
@@ -203,6 +225,6 @@ class Checks:
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
-            if veterans and not again and process.mark in told and waited_s < patience_s - 1e-6:
+            if veterans and not again and not knows and process.mark in told and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
-            self.fork_excuse = f"{process.name} was not heard"
+            self.excuse(server.machine.epoch, f"{process.name} was not heard")

@@ -30,6 +30,8 @@ class Reduction:
         self.inside: dict[str, Process] = {}
         self.payloads: dict[str, Payload] = {}
         self.exchanged = False
+        self.deaf: dict[str, str] = {}
+        """Who misses the last piece of the result, and from whom: the others have it."""
 
     def join(self, process: Process, payload: Payload) -> None:
         self.inside[process.name] = process
@@ -50,17 +52,18 @@ class Reduction:
     def _exchange(self) -> None:
         if self.exchanged or len(self.inside) < len(self.members):
             return
-        if self._stuck():
+        cuts = [pair for pair in self.world.cuts if pair <= self.inside.keys()]
+        if cuts and all(self.world.cuts[pair] for pair in cuts) and self.world.chance(0.3):
+            self.world.coverage["a result that one member misses"] += 1
+            for pair in cuts:
+                deaf = self.world.cuts[pair]
+                self.deaf[deaf] = min(pair - {deaf})
+        elif cuts or any(process.motionless for process in self.inside.values()):
             self.world.at(0.5, self._exchange)
             return
         self.exchanged = True
-        for process in list(self.inside.values()):
+        for process in [x for x in self.inside.values() if x.name not in self.deaf]:
             process.on_reducer(self.world.between(0.0, 0.5) * self.world.knobs.reduce_s, self._result, process)
-
-    def _stuck(self) -> bool:
-        """Whether somebody keeps the others waiting."""
-        absent = any(name not in self.inside or self.inside[name].motionless for name, _ in self.members)
-        return absent or any(cut <= self.inside.keys() for cut in self.world.cuts)
 
     def _result(self, process: Process) -> None:
         if process.name not in self.inside:
@@ -82,8 +85,8 @@ class Reduction:
             process.on_reducer(WORD_S, self._late, process, "")
 
     def _late(self, process: Process, peer: str) -> None:
-        if not self.exchanged:
-            self._fail(process, peer)
+        if not self.exchanged or process.name in self.deaf:
+            self._fail(process, self.deaf.get(process.name, peer))
 
     def _fail(self, process: Process, peer: str) -> None:
         if self.inside.pop(process.name, None) is None:

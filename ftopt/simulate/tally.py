@@ -27,6 +27,9 @@ COVERED = (
     "restart with journal",
     "restart without journal",
     "two coordinators at once",
+    "a link that carries one way only",
+    "a result that one member misses",
+    *(f"{count} fragments" for count in (1, 2, 3, 4)),
     "halt",
 )
 """What has to happen in more than one history of a hundred; else the walks prove little."""

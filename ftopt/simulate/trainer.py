@@ -185,9 +185,9 @@ class Process:
                 return
         self.act(self.machine.receive(message))
 
-    def drop(self) -> None:
-        """Closes the connection."""
-        if self.conn:
+    def drop(self, conn: Conn | None = None) -> None:
+        """Closes the connection, if it is ``conn`` still."""
+        if self.conn and conn in (None, self.conn):
             self.conn.up(None)
             conn, self.conn = self.conn, None
             conn.works = conn.works and conn.open_there
@@ -203,7 +203,7 @@ class Process:
     def misfortune(self) -> None:
         """Something happens to this process, or to its connection."""
         world = self.world
-        what = world.random.choice(("cut", "cut", "cut", "crash", "freeze", "hang", "jam", "offline"))
+        what = world.random.choice(("cut", "cut", "cut", "crash", "freeze", "hang", "jam", "offline", "one way"))
         world.note(self.name, f"fault: {what}")
         if what == "cut" and self.conn:
             self.conn.cut(told=world.chance(0.7))
@@ -220,6 +220,9 @@ class Process:
         elif what == "offline" and self.conn:
             self.offline_until_s = world.now + world.between(0.5, 4.0 * world.knobs.dead_after_s)
             self.conn.cut(told=world.chance(0.5))
+        elif what == "one way" and self.conn:
+            self.offline_until_s = world.now + world.between(0.5, 4.0 * world.knobs.dead_after_s)
+            self.conn.stall(up=world.chance(0.5), until_s=self.offline_until_s)
 
     # ------------------------------------------------------------ what the machine asks
 

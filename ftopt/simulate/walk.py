@@ -31,6 +31,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     world = World(seed, _knobs(chooser), trace=lines)
+    world.coverage[f"{world.knobs.fragments} fragments"] += 1
     try:
         _walk(world, chooser)
     except AssertionError as error:
@@ -104,9 +105,10 @@ def _fault(world: World, chooser: random.Random) -> None:
         world.at(chooser.uniform(0.1, 3.0), lambda: world.server.start(keep=keep))
     elif kind == "pair":
         pair = frozenset(chooser.sample(sorted(world.processes), 2))
-        world.note("net", f"cut between {sorted(pair)}")
-        world.cuts.add(pair)
-        world.at(chooser.uniform(2, 12), world.cuts.discard, pair)
+        deaf = chooser.choice(("", "", *sorted(pair)))
+        world.note("net", f"cut between {sorted(pair)} {deaf and f'towards {deaf}'}")
+        world.cuts[pair] = deaf
+        world.at(chooser.uniform(2, 12), world.mend, pair)
     elif kind == "leave" and process.alive and process.machine.ready:
         process.leave()
         if chooser.random() < 0.5:
@@ -154,6 +156,8 @@ def _quiet(world: World) -> None:
     living = {p.mark for p in world.processes.values() if p.alive and not p.leaving}
     if any(x.mark not in living for x in machine.roster.members.values()):
         bound_s += float(settings["forget_s"] or 0) + bound_s
+    if any(p.jammed_until_s == math.inf for p in world.processes.values()):
+        bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)
     old = set(world.checks.versions)
     if not world.run(world.now + bound_s, lambda: _together(world, old)):
         held = {

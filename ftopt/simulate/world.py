@@ -72,7 +72,8 @@ class World:
         self.lives = itertools.count(1)
         self.contested = False
         self.processes: dict[str, Process] = {}
-        self.cuts: set[frozenset[str]] = set()
+        self.cuts: dict[frozenset[str], str] = {}
+        """Pairs that cannot reach each other; who of the two hears nothing, if the other one does, else ""."""
         self.groups: dict[tuple[int, int], Reduction] = {}
         self.faults_left = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -95,6 +96,10 @@ class World:
         for process in self.processes.values():
             if process.alive and process.conn and self.chance(0.6):
                 process.conn.cut()
+
+    def mend(self, pair: frozenset[str]) -> None:
+        """Two replicas reach each other again."""
+        self.cuts.pop(pair, None)
 
     def at(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         """Calls ``action(*args)`` after ``delay_s``."""
@@ -182,6 +187,22 @@ class Conn:
         world.at(world.between(0, silence) if world.chance(0.5) else world.delay(), self._end_here)
         if told:
             world.at(world.between(0, silence) if world.chance(0.3) else world.delay(), self._end_there)
+
+    def stall(self, *, up: bool, until_s: float) -> None:
+        """One direction carries nothing until then: it comes late, in order, if the connection lasts so long.
+
+        A ping and its answer need both directions: the replica ends the connection after ``dead_after_s``. The
+        coordinator misses the heartbeats, or hears of the end.
+        """
+        world, silence = self.world, self.world.knobs.dead_after_s
+        world.note(self.process.name, f"connection {self.number} carries nothing {'up' if up else 'down'}")
+        world.coverage["a link that carries one way only"] += 1
+        if up:
+            self._up_s = max(self._up_s, until_s)
+        else:
+            self._down_s = max(self._down_s, until_s)
+        if until_s > world.now + silence:
+            self.process.later(silence, self.process.drop, self)
 
     def _end_here(self) -> None:
         self.process.deliver(self, None)

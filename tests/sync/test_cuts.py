@@ -142,7 +142,7 @@ def play(count: int, seconds: float, *, cut: bool) -> World:
         world.at(0.0, process.spawn)
     world.server.start()
     if cut:
-        world.cuts.add(frozenset(("r0", "r1")))
+        world.cuts[frozenset(("r0", "r1"))] = ""
     world.run(world.now + seconds)
     return world
 

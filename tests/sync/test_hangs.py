@@ -154,3 +154,28 @@ def test_a_lone_member_whose_reducer_hangs_blocks_nobody_who_comes_after_it() ->
     assert b.record.counted == (("b", 1, 9),)
     a.fetch(b)
     assert a.machine.counted_step(a.record) == 0
+
+
+def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_them() -> None:
+    table = Table(start_replicas=3, forget_s=20.0)
+    a, b, c = table.start("a", "b", "c")
+    a.propose(5)
+    b.propose(5)
+    table.tick(3.0)
+    for seat in (a, b):
+        assert hang(seat).quorum.size == 2
+    c.propose(9)
+    table.tick(20.0)
+    assert len(table.events("abort")) == 1
+    assert c.reduce().quorum.size == 1
+    c.take()
+    assert c.record.counted == (("c", 1, 9),)
+    for seat in (a, b):
+        seat.fetch(c)
+        seat.propose(12)
+    table.tick(3.0)
+    assert a.got(m.TrainOn) and b.got(m.TrainOn)
+    assert len(table.events("quorum")) == 2
+    c.propose(20)
+    assert c.reduce().quorum.size == 1
+    assert table.version == 2

@@ -523,8 +523,10 @@ def test_12_sitting_out_never_takes_a_quorum_below_min_replicas() -> None:
     b.propose(5)
     for _ in range(3):
         a.take()
+        b.take()
         attempt = a.pop(r.StartReduce).quorum.attempt
         a.do(a.machine.reduce_failed(0, attempt, reason="no piece for 3 s", peer="b"))
+        b.take()
         table.tick(1.0)
     a.reduce()  # the cable is mended
     b.reduce()

@@ -10,8 +10,11 @@ import sys
 
 import pytest
 
+from ftopt.simulate.check import Checks, Version
+from ftopt.simulate.host import Content
 from ftopt.simulate.tally import Tally
 from ftopt.simulate.walk import run
+from ftopt.simulate.world import Knobs, World
 from tests.sync.planted import BUGS, LIMIT, Bug, find
 
 HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "2000"))
@@ -37,6 +40,24 @@ def test_a_seed_is_one_history() -> None:
     first, second = run(7, trace=True), run(7, trace=True)
     assert first.trace == second.trace
     assert len(first.trace) > 50
+
+
+def test_a_fork_is_excused_where_an_excused_coordinator_has_made_it_and_nowhere_else() -> None:
+    checks = Checks(World(0, Knobs(settings={})))
+    for chain, parent, version, epoch in (
+        ("start", "", 0, 1), ("a", "start", 1, 1), ("a twice", "start", 1, 1), ("b", "start", 1, 2),
+        ("bc", "b", 2, 3), ("bd", "b", 2, 4),
+    ):  # fmt: skip
+        checks.versions[(0, chain)] = Version(parent, version, Content(chain))
+        checks.deciders[(0, chain)] = epoch
+    assert not checks.one_history(0, "a", "b")
+    checks.excuse(2, "it did not hear of a")
+    assert checks.one_history(0, "a", "b")
+    assert checks.one_history(0, "bc", "a")
+    assert checks.one_history(0, "bc", "start")
+    assert not checks.one_history(0, "bc", "bd")
+    checks.excuse(1, "another reason")
+    assert not checks.one_history(0, "a", "a twice")
 
 
 @pytest.mark.timeout(600)

@@ -116,15 +116,12 @@ class Attempt:
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
         """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.
 
-        Twice as long for each time that one of them came too late before. While nobody has prepared it is not known how
-        long the reduction takes, and one that cannot end fails by the transport's time-out; but a member that is alone
-        has no peer to complain, and has what rounds take ``usual_s``.
+        Before anybody has prepared: what rounds take (``usual_s``), and ``patience_s`` more, from the start on. Twice
+        as long for each time that one of them came too late before.
         """
-        if not self.prepared and len(self.members) > 1:
-            return math.inf
-        since_s, took_s = (
-            (self.reported_s, self.reported_s - self.started_s) if self.prepared else (self.started_s, usual_s)
-        )
+        since_s, took_s = self.started_s, usual_s
+        if self.prepared:
+            since_s, took_s = self.reported_s, self.reported_s - self.started_s
         late = max((x.late for x in self.silent(roster)), default=0)
         return since_s + (took_s + patience_s) * 2.0 ** min(late, 10)
 

@@ -219,9 +219,9 @@ class Rounds:
         free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
         members = self._seats.choose(now, free)
         if len(members) < self.sync.min_replicas:  # better a quorum that may fail than none
-            members = proposers
-        if len(members) < self.sync.min_replicas and not self._retry:
-            untold = [x for x in members if x.replica not in self._told_train_on and x.conn is not None]
+            members = free
+        if not members or (len(members) < self.sync.min_replicas and not self._retry):
+            untold = [x for x in proposers if x.replica not in self._told_train_on and x.conn is not None]
             self._told_train_on |= {x.replica for x in untold}
             return [Send(x.conn, m.TrainOn(self.fragment)) for x in untold if x.conn is not None]
         chosen = {x.replica: self.proposals[x.replica] for x in members}
@@ -278,7 +278,8 @@ class Rounds:
     def _overdue_s(self, a: Attempt) -> float:
         """When the attempt is given up, if there is anybody to go on with."""
         others = a.prepared or self.proposals.keys() - a.contributions.keys()
-        patience_s = self.sync.grace_s + self.sync.dead_after_s
+        alone = len(a.members) == 1
+        patience_s = self.sync.grace_s + self.sync.dead_after_s if a.prepared or alone else self.sync.forget_s
         return a.overdue_s(self.roster, patience_s, self._usual_s) if others else math.inf
 
     def _decide(self, now: float) -> list[Effect]:
