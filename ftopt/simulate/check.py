@@ -87,6 +87,8 @@ class Checks:
                     f"version {record.version} was decided with steps of {replica}#{incarnation} up to {last_step}, "
                     f"and has them up to {has}",
                 )
+        if key not in self.deciders:
+            raise Violation("I1", f"{process.name} holds version {record.version}, and no journal has it")
         machine, conn = self.world.server.machine, process.conn
         past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
         if past and any(server.forgot for server in self.world.servers) and not parent:

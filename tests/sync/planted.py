@@ -7,6 +7,7 @@ A bug that a later defence absorbs is planted together with that defence taken o
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -180,6 +181,16 @@ def told_first(patch: Patch) -> None:
     patch.setattr(Rounds, "_commit", lambda self, digest: _commit(self, digest)[::-1])
 
 
+def no_deadline(patch: Patch) -> None:
+    """An attempt is waited for for ever, whoever hangs."""
+    patch.setattr(Attempt, "overdue_s", lambda self, roster, patience_s, usual_s: math.inf)
+
+
+def hung_again(patch: Patch) -> None:
+    """A member whose reducer hangs is tried again in each attempt."""
+    patch.setattr(Member, "busy", lambda self, now, patience_s: False)
+
+
 # ---------------------------------------------------------------- who is known, and what is true
 
 
@@ -282,7 +293,9 @@ BUGS = (
     Bug("COUNT", count_off),
     Bug("step 5", commit_early_count_off, "COUNT for whoever has not seen the result"),
     Bug("step 5", any_digest),
-    Bug("JOURNAL", told_first, slow=True),
+    Bug("step 5", no_deadline),
+    Bug("step 5", hung_again),
+    Bug("JOURNAL", told_first),
     Bug("STICKY", sticky_off),
     Bug("STICKY", absent_is_dead),
     Bug("STICKY", forgotten_comes_back),
