@@ -36,6 +36,7 @@ LOCAL: Mapping[str, Any] = {"local": True}
 """Metadata of a setting that may differ from replica to replica."""
 
 WEIGHTS = ("steps", "uniform", "tokens")
+BUFFERS = ("local", "mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,9 @@ class Method:
             In (0, 1]. Default 1: no discount.
         outer_start_step: until the job's committed inner step reaches this, replicas average their parameters after
             every inner step (post-local SGD, arXiv 1808.07217). Default 0.
+        buffers: what becomes of buffers that training changes, such as BatchNorm's statistics: each replica keeps its
+            own (``local``, default), or floating-point buffers of the model's state dict are averaged with the
+            parameters, plainly and without the outer optimizer (``mean``).
 
     Raises:
         ValueError: a setting is out of range; the message says what is allowed.
@@ -135,11 +139,16 @@ class Method:
     weights: str = "steps"
     staleness_discount: float = 1.0
     outer_start_step: int = 0
+    buffers: str = "local"
 
     def __post_init__(self) -> None:
         check_sync_every(self.sync_every)
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights={self.weights!r}; allowed: {', '.join(WEIGHTS)}; use steps")
+        if self.buffers not in BUFFERS:
+            raise ValueError(
+                f"buffers={self.buffers!r}; allowed: {', '.join(BUFFERS)}; use mean to average BatchNorm's statistics"
+            )
         if not 0 < self.staleness_discount <= 1:
             raise ValueError(
                 f"staleness_discount={self.staleness_discount!r}; must be above 0 and at most 1; use 1 for no discount"

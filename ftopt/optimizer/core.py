@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.optimizer.buffers import averaged, shared_out
 from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer_step import OuterStep
@@ -174,7 +175,9 @@ class Core:
             fragments = method.partition(parameters(model))
         except ValueError as error:
             raise UserError(f"method {method.name}: {error}") from None
-        return [FlatView(model, names) for names in fragments]
+        kept = averaged(model) if method.buffers == "mean" else []
+        buffers = shared_out(kept, fragments)
+        return [FlatView(model, names, buffers=own) for names, own in zip(fragments, buffers, strict=True)]
 
     def started(self) -> OuterStep:
         """The outer step's state; RuntimeError before the start."""

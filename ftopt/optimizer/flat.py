@@ -1,8 +1,8 @@
-"""The parameters of one fragment as one flat fp32 tensor, and back.
+"""The parameters of one fragment, and the buffers that are averaged with them, as one flat fp32 tensor, and back.
 
 A `FlatView` holds references to the parameters and knows where each lies in a flat tensor. Parameters of one
 dtype lie together, so that rounding a whole flat tensor to the parameters' precision is one operation a
-dtype. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
+dtype; buffers lie behind them. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters that train: tied ones once, frozen ones not, names as before `torch.compile`."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield name.replace(_COMPILED_PREFIX, ""), parameter
+            yield uncompiled(name), parameter
+
+
+def uncompiled(name: str) -> str:
+    """The name that a parameter, or a buffer, had before `torch.compile`."""
+    return name.replace(_COMPILED_PREFIX, "")
 
 
 def parameters(model: nn.Module) -> list[Parameter]:
@@ -84,24 +89,39 @@ class FlatView:
     Args:
         model: whose trainable parameters are viewed.
         names: only these. Default: all.
+        buffers: names of the buffers that lie behind them. Default: none.
+
+    Attributes:
+        names: of all tensors in their order.
+        layout: where each parameter lies.
+        trained: elements of the parameters; what lies behind are buffers.
+        numel: elements of both.
+
+    Raises:
+        UserError: a buffer has a dtype that fp32 cannot hold.
     """
 
-    def __init__(self, model: nn.Module, names: Collection[str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, names: Collection[str] | None = None, *, buffers: Collection[str] = ()
+    ) -> None:
         wanted = [item for item in trainable(model) if names is None or item[0] in names]
         named = sorted(wanted, key=lambda item: _DTYPES.index(item[1].dtype))
         embedding = {p.name: p.embedding for p in parameters(model)}
-        self.names: list[str] = [name for name, _ in named]
         self._parameters = [p for _, p in named]
+        self._buffers = _places(model, buffers)
+        self.names: list[str] = [*(name for name, _ in named), *buffers]
         tensors = self._locals()
         self._shapes = [t.shape for t in tensors]
         self._sizes = [t.numel() for t in tensors]
         self.numel: int = sum(self._sizes)
+        self.trained: int = sum(self._sizes[: len(named)])
         self.device: torch.device = tensors[0].device
         self._spans: list[_Span] = []
         place = 0
         layout: list[Span] = []
-        for name, tensor in zip(self.names, tensors, strict=True):
-            layout.append(Span(name, place, place + tensor.numel(), embedding[name]))
+        for index, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
+            if index < len(named):
+                layout.append(Span(name, place, place + tensor.numel(), embedding[name]))
             if not self._spans or self._spans[-1].dtype != tensor.dtype:
                 self._spans.append(_Span(tensor.dtype, place, place))
             place += tensor.numel()
@@ -152,15 +172,31 @@ class FlatView:
         it."""
         lines = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(self.names, self._locals(), strict=True)]
         short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-        return f"{len(self.names)} tensors, {self.numel:,} parameters, {short}"
+        buffers = f", {len(self._buffers)} of them buffers" if self._buffers else ""
+        return f"{len(self.names)} tensors{buffers}, {self.trained:,} parameters, {short}"
 
     def _locals(self) -> list[Tensor]:
-        # Looked up each time: `.data` of a parameter may have been replaced since.
-        return [_local(p) for p in self._parameters]
+        # Looked up each time: `.data` of a parameter, or a whole buffer, may have been replaced since.
+        return [_local(t) for t in (*self._parameters, *(getattr(module, key) for module, key in self._buffers))]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, self._sizes)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _places(model: nn.Module, buffers: Collection[str]) -> list[tuple[nn.Module, str]]:
+    """The module of each buffer, and its name there."""
+    places = {}
+    for module_name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            name = uncompiled(f"{module_name}.{key}" if module_name else key)
+            places[name] = (module, key)
+            if name in buffers and buffer.dtype not in _DTYPES:
+                raise UserError(
+                    f"method.buffers=mean, but buffer {name} is {buffer.dtype}, which the fp32 anchor cannot hold; "
+                    f"allowed: {', '.join(map(str, _DTYPES))}; convert the model with .float(), or use buffers=local"
+                )
+    return [places[name] for name in buffers]
 
 
 def _local(parameter: Tensor) -> Tensor:

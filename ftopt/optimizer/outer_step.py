@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Method, Mine, Progress, Round, Work
+from ftopt.optimizer.buffers import joined, keep_between, of, part, payload
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.error_feedback import left_out, offered
 from ftopt.optimizer.flat import FlatView
@@ -79,7 +80,7 @@ class OuterStep:
 
     def _add(self, view: FlatView, method: Method) -> None:
         anchor = view.read(view.empty())
-        outer = method.init(anchor)
+        outer = method.init(part(anchor, slice(0, view.trained)))
         digest, sums = digest_and_sums(name_tensors(anchor, outer))
         if isinstance(view, Gradients) and self._live is not None:
             digest = self._live.digest()
@@ -259,8 +260,9 @@ class OuterStep:
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
         params = view.read(_borrow(fragment))
         displacement = torch.sub(fragment.start, params)
-        norm = float(torch.linalg.vector_norm(displacement))
-        finite = math.isfinite(norm) or bool(torch.isfinite(displacement).all())
+        norm = float(torch.linalg.vector_norm(displacement[: view.trained]))
+        whole = math.isfinite(norm) and bool(torch.isfinite(displacement[view.trained :]).all())
+        finite = whole or bool(torch.isfinite(displacement).all())
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
         work = Work(steps, tokens, staleness=version - fragment.base_version)
@@ -368,7 +370,10 @@ class OuterStep:
         With the cast, so that ``params - start`` is the work again and what the parameters' dtype rounds off
         the anchor is not taken for work. In the blocks ``unknown`` the parameters become the anchor's.
         """
-        moved = fragment.view.read(_borrow(fragment)).sub_(base).add_(start)
+        moved, behind = fragment.view.read(_borrow(fragment)), slice(fragment.view.trained, None)
+        buffers = moved[behind].clone()
+        moved.sub_(base).add_(start)
+        keep_between(moved[behind], buffers, start[behind])
         for block in unknown:
             moved[block] = start[block]
         if bool(torch.isfinite(moved).all()):
@@ -440,12 +445,14 @@ class OuterStep:
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
             )
-            method = fragment.method
+            method, trained = fragment.method, slice(0, fragment.view.trained)
+            anchor, mean = part(state.anchor, trained), part(work, trained)
             if attempt.inner_step < method.outer_start_step:
-                anchor = method.average(state.anchor, work, at)
+                anchor = method.average(anchor, mean, at)
             else:
-                gradient = method.aggregate(work, at)
-                anchor, outer = outer_step(method, state.anchor, state.outer, gradient, at, collective)
+                gradient = method.aggregate(mean, at)
+                anchor, outer = outer_step(method, anchor, state.outer, gradient, at, collective)
+            anchor = joined(anchor, state.anchor, work, at)
             if any(tensor is work for tensor in (anchor, *outer.values())):
                 fragment.work = None
         result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
@@ -478,14 +485,14 @@ class OuterStep:
             averages=attempt.inner_step < method.outer_start_step,
         )
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
-        scalars, shares = method.scalars(mine), list[float]()
+        scalars, shares = method.scalars(of(mine, slice(0, fragment.view.trained))), list[float]()
         if scalars or mine.lossy:
             rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
             shares = [row[0] / attempt.total_weight for row in rows]
             taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
             at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
         if attempt.weight > 0:
-            method.payload(mine, work)
+            payload(method, mine, work, trained=fragment.view.trained)
         else:
             work.zero_()
         if mine.lossy:

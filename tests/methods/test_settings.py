@@ -45,6 +45,7 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
         "weights": "steps",
         "staleness_discount": "1.0",
         "outer_start_step": "0",
+        "buffers": "local",
         "outer": "SGD",
         "outer.lr": "0.7",
         "outer.momentum": "0.9",

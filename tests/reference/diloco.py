@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.problems import Problem
@@ -20,12 +20,14 @@ def diloco(
     lr: float = 0.7,
     momentum: float = 0.9,
     outer: Callable[[list[Tensor]], Optimizer] | None = None,
+    also: Callable[[Sequence[nn.Module]], None] = lambda models: None,
 ) -> list[Tensor]:
     """Trains; returns theta, the outer parameters, tensor by tensor.
 
     Args:
         outer: makes torch's outer optimizer; None: the equations of Nesterov SGD, one operation a line, on sums in the
             order of the replicas.
+        also: called with the replicas' models at the end of each round.
     """
     theta = [p.detach().clone() for p in problem.model(0).parameters()]
     velocity = [torch.zeros_like(t) for t in theta]
@@ -59,4 +61,5 @@ def diloco(
             for i, t in enumerate(theta):
                 for copy in copies[i]:
                     copy.copy_(t)
+            also(models)
     return theta

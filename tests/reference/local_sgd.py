@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.problems import Problem
 
 
-def local_sgd(problem: Problem, *, replicas: int, sync_every: int, steps: int) -> list[Tensor]:
+def local_sgd(
+    problem: Problem,
+    *,
+    replicas: int,
+    sync_every: int,
+    steps: int,
+    also: Callable[[Sequence[nn.Module]], None] = lambda models: None,
+) -> list[Tensor]:
     """Trains; returns the parameters of the average, tensor by tensor.
 
-    Sums run in the order of the replicas, each summand multiplied by its share first.
+    Sums run in the order of the replicas, each summand multiplied by its share first. ``also`` is
+    called with the replicas' models at the end of each round.
     """
     models = [problem.model(0) for _ in range(replicas)]
     inner = [problem.inner(model.parameters()) for model in models]
@@ -28,4 +38,5 @@ def local_sgd(problem: Problem, *, replicas: int, sync_every: int, steps: int) -
                         mean = mean + copy * (1 / replicas)
                     for copy in copies:
                         copy.copy_(mean)
+            also(models)
     return [p.detach().clone() for p in models[0].parameters()]
