@@ -100,6 +100,7 @@ class Trainer:
                     self._evaluate(thorough=True, final=True)
                     self._tell_end("done")
                     self._wait_for_others()
+                    optimizer.settle()
                     self._tell_end("done")  # again: others may have made newer versions meanwhile
             optimizer.close(flush=not done, timeout_s=_LEAVE_S)
             if not done:

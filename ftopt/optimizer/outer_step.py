@@ -221,8 +221,9 @@ class OuterStep:
         return self.settle() if proposed else True
 
     def settle(self) -> bool:
-        """Waits for what is outstanding, and takes it up; False when something stays undecided."""
+        """Waits for what is outstanding or being fetched, and takes it up; False when something stays undecided."""
         decided = [self._wait(fragment.index) for fragment in self._fragments]
+        decided.append(self._group.catch_up())
         self.take_over()
         return all(decided)
 

@@ -146,6 +146,10 @@ class Client:
         finally:
             self._waiting = False
 
+    def catch_up(self) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ready or self._closed, self.sync.dead_after_s)
+
     def outstanding(self, fragment: int) -> bool:
         return bool(self._offered[fragment]) or self._outstanding[fragment]
 

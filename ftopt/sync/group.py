@@ -204,6 +204,9 @@ class ReplicaGroup(Protocol):
     def outstanding(self, fragment: int) -> bool:
         """Whether a contribution of ``fragment`` is not decided yet. Free to call every step."""
 
+    def catch_up(self) -> bool:
+        """Waits while a newer committed state is being fetched, ``dead_after_s`` at most; True when none is."""
+
     def called_in(self, fragment: int) -> bool:
         """Whether the job waits for this replica's contribution now. Free to call every step."""
 

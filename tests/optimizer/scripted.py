@@ -190,6 +190,9 @@ class Scripted:
         self.maybe()
         return self._outstanding is not None
 
+    def catch_up(self) -> bool:
+        return True
+
     def called_in(self, fragment: int) -> bool:
         self.maybe()
         return not self.quiet and self.chance.random() < 0.1

@@ -185,6 +185,7 @@ def _train(
             with optimizer.busy("done"):
                 _tell_end(optimizer, group, on_event, "done")
                 finish.wait(LIMIT_S)
+                optimizer.settle()
                 _tell_end(optimizer, group, on_event, "done")
         optimizer.close(flush=not done, timeout_s=10.0)
         if not done:
