@@ -22,14 +22,24 @@ from ftopt.sync.protocol.settings import Sync as Sync
 if TYPE_CHECKING:
     from ftopt.methods import PAFT as PAFT
     from ftopt.methods import SGD as SGD
+    from ftopt.methods import AdaComm as AdaComm
     from ftopt.methods import Adam as Adam
+    from ftopt.methods import AllOf as AllOf
+    from ftopt.methods import AnyOf as AnyOf
     from ftopt.methods import Balanced as Balanced
     from ftopt.methods import ConstantRate as ConstantRate
     from ftopt.methods import CosineRate as CosineRate
     from ftopt.methods import DiLoCo as DiLoCo
+    from ftopt.methods import Every as Every
+    from ftopt.methods import EverySeconds as EverySeconds
+    from ftopt.methods import EveryStaged as EveryStaged
+    from ftopt.methods import ExactDivergence as ExactDivergence
+    from ftopt.methods import LinearFDA as LinearFDA
+    from ftopt.methods import LocalCondition as LocalCondition
     from ftopt.methods import LocalSGD as LocalSGD
     from ftopt.methods import Named as Named
     from ftopt.methods import Sequential as Sequential
+    from ftopt.methods import SignalToNoise as SignalToNoise
     from ftopt.methods import SlowMo as SlowMo
     from ftopt.methods import StreamingDiLoCo as StreamingDiLoCo
     from ftopt.methods import Strided as Strided
@@ -42,24 +52,34 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
-    "SGD": "ftopt.methods",
-    "PAFT": "ftopt.methods",
+    "AdaComm": "ftopt.methods",
     "Adam": "ftopt.methods",
+    "AllOf": "ftopt.methods",
+    "AnyOf": "ftopt.methods",
     "Balanced": "ftopt.methods",
     "ConstantRate": "ftopt.methods",
     "CosineRate": "ftopt.methods",
     "DiLoCo": "ftopt.methods",
+    "Every": "ftopt.methods",
+    "EverySeconds": "ftopt.methods",
+    "EveryStaged": "ftopt.methods",
+    "ExactDivergence": "ftopt.methods",
+    "LinearFDA": "ftopt.methods",
+    "LocalCondition": "ftopt.methods",
     "LocalSGD": "ftopt.methods",
     "Named": "ftopt.methods",
+    "OuterOptimizer": "ftopt.optimizer",
+    "PAFT": "ftopt.methods",
+    "ReplicaGroup": "ftopt.sync.group",
+    "SGD": "ftopt.methods",
     "Sequential": "ftopt.methods",
+    "SignalToNoise": "ftopt.methods",
     "SlowMo": "ftopt.methods",
     "StreamingDiLoCo": "ftopt.methods",
     "Strided": "ftopt.methods",
     "SyncSGD": "ftopt.methods",
     "Torch": "ftopt.methods",
-    "OuterOptimizer": "ftopt.optimizer",
     "wrap": "ftopt.optimizer",
-    "ReplicaGroup": "ftopt.sync.group",
 }
 
 

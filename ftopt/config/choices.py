@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from ftopt.config import schema
+from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
 from ftopt.methods.diloco import DiLoCo
+from ftopt.methods.divergence import LinearFDA, LocalCondition
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.outer_optimizers import SGD, Adam
@@ -15,6 +18,7 @@ from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
 from ftopt.methods.sync_sgd import SyncSGD
 from ftopt.methods.torch_optimizers import Torch
+from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStaged
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
@@ -32,12 +36,51 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
     "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
     "method.outer": {"sgd": SGD, "adam": Adam, "torch": Torch},
     "method.outer.schedule": {"constant": ConstantRate, "cosine": CosineRate},
+    "method.trigger": {
+        "every": Every,
+        "every_seconds": EverySeconds,
+        "every_staged": EveryStaged,
+        "local_condition": LocalCondition,
+        "linear_fda": LinearFDA,
+        "exact_divergence": ExactDivergence,
+        "adacomm": AdaComm,
+        "signal_to_noise": SignalToNoise,
+        "any_of": AnyOf,
+        "all_of": AllOf,
+    },
 }
 """Path of a section -> name -> dataclass. The first name is meant when a recipe gives none; `REQUIRED` ones ask."""
 
-REQUIRED = frozenset({"method"})
+REQUIRED = frozenset({"method", "method.trigger"})
+
+LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger"}
+"""Path of a list of sections -> the section whose choices each of its items has."""
+
+
+def choices_of(path: str) -> Mapping[str, type] | None:
+    """The choices that the section ``path`` has, also as an item of a list, ``a.b[3]``; None: it has no ``name``."""
+    return CHOICES.get(section_of(path))
+
+
+def has_items(path: str) -> bool:
+    """Whether ``path`` is a list of sections that are choices."""
+    return section_of(path) in LISTS
+
+
+def is_required(path: str) -> bool:
+    """Whether the section must say its name."""
+    return section_of(path) in REQUIRED
 
 
 def name_of(path: str, instance: object) -> str:
     """The name under which ``instance`` stands in the section ``path``."""
-    return next(name for name, cls in CHOICES[path].items() if type(instance) is cls)
+    return next(name for name, cls in CHOICES[section_of(path)].items() if type(instance) is cls)
+
+
+def section_of(path: str) -> str:
+    """``path`` with each item of a list of sections put for the section whose choices it has."""
+    for items, section in LISTS.items():
+        pattern = re.compile(rf"^{re.escape(items)}\[\d+\]")
+        while pattern.match(path):
+            path = pattern.sub(section, path)
+    return path

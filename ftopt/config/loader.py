@@ -19,7 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ftopt.config.choices import CHOICES, REQUIRED, name_of
+from ftopt.config.choices import choices_of, has_items, is_required, name_of, section_of
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
@@ -81,11 +81,13 @@ def as_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def _plain(instance: Any, path: str) -> dict[str, Any]:
-    result: dict[str, Any] = {"name": name_of(path, instance)} if path in CHOICES else {}
+    result: dict[str, Any] = {"name": name_of(path, instance)} if choices_of(path) else {}
     for field in dataclasses.fields(instance):
-        value = getattr(instance, field.name)
+        value, where = getattr(instance, field.name), _join(path, field.name)
         if dataclasses.is_dataclass(value):
-            result[field.name] = _plain(value, _join(path, field.name))
+            result[field.name] = _plain(value, where)
+        elif has_items(where):
+            result[field.name] = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         elif isinstance(value, list | tuple):
             result[field.name] = [_plain(v, "faults[]") if isinstance(v, Fault) else v for v in value]
         else:
@@ -130,8 +132,9 @@ def _merge(base: Any, over: Any, path: str) -> Any:
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     name = over.get("name")
-    if path in CHOICES and name is not None and name != base.get("name"):
-        cls = CHOICES[path].get(str(name))
+    choices = choices_of(path)
+    if choices and name is not None and name != base.get("name"):
+        cls = choices.get(str(name))
         keep = {field.name for field in dataclasses.fields(cls)} if cls else set(base)
         base = {key: value for key, value in base.items() if key in keep}
     merged = dict(base)
@@ -147,15 +150,20 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
         return None
     before = len(errors)
     hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    named = choices_of(path) is not None
     values: dict[str, Any] = {}
     for key, value in raw.items():
         where = _join(path, str(key))
-        if key == "name" and path in CHOICES:
+        if key == "name" and named:
             continue
-        if key not in _names(cls):
-            errors.append(_unknown(str(key), path, [*_names(cls), *(["name"] if path in CHOICES else [])]))
-        elif where in CHOICES:
-            values[key] = _choice(value, where, errors)
+        if key not in fields:
+            errors.append(_unknown(str(key), path, [*_names(cls), *(["name"] if named else [])]))
+        elif choices_of(where):
+            optional = value is None and fields[key].default is None
+            values[key] = None if optional else _choice(value, where, errors)
+        elif has_items(where):
+            values[key] = _items(value, where, errors)
         elif dataclasses.is_dataclass(hints[key]):
             assert isinstance(hints[key], type)
             values[key] = _section(hints[key], value, where, errors)
@@ -177,24 +185,34 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
 
 def _placed(message: str, path: str) -> str:
     """``message`` under the section it is about: a dataclass may or may not name its own section."""
-    parent, _, last = path.rpartition(".")
     if not path or message.startswith(path):
         return message
-    return f"{parent}.{message}" if message.startswith(f"{last}.") else f"{path}: {message}"
+    own = section_of(path).rpartition(".")[2]
+    return f"{path}{message.removeprefix(own)}" if message.startswith(f"{own}.") else f"{path}: {message}"
 
 
 def _choice(raw: Any, path: str, errors: list[str]) -> Any | None:
-    choices = CHOICES[path]
+    choices = choices_of(path)
+    assert choices is not None
     if not isinstance(raw, Mapping):
         errors.append(f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
         return None
-    name = raw.get("name", None if path in REQUIRED else next(iter(choices)))
+    name = raw.get("name", None if is_required(path) else next(iter(choices)))
     if name not in choices:
         near = difflib.get_close_matches(str(name), choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         errors.append(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
         return None
     return _section(choices[name], raw, path, errors)
+
+
+def _items(raw: Any, path: str, errors: list[str]) -> list[Any] | None:
+    """The sections of a list, each with a choice of its own."""
+    if not isinstance(raw, list):
+        example = next(iter(choices_of(f"{path}[0]") or ()))
+        errors.append(f"{path}={raw!r}; must be a list of sections, e.g. [{{name: {example}, ...}}]")
+        return None
+    return [_choice(item, f"{path}[{index}]", errors) for index, item in enumerate(raw)]
 
 
 def _faults(raw: Any, errors: list[str]) -> list[Any] | None:

@@ -118,7 +118,8 @@ class Trainer:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
         record.loss, record.lr = total, optimizer.param_groups[0]["lr"]
         record.local_step = optimizer.local_steps + 1
-        optimizer.count(tokens=train.accumulate * task.tokens, samples=train.accumulate * task.samples)
+        used = {"tokens": train.accumulate * task.tokens, "samples": train.accumulate * task.samples}
+        optimizer.count(**used, loss=total)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -5,7 +5,12 @@ A method answers three questions and does no I/O: *is it time?* (`Method.due`), 
 When replicas meet, who takes part, retries, overlap and joins are written once for all methods, elsewhere.
 """
 
+from ftopt.methods.adaptive import AdaComm as AdaComm
+from ftopt.methods.adaptive import ExactDivergence as ExactDivergence
+from ftopt.methods.adaptive import SignalToNoise as SignalToNoise
 from ftopt.methods.diloco import DiLoCo as DiLoCo
+from ftopt.methods.divergence import LinearFDA as LinearFDA
+from ftopt.methods.divergence import LocalCondition as LocalCondition
 from ftopt.methods.fragments import Balanced as Balanced
 from ftopt.methods.fragments import Layout as Layout
 from ftopt.methods.fragments import Named as Named
@@ -30,4 +35,11 @@ from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.sync_sgd import GRADIENT as GRADIENT
 from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
 from ftopt.methods.torch_optimizers import Torch as Torch
+from ftopt.methods.triggers import AllOf as AllOf
+from ftopt.methods.triggers import AnyOf as AnyOf
+from ftopt.methods.triggers import Due as Due
+from ftopt.methods.triggers import Every as Every
+from ftopt.methods.triggers import EverySeconds as EverySeconds
+from ftopt.methods.triggers import EveryStaged as EveryStaged
 from ftopt.methods.triggers import Progress as Progress
+from ftopt.methods.triggers import Trigger as Trigger

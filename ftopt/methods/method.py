@@ -27,13 +27,11 @@ import torch
 from torch import Tensor
 
 from ftopt.methods.fragments import Layout, Parameter
-from ftopt.methods.triggers import Progress, check_sync_every, every
+from ftopt.methods.triggers import LOCAL as LOCAL
+from ftopt.methods.triggers import Due, Number, Progress, Seen, Trigger, check_sync_every
 
 OuterState = Mapping[str, Tensor]
 """Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
-
-LOCAL: Mapping[str, Any] = {"local": True}
-"""Metadata of a setting that may differ from replica to replica."""
 
 WEIGHTS = ("steps", "uniform", "tokens")
 BUFFERS = ("local", "mean")
@@ -93,6 +91,7 @@ class Round:
         shares: ``w / W`` of the members of positive weight, in rank order.
         scalars: what `Method.scalars` gave at each of them.
         lossy: see `Mine`.
+        seen: what they told each other for the trigger, in rank order; empty when it asks for nothing.
     """
 
     fragment: int
@@ -102,6 +101,7 @@ class Round:
     shares: tuple[float, ...] = (1.0,)
     scalars: tuple[tuple[float, ...], ...] = ((),)
     lossy: bool = False
+    seen: tuple[Seen, ...] = ()
 
     def mean(self, index: int) -> float:
         """The weighted mean of the ``index``-th scalar."""
@@ -117,7 +117,8 @@ class Method:
     that gives it the same tensors.
 
     Args:
-        sync_every: ``H``, >= 1. May differ between replicas.
+        sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: at the latest.
+        trigger: when to propose before ``sync_every`` steps have passed. Default: never.
         weights: what a contribution weighs in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
             or its ``tokens`` (needs ``optimizer.count``).
         staleness_discount: a contribution whose oldest step is ``n`` outer steps old weighs this to the power ``n``.
@@ -136,6 +137,7 @@ class Method:
     """The recipe's name for it, one lower-case word."""
 
     sync_every: int = field(metadata=LOCAL)
+    trigger: Trigger | None = None
     weights: str = "steps"
     staleness_discount: float = 1.0
     outer_start_step: int = 0
@@ -143,6 +145,7 @@ class Method:
 
     def __post_init__(self) -> None:
         check_sync_every(self.sync_every)
+        self._check_trigger()
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights={self.weights!r}; allowed: {', '.join(WEIGHTS)}; use steps")
         if self.buffers not in BUFFERS:
@@ -155,6 +158,18 @@ class Method:
             )
         if isinstance(self.outer_start_step, bool) or self.outer_start_step < 0:
             raise ValueError(f"outer_start_step={self.outer_start_step!r}; must be an inner step, 0 or more")
+
+    def _check_trigger(self) -> None:
+        trigger = self.trigger
+        if trigger is None:
+            return
+        if not isinstance(trigger, Trigger):
+            raise ValueError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.Every(100)")
+        if trigger.longest is not None and trigger.longest > self.sync_every:
+            raise ValueError(
+                f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={self.sync_every} "
+                f"comes before that; use sync_every={trigger.longest} or more"
+            )
 
     # Which parameters, and when.
 
@@ -199,10 +214,26 @@ class Method:
         """alpha: ``params <- alpha * params + (1 - alpha) * A`` at the take-over; None: rebase, nothing is lost."""
         return None
 
-    def due(self, progress: Progress) -> bool:
-        """Is it time for this replica to propose a contribution?"""
+    def due(self, progress: Progress) -> Due:
+        """Is it time for this replica to propose a contribution? At the latest after ``sync_every`` steps."""
+        if self._is_overdue(progress):
+            return Due.YES
+        return self.trigger.due(progress) if self.trigger is not None else Due.NO
+
+    def needs(self, progress: Progress) -> Number:
+        """Which numbers `due` wants measured at this step."""
+        if self.trigger is None or self._is_overdue(progress):
+            return Number.NONE
+        return self.trigger.needs(progress)
+
+    def _is_overdue(self, progress: Progress) -> bool:
         averages = 0 < progress.inner_step <= self.outer_start_step
-        return every(1 if averages else self.sync_every, progress)
+        return progress.steps >= (1 if averages else self.sync_every)
+
+    @property
+    def uses(self) -> Number:
+        """All numbers that the trigger ever wants."""
+        return self.trigger.uses if self.trigger is not None else Number.NONE
 
     # What is sent.
 
@@ -274,9 +305,12 @@ def _flat(instance: Any, prefix: str) -> dict[str, str]:
         value, key = getattr(instance, f.name), prefix + f.name
         if f.metadata.get("local"):
             continue
-        if dataclasses.is_dataclass(value):
-            found[key] = type(value).__name__
-            found |= _flat(value, f"{key}.")
-        else:
-            found[key] = repr(float(value)) if isinstance(value, float) else str(value)
+        parts = value if isinstance(value, tuple) else [value]
+        for place, part in enumerate(parts):
+            where = f"{key}.{place}" if isinstance(value, tuple) else key
+            if dataclasses.is_dataclass(part):
+                found[where] = type(part).__name__
+                found |= _flat(part, f"{where}.")
+            else:
+                found[where] = repr(float(part)) if isinstance(part, float) else str(part)
     return found

@@ -50,6 +50,11 @@ class SyncSGD(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.trigger is not None:
+            raise ValueError(
+                f"trigger={type(self.trigger).__name__}; sync_sgd exchanges gradients every sync_every steps, with no "
+                "trigger; paft takes one for its parameters"
+            )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm!r}; must be null or above 0; 1.0 is usual")
 

@@ -1,8 +1,153 @@
-"""Is it time? Pure predicates on where a replica stands; the clock and the counters are somebody else's."""
+"""Is it time? Pure predicates on where a replica stands; the clock and the counters are somebody else's.
+
+A trigger answers `Due.NO`, `Due.YES`, or `Due.NOW`: the others are called in at once, since they cannot know that it
+is time. It says which numbers it wants (`Trigger.uses`) and at which steps (`Trigger.needs`): each norm is a sweep over
+the parameters, and what nobody asks for is not computed. Legend, beside that of ``method.py``:
+
+===========  =======================================================================================
+``u``        ``p - a``: how far a replica has moved since the anchor that it started from
+``xi``       a unit vector that all replicas share: the normalised difference of the last two anchors
+``Var``      the divergence, ``mean_m |p_m - mean(p)|^2 = mean|u_m|^2 - |mean u_m|^2``
+``Theta``    the divergence that is borne, ``threshold``
+===========  =======================================================================================
+
+Here are the triggers by steps and seconds, and how triggers are joined; those by what happens between two outer steps
+are in ``divergence.py``, those that set the next period at each outer step in ``adaptive.py``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Flag, IntEnum, auto
+from typing import Any
+
+LOCAL: dict[str, Any] = {"local": True}
+"""Metadata of a setting that may differ from replica to replica."""
+
+
+class Due(IntEnum):
+    """What a trigger says. Only `NO` is false."""
+
+    NO = 0
+    YES = 1
+    """It is time; at equal speed it is so for all replicas at the same step."""
+    NOW = 2
+    """It is time here, and the others cannot know it: they are called in at once."""
+
+
+class Number(Flag):
+    """What a trigger may ask for."""
+
+    NONE = 0
+    SQUARE = auto()
+    """``|u|^2``: a sweep over the parameters."""
+    ALONG = auto()
+    """``<xi, u>``: a sweep, and a flat tensor is kept for ``xi``."""
+    DISTANCE = auto()
+    """``|p - mean(p)|^2`` at an outer step: two sweeps and a flat tensor, at each."""
+    LOSS = auto()
+    """The mean loss of the steps that an outer step counts; needs ``optimizer.count(loss=)``."""
+    GRADIENT = auto()
+    """The gradient's norm when a contribution is proposed: a sweep over the gradients, at each."""
+
+
+AT_ROUNDS = Number.DISTANCE | Number.LOSS | Number.GRADIENT
+"""What the members of an outer step tell each other in it; all else is measured between two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """``square``: ``|u|^2``. ``along``: ``<xi, u>``. None: not measured, or not known."""
+
+    square: float | None = None
+    along: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """The replicas' means of their last `Numbers`, this one's among them; up to two heartbeats old.
+
+    Args:
+        count: replicas in it.
+        numbers: the means. ``along`` is None when anybody does not know ``xi``, for one that has just joined.
+    """
+
+    count: int
+    numbers: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one member of an outer step tells the others for their triggers; None: not known, or not asked for.
+
+    Args:
+        share: ``w / W``.
+        steps: inner steps of its contribution.
+        lr: the inner optimizer's largest rate at its snapshot.
+        rates_square: the sum of ``lr^2`` over these steps.
+        loss: the mean of the losses of these steps.
+        gradient_norm: the L2 norm of the gradient at the snapshot.
+        distance: ``|p - mean(p)|^2``, measured on what is sent.
+    """
+
+    share: float
+    steps: float
+    lr: float
+    rates_square: float
+    loss: float | None = None
+    gradient_norm: float | None = None
+    distance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all members of the last outer step know alike of it: part of the committed state, so that newcomers do, too.
+
+    Means go by the members' weights, over those that know the number; None: nobody does.
+
+    Args:
+        members: those of positive weight; 0 before the first outer step.
+        steps, lr, rates_square, loss, gradient_norm: means of `Seen`.
+        divergence: the mean of ``distance``: ``Var``, exactly.
+        first_loss: ``F_0``, the loss of the first outer step that knew one.
+        first_lr: the rate of that one.
+    """
+
+    members: float = 0.0
+    steps: float | None = None
+    lr: float | None = None
+    rates_square: float | None = None
+    loss: float | None = None
+    gradient_norm: float | None = None
+    divergence: float | None = None
+    first_loss: float | None = None
+    first_lr: float | None = None
+
+    def after(self, seen: Sequence[Seen]) -> Agreed:
+        """What is known after an outer step of these members. The same bits on every machine."""
+        loss, lr = _mean(seen, "loss"), _mean(seen, "lr")
+        first = self.first_loss is None and loss is not None
+        return Agreed(
+            members=float(len(seen)),
+            steps=_mean(seen, "steps"),
+            lr=lr,
+            rates_square=_mean(seen, "rates_square"),
+            loss=loss,
+            gradient_norm=_mean(seen, "gradient_norm"),
+            divergence=_mean(seen, "distance"),
+            first_loss=loss if first else self.first_loss,
+            first_lr=lr if first else self.first_lr,
+        )
+
+
+def _mean(seen: Sequence[Seen], name: str) -> float | None:
+    """The weighted mean over those that know it. `math.fsum`, unlike `sum`, rounds alike in every Python."""
+    told = [(x.share, getattr(x, name)) for x in seen]
+    known = [(share, value) for share, value in told if value is not None and math.isfinite(value)]
+    weight = math.fsum(share for share, _ in known)
+    return math.fsum(share * value for share, value in known) / weight if weight > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +160,11 @@ class Progress:
         pending_steps: inner steps that no committed state has counted yet.
         local_steps: inner steps executed in this incarnation.
         inner_step: the job's committed inner step plus the pending ones.
+        seconds: since the same moment as ``steps``.
+        elements: of the fragment.
+        own: this replica's numbers, as far as they were asked for at this step.
+        means: all replicas' means; None: nobody has told any since the last outer step.
+        agreed: of the last outer step.
     """
 
     fragment: int
@@ -22,11 +172,211 @@ class Progress:
     pending_steps: int
     local_steps: int
     inner_step: int
+    seconds: float = 0.0
+    elements: int = 0
+    own: Numbers = Numbers()
+    means: Means | None = None
+    agreed: Agreed = Agreed()
 
 
-def every(steps: int, progress: Progress) -> bool:
-    """True from the ``steps``-th inner step after the last proposal or take-over on."""
-    return progress.steps >= steps
+@dataclass(frozen=True)
+class Trigger:
+    """A predicate on `Progress`. Subclasses are frozen dataclasses: their fields are their settings and recipe."""
+
+    def due(self, progress: Progress) -> Due:
+        """Is it time? A number that is not known is never a reason."""
+        raise NotImplementedError
+
+    def needs(self, progress: Progress) -> Number:
+        """Which numbers `due` wants measured at this step; ``progress`` has none yet. Here: none."""
+        return Number.NONE
+
+    @property
+    def uses(self) -> Number:
+        """All that it ever wants. Here: nothing."""
+        return Number.NONE
+
+    @property
+    def shares(self) -> bool:
+        """Whether what is measured goes to the other replicas, so that `Progress.means` has it. Here: no."""
+        return False
+
+    @property
+    def longest(self) -> int | None:
+        """After how many steps it is due at the latest; None: nobody knows."""
+        return None
+
+
+@dataclass(frozen=True)
+class Every(Trigger):
+    """Due from the ``steps``-th inner step after the last proposal or take-over on.
+
+    Args:
+        steps: inner steps, >= 1. May differ between replicas.
+    """
+
+    steps: int = field(metadata=LOCAL)
+
+    def __post_init__(self) -> None:
+        check_count("steps", self.steps)
+
+    def due(self, progress: Progress) -> Due:
+        """``steps`` have been taken."""
+        return Due.YES if progress.steps >= self.steps else Due.NO
+
+    @property
+    def longest(self) -> int:
+        """``steps``."""
+        return self.steps
+
+
+@dataclass(frozen=True)
+class EverySeconds(Trigger):
+    """Due at the first boundary that is ``seconds`` after the last proposal or take-over.
+
+    Each replica goes by its own clock, and is there within a step of the others: slow ones bring fewer steps instead of
+    being waited for.
+
+    Args:
+        seconds: > 0. May differ between replicas.
+    """
+
+    seconds: float = field(metadata=LOCAL)
+
+    def __post_init__(self) -> None:
+        check_positive("seconds", self.seconds)
+
+    def due(self, progress: Progress) -> Due:
+        """``seconds`` have passed."""
+        return Due.YES if progress.seconds >= self.seconds else Due.NO
+
+
+@dataclass(frozen=True)
+class EveryStaged(Trigger):
+    """`Every` with a period that changes as the job goes on: ``[[0, 1], [100, 10], [1000, 50]]``.
+
+    Post-local SGD (arXiv 1808.07217) is ``[[0, 1], [switch, H]]``.
+
+    Args:
+        stages: pairs of a job's inner step and the period from there on; the first begins at 0. A period that has begun
+            goes on to its end.
+    """
+
+    stages: list[list[int]] = field(metadata=LOCAL)
+
+    def __post_init__(self) -> None:
+        pairs = [list(pair) for pair in self.stages]
+        whole = all(len(pair) == 2 and all(type(x) is int for x in pair) for pair in pairs)
+        begins = [pair[0] for pair in pairs]
+        if not (pairs and whole and begins[0] == 0 and begins == sorted(set(begins)) and min(p[1] for p in pairs) >= 1):
+            raise ValueError(
+                f"trigger.stages={self.stages!r}; must be pairs of an inner step, 0 first and rising, and a period of "
+                "at least 1; use e.g. [[0, 1], [100, 10], [1000, 50]]"
+            )
+
+    def due(self, progress: Progress) -> Due:
+        """The period of the stage in which it began has passed."""
+        began = max(0, progress.inner_step - progress.steps)
+        period = [steps for begin, steps in self.stages if begin <= began][-1]
+        return Due.YES if progress.steps >= period else Due.NO
+
+    @property
+    def longest(self) -> int:
+        """The longest period."""
+        return max(steps for _, steps in self.stages)
+
+
+@dataclass(frozen=True)
+class _Joined(Trigger):
+    """Several triggers as one: what each wants is measured."""
+
+    triggers: Sequence[Trigger]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "triggers", tuple(self.triggers))
+        wrong = [part for part in self.triggers if not isinstance(part, Trigger)]
+        if wrong or not self.triggers:
+            got = repr(wrong[0]) if wrong else "an empty list"
+            raise ValueError(f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [Every(100)]")
+
+    def needs(self, progress: Progress) -> Number:
+        """What any of them does."""
+        return _union(part.needs(progress) for part in self.triggers)
+
+    @property
+    def uses(self) -> Number:
+        """What any of them does."""
+        return _union(part.uses for part in self.triggers)
+
+    @property
+    def shares(self) -> bool:
+        """Whether any of them does."""
+        return any(part.shares for part in self.triggers)
+
+
+@dataclass(frozen=True)
+class AnyOf(_Joined):
+    """Due when one of them is. `Due.NOW` when one that is due is so now.
+
+    Args:
+        triggers: at least one.
+    """
+
+    def due(self, progress: Progress) -> Due:
+        """The most urgent answer."""
+        return max(part.due(progress) for part in self.triggers)
+
+    @property
+    def longest(self) -> int | None:
+        """The shortest of theirs."""
+        return min((part.longest for part in self.triggers if part.longest is not None), default=None)
+
+
+@dataclass(frozen=True)
+class AllOf(_Joined):
+    """Due when all of them are. `Due.NOW` when one of them is so now.
+
+    Args:
+        triggers: at least one.
+    """
+
+    def due(self, progress: Progress) -> Due:
+        """The most urgent answer if nobody says no."""
+        answers = [part.due(progress) for part in self.triggers]
+        return max(answers) if all(answers) else Due.NO
+
+    @property
+    def longest(self) -> int | None:
+        """The longest of theirs."""
+        found = [part.longest for part in self.triggers]
+        return None if None in found else max(steps for steps in found if steps is not None)
+
+
+def _union(numbers: Iterable[Number]) -> Number:
+    found = Number.NONE
+    for number in numbers:
+        found |= number
+    return found
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuses what is no positive number of inner steps.
+
+    Raises:
+        ValueError: ``value`` is not an int of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"trigger.{name}={value!r}; must be a whole number of inner steps, at least 1")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Refuses what is no positive number.
+
+    Raises:
+        ValueError: ``value`` is not a finite number above 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"trigger.{name}={value!r}; must be a number above 0")
 
 
 def check_sync_every(sync_every: int) -> None:

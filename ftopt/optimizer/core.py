@@ -61,6 +61,7 @@ class Core:
         # Counted for the step to come.
         self._tokens = 0
         self._samples = 0
+        self._loss: float | Tensor | None = None
 
     # Stepping.
 
@@ -89,10 +90,13 @@ class Core:
         else:
             loss = self.inner.step(closure)
         ended = self._clock()
-        outer.local_steps += 1
+        if self._loss is None and isinstance(loss, int | float | Tensor):
+            self._loss = loss
+        outer.count(self.inner.largest_lr(), self._loss)
         outer.tokens += self._tokens
         counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
         self._tokens = self._samples = 0
+        self._loss = None
         if self._ended_at is not None:
             step_s = ended - self._ended_at
             outer.step_s = outer.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if outer.step_s else step_s
@@ -163,7 +167,7 @@ class Core:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
         check_covered(self.model, self.inner.param_groups)
         views = self._views(self.model, self.method)
-        outer = OuterStep(views, self.method, self.group, (self.inner, self.model))
+        outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
         fetched = outer.start()
         self.outer = outer
         self.start_step = outer.fragments[0].state.meta.inner_step
@@ -212,8 +216,9 @@ class Core:
             outer.take_over()
             outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
 
-    def count(self, *, tokens: int, samples: int) -> None:
-        """Adds to what the next step uses."""
+    def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
+        """Adds to what the next step uses; its loss."""
+        self._loss = self._loss if loss is None else loss
         self._tokens += tokens
         self._samples += samples
 

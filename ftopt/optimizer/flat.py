@@ -158,6 +158,14 @@ class FlatView:
                 out[span.start : span.stop] = flat[span.start : span.stop].to(span.dtype)
         return out
 
+    @torch.no_grad()
+    def gradient_norm(self) -> float | None:
+        """The L2 norm of the gradients that the parameters have at present; None when no parameter has any."""
+        gradients = [_local(p.grad).float() for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return None
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+
     def clones(self) -> list[Tensor]:
         """Copies of the parameters in their own dtypes, for `restore`."""
         return [t.clone() for t in self._locals()]

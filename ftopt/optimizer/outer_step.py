@@ -21,7 +21,9 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -29,11 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
-from ftopt.methods import GRADIENT, Method, Mine, Progress, Round, Work
+from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Round, Work
+from ftopt.methods.triggers import Number
 from ftopt.optimizer.buffers import joined, keep_between, of, part, payload
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.error_feedback import left_out, offered
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.gauge import Gauge, Tally, methods_own, pack, seen_of
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.shares import outer_step
@@ -49,6 +53,7 @@ class OuterStep:
         method: what is computed.
         group: who takes part.
         inner: the inner optimizers and their model, for a method that exchanges gradients.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -57,15 +62,20 @@ class OuterStep:
         method: Method,
         group: ReplicaGroup,
         inner: tuple[Inner, nn.Module] | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.local_steps = 0
         self.tokens = 0
+        self.tally = Tally()
         self.step_s = 0.0
         self.nonfinite_drops = 0
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self._method = method
         self._group = group
         self._codec = codec_named(group.sync.codec)
+        self._clock = clock
+        self._said_lossless = False
         self._lock = threading.Lock()
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
@@ -80,12 +90,13 @@ class OuterStep:
 
     def _add(self, view: FlatView, method: Method) -> None:
         anchor = view.read(view.empty())
-        outer = method.init(part(anchor, slice(0, view.trained)))
+        gauge = Gauge(view, method.uses)
+        outer = method.init(part(anchor, slice(0, view.trained))) | gauge.first()
         digest, sums = digest_and_sums(name_tensors(anchor, outer))
         if isinstance(view, Gradients) and self._live is not None:
             digest = self._live.digest()
         state = State(Committed(len(self._fragments), 0, 0, 0), anchor, outer, digest, sums)
-        self._fragments.append(Fragment(view, method, state))
+        self._fragments.append(Fragment(view, method, gauge, state))
 
     # Starting, and where it stands. Training thread.
 
@@ -160,7 +171,20 @@ class OuterStep:
             pending_steps=self.pending_steps(index),
             local_steps=self.local_steps,
             inner_step=self.inner_step(),
+            seconds=self._clock() - fragment.marked_s,
+            elements=fragment.view.trained,
+            agreed=fragment.gauge.agreed(fragment.taken.outer),
         )
+
+    def count(self, lr: float, loss: float | Tensor | None) -> None:
+        """An inner step has been taken.
+
+        Args:
+            lr: the inner optimizer's largest rate.
+            loss: the step's, when it is known.
+        """
+        self.local_steps += 1
+        self.tally = self.tally.plus(lr, loss if Number.LOSS in self._method.uses else None)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
@@ -183,7 +207,7 @@ class OuterStep:
         for fragment in fragments:
             index = fragment.index
             acted |= self._take_over(fragment)
-            due, tau = fragment.method.due(self.progress(index)), self._tau(fragment)
+            due, tau = self._due(fragment), self._tau(fragment)
             if (due or self._group.called_in(index)) and not self._group.outstanding(index):
                 acted |= self._take_over(fragment, early=True)
                 self._propose(fragment, lr)
@@ -199,6 +223,18 @@ class OuterStep:
             self._take_over(fragment)
             acted = True
         return acted
+
+    @torch.no_grad()
+    def _due(self, fragment: Fragment) -> Due:
+        """Whether it is time. What triggers want is measured only while nothing is outstanding: they would go by work
+        that is on its way already."""
+        progress = self.progress(fragment.index)
+        wanted = fragment.method.needs(progress)
+        if wanted and not self._group.outstanding(fragment.index):
+            spare = _borrow(fragment)
+            progress = replace(progress, own=fragment.gauge.look(wanted, fragment.start, spare))
+            fragment.spare = spare
+        return fragment.method.due(progress)
 
     def _tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
@@ -277,6 +313,9 @@ class OuterStep:
             norm=norm if math.isfinite(norm) else 0.0,
             finite=finite,
         )
+        seen = fragment.gauge.seen(steps, lr, self.tally, fragment.base_tally)
+        if Number.LOSS in fragment.method.uses and steps and seen.loss is None:
+            self._warn_of_no_loss()
         if not finite:
             params.copy_(fragment.start)
             self._drop(fragment, fragment.start, "nonfinite")
@@ -286,7 +325,7 @@ class OuterStep:
                 # next round.
                 fragment.spare = params
                 return
-            fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr)
+            fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr, self.tally, seen)
         fragment.snapshot_step = self.local_steps
         self._mark(fragment, anew=self._averages(fragment))
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
@@ -295,10 +334,19 @@ class OuterStep:
 
     def _mark(self, fragment: Fragment, *, anew: bool) -> None:
         """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""
-        fragment.marked_step = self.local_steps
+        fragment.marked_step, fragment.marked_s = self.local_steps, self._clock()
         if anew:
             count = len(self._fragments)
             fragment.marked_step -= fragment.method.phase(fragment.index, count, self.inner_step())
+
+    def _warn_of_no_loss(self) -> None:
+        if not self._said_lossless:
+            self._said_lossless = True
+            warnings.warn(
+                f"the trigger of {self._method.name} goes by the loss, and none is counted, or it is NaN: it "
+                "keeps its initial period; call optimizer.count(loss=loss) before step(), or give step() a closure",
+                stacklevel=2,
+            )
 
     def _take_over(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Takes up newer committed states; what counted this replica's snapshot ``tau`` steps after that, or early."""
@@ -326,6 +374,7 @@ class OuterStep:
             elif counted or version != fragment.taken.meta.version:
                 self._rebase(fragment, base, start, self._unknown(fragment, base) if state.fetched else [])
             # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
+            fragment.gauge.moved(fragment.taken.anchor, state.anchor, version - fragment.taken.meta.version)
             if counted and not state.fetched:
                 fragment.spare = base  # The counted snapshot of a decided attempt: nobody reads it any more.
             if isinstance(fragment.view, Gradients):
@@ -404,7 +453,7 @@ class OuterStep:
         with self._lock:
             fragment.base_step += steps
             if fragment.base_step == self.local_steps:
-                fragment.base_tokens = self.tokens
+                fragment.base_tokens, fragment.base_tally = self.tokens, self.tally
         self._group.emit(
             "discarded",
             fragment=fragment.index,
@@ -452,8 +501,10 @@ class OuterStep:
                 anchor = method.average(anchor, mean, at)
             else:
                 gradient = method.aggregate(mean, at)
-                anchor, outer = outer_step(method, anchor, state.outer, gradient, at, collective)
+                own = methods_own(state.outer)
+                anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
             anchor = joined(anchor, state.anchor, work, at)
+            outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
             if any(tensor is work for tensor in (anchor, *outer.values())):
                 fragment.work = None
         result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
@@ -503,6 +554,11 @@ class OuterStep:
             if attempt.weight > 0 and not mine.alone:
                 work.mul_(attempt.weight / attempt.total_weight)
             collective.all_reduce_(work)
+        if fragment.gauge.learns:
+            distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
+            told = replace(snapshot.seen, share=attempt.weight / attempt.total_weight, distance=distance)
+            found = [seen_of(_floats(row)) for row in collective.exchange(_bits(pack(told)))]
+            at = replace(at, seen=tuple(x for x in found if x.share > 0))
         return at
 
     def _feed_back(self, attempt: Attempt, fragment: Fragment, payload: Tensor) -> None:

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ftopt.methods import Method
+from ftopt.methods.triggers import Seen
 from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.gauge import Gauge, Tally
 from ftopt.optimizer.gradients import Fetched
 from ftopt.sync.group import Committed, Contribution
 
@@ -103,6 +105,8 @@ class Snapshot:
         start: ``cast(anchor)`` that they started from.
         tokens: all tokens counted by then.
         lr: the inner optimizer's largest rate.
+        tally: the sums for triggers by then.
+        seen: what the other members are told for triggers.
     """
 
     contribution: Contribution
@@ -110,6 +114,8 @@ class Snapshot:
     start: Tensor
     tokens: int
     lr: float
+    tally: Tally
+    seen: Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +135,14 @@ class Fragment:
     Args:
         view: its parameters.
         method: what is computed for it.
+        gauge: measures what its trigger wants.
         state: its initial committed state, of the parameters as they are.
     """
 
-    def __init__(self, view: FlatView, method: Method, state: State) -> None:
+    def __init__(self, view: FlatView, method: Method, gauge: Gauge, state: State) -> None:
         self.view = view
         self.method = method
+        self.gauge = gauge
         self.state = state
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None
@@ -145,6 +153,7 @@ class Fragment:
         self.base = self.start
         self.base_step = 0
         self.base_tokens = 0
+        self.base_tally = Tally()
         self.base_version = state.meta.version
         # Error feedback: what the codec left out of all that was counted, and of what is on its way. Under the lock.
         self.residual: Tensor | None = None
@@ -152,8 +161,9 @@ class Fragment:
         self.reborn = False
         # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
         self.tried = 0
-        # The local step that triggers count from: the last proposal's, or that of a take-over of something else.
+        # The local step that triggers count from: the last proposal's, or that of a take-over of something else; when.
         self.marked_step = 0
+        self.marked_s = 0.0
         # The local step at which the last snapshot was taken. Training thread.
         self.snapshot_step = 0
         # Buffers to use again: one of the training thread's, one of the reducer's.
@@ -173,6 +183,7 @@ class Fragment:
             self.base = snapshot.params
             self.base_step = snapshot.contribution.last_step
             self.base_tokens = snapshot.tokens
+            self.base_tally = snapshot.tally
             self.base_version = state.meta.version
             if self.left_out is not None:
                 self.residual, self.left_out = self.left_out, None

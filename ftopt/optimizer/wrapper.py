@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ftopt.codecs import codec_named
@@ -301,15 +301,21 @@ class OuterOptimizer(Optimizer):
         """
         return self._core.settle()
 
-    def count(self, *, tokens: int = 0, samples: int = 0) -> None:
+    def count(self, *, tokens: int = 0, samples: int = 0, loss: float | Tensor | None = None) -> None:
         """Counts what the next ``step()`` uses; call it before. Tokens go along with the contribution.
+
+        Args:
+            tokens: added to those of earlier calls before the same step.
+            samples: likewise.
+            loss: the step's, one number; for triggers that go by it (`ftopt.AdaComm`). A tensor is read at the next
+                outer step, not here. Default: what a closure returns.
 
         Raises:
             ValueError: a negative number.
         """
         if tokens < 0 or samples < 0:
             raise ValueError(f"count(tokens={tokens}, samples={samples}); both must be 0 or more")
-        self._core.count(tokens=tokens, samples=samples)
+        self._core.count(tokens=tokens, samples=samples, loss=loss)
 
     @contextmanager
     def busy(self, state: str = "busy") -> Iterator[None]:

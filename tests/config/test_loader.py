@@ -9,7 +9,7 @@ from ftopt.config.schema import Factory, Sgd, Text
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
-from ftopt.methods import Adam, CosineRate, DiLoCo, LocalSGD, Torch
+from ftopt.methods import Adam, AllOf, AnyOf, CosineRate, DiLoCo, Every, EveryStaged, LinearFDA, LocalSGD, Torch
 
 
 def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:
@@ -157,3 +157,36 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
     assert recipe.method == DiLoCo(sync_every=50, outer=Torch(args={"lr": 0.1}))
     assert "looks at the whole tensor" in errors_of("method.outer.name=torch", "method.outer.cls=torch.optim.Adafactor")
     assert "method.outer.schedule.steps is missing" in errors_of("method.outer.schedule.name=cosine")
+
+
+NESTED = (
+    "method={name: local_sgd, sync_every: 50, trigger: {name: any_of, triggers: [{name: every, steps: 20}, "
+    "{name: all_of, triggers: [{name: every_staged, stages: [[0, 1], [100, 10]]}, {name: linear_fda, threshold: 1}]}]}}"
+)
+
+
+def test_a_list_of_choices_is_read_and_written_back(tmp_path: Path) -> None:
+    recipe = load("localsgd_bytes", [NESTED])
+    stages = EveryStaged([[0, 1], [100, 10]])
+    assert recipe.method.trigger == AnyOf([Every(20), AllOf([stages, LinearFDA(1.0)])])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump(recipe), encoding="utf-8")
+    assert load(str(path)) == recipe
+    assert load(str(path), ["method.trigger=null"]).method.trigger is None
+    assert load(str(path), ["method.trigger={name: every, steps: 3}"]).method.trigger == Every(3)
+
+
+def test_errors_in_a_list_of_choices_name_the_item() -> None:
+    items = "{name: every, steps: 0}, {name: linear_fda, treshold: 3, threshold: 1}, {name: evry}, {steps: 1}, 3"
+    message = errors_of(f"method.trigger={{name: any_of, triggers: [{items}]}}", source="localsgd_bytes")
+    for part in (
+        "5 errors",
+        "method.trigger.triggers[0].steps=0; must be a whole number",
+        "method.trigger.triggers[1].treshold: unknown key; did you mean method.trigger.triggers[1].threshold?",
+        "method.trigger.triggers[2].name='evry'; allowed: every,",
+        "method.trigger.triggers[3].name=None; allowed: every,",
+        "method.trigger.triggers[4]=3; must be a section",
+    ):
+        assert part in message
+    message = errors_of("method.trigger={name: any_of, triggers: 3}", source="localsgd_bytes")
+    assert "method.trigger.triggers=3; must be a list of sections, e.g. [{name: every, ...}]" in message

@@ -42,6 +42,7 @@ def test_a_torch_optimizer_outside_is_refused_with_what_to_use() -> None:
 
 def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
     assert DiLoCo(sync_every=50).settings() == {
+        "trigger": "None",
         "weights": "steps",
         "staleness_discount": "1.0",
         "outer_start_step": "0",

@@ -1,0 +1,184 @@
+"""Triggers that set the next period at each outer step, from what its members have told each other in it.
+
+All go by `Agreed`, which is part of the committed state: the period is the same on every replica, also on one that has
+just fetched the state, and nobody is called in. Letters as in ``triggers.py``; ``M`` members, ``d`` elements, ``eta``
+the inner rate, ``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ftopt.methods.triggers import Agreed, Due, Number, Progress, Trigger, check_count, check_positive
+
+FORMULAS = ("loss", "loss_and_rate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Period(Trigger):
+    """Due after `period` steps, ``initial`` as long as nothing is known."""
+
+    initial: int = 8
+    least: int = 1
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "least", "most"):
+            check_count(name, getattr(self, name))
+        if not self.least <= self.initial <= self.most:
+            raise ValueError(
+                f"trigger.initial={self.initial} with least={self.least} and most={self.most}; must lie between them"
+            )
+
+    def due(self, progress: Progress) -> Due:
+        """`period` steps have been taken."""
+        return Due.YES if progress.steps >= self.period(progress.agreed, progress.elements) else Due.NO
+
+    def period(self, agreed: Agreed, elements: int) -> int:
+        """``H``, from ``least`` to ``most``.
+
+        Args:
+            agreed: of the last outer step.
+            elements: ``d``.
+        """
+        wanted = self._wanted(agreed, elements)
+        if wanted is None:
+            return self.initial
+        return int(min(max(wanted, self.least), self.most))
+
+    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+        """``H`` before it is clipped, a whole number or infinite; None: nothing is known."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """``most``."""
+        return self.most
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactDivergence(_Period):
+    """The period after which the divergence comes to ``threshold``, from the exact divergence at the last outer step::
+
+        H <- floor(steps * sqrt(Theta / Var))
+
+    ``Var`` needs the mean of the parameters, so it can only be exact where that is made: each member measures its
+    distance from the mean, without any cancellation, and they exchange it. Between two outer steps `LinearFDA` and
+    `LocalCondition` bound it. The square root is the law of replicas that walk apart steadily (``Var`` grows as
+    ``steps^2``); under independent noise (``Var`` grows as ``steps``) the period still converges to the right one, half
+    the way each time, while a linear rule would swing for ever under the steady law.
+
+    Args:
+        threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
+        initial: the period before the first outer step. Default 8.
+        least: of the period. Default 1.
+        most: of the period. Default 16. Also the period when ``Var`` is 0.
+
+    Cost: two sweeps over the parameters, a flat tensor, and an exchange of seven numbers, at each outer step.
+
+    Source: arXiv 2405.20988 for the condition; setting the period from it is ours.
+    """
+
+    threshold: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("threshold", self.threshold)
+
+    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+        if agreed.members < 2 or agreed.divergence is None or agreed.steps is None:
+            return None
+        if not agreed.divergence:
+            return math.inf
+        return math.floor(agreed.steps * math.sqrt(self.threshold / agreed.divergence))
+
+    @property
+    def uses(self) -> Number:
+        """The exact divergence."""
+        return Number.DISTANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaComm(_Period):
+    """The better the loss, the more often replicas meet::
+
+        H <- ceil(sqrt(F / F_0) * H_0)                        formula = loss, the paper's
+        H <- ceil(sqrt(eta_0 * F / (eta * F_0) * H_0))        formula = loss_and_rate, Paddle's
+
+    Args:
+        initial: ``H_0``. Default 8.
+        formula: ``loss`` (default) or ``loss_and_rate``, for a rate that falls: longer periods as it does.
+        least: of the period. Default 1.
+        most: of the period. Default 16, Paddle's. Also the period at a rate of 0.
+
+    Losses must be counted (``optimizer.count(loss=...)``, or a closure's). ``F_0`` is the mean over the steps of the
+    first outer step, where the paper takes the loss before the first step. Where a loss is not positive, ``H_0`` stays.
+
+    Source: arXiv 1810.08313, which sets H every so many seconds, and this at each outer step; the second formula is
+    that of Paddle's ``AdaptiveLocalSGD``.
+    """
+
+    formula: str = "loss"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.formula not in FORMULAS:
+            raise ValueError(f"trigger.formula={self.formula!r}; allowed: {', '.join(FORMULAS)}")
+
+    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+        loss, first_loss, lr, first_lr = agreed.loss, agreed.first_loss, agreed.lr, agreed.first_lr
+        if loss is None or first_loss is None or loss <= 0 or first_loss <= 0:
+            return None
+        if self.formula == "loss":
+            return math.ceil(math.sqrt(loss / first_loss) * self.initial)
+        if lr is None or first_lr is None:
+            return None
+        return math.ceil(math.sqrt(first_lr / lr * loss / first_loss * self.initial)) if lr else math.inf
+
+    @property
+    def uses(self) -> Number:
+        """The loss."""
+        return Number.LOSS
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignalToNoise(_Period):
+    """PAFT's: the noisier the gradients that replicas have applied, the more often they average their parameters::
+
+        sigma^2 = Var / (drift * d * ((M - 1) / M) * sum eta^2)
+        H      <- round(|g| / (sigma * sqrt(d)))
+
+    For replicas that should not drift at all: their gradients are averaged at each step and corrupted on the way, each
+    in its own way. The law ``Var = ((M - 1) / M) * d * sigma^2 * sum eta^2`` is plain SGD's. ``sum eta^2`` goes over
+    the steps since the last outer step, ``|g|`` is the mean of the members' gradient norms at their snapshots.
+
+    Args:
+        initial: the period before the first outer step. Default 8.
+        least: of the period. Default 1.
+        most: of the period. Default 16. Also the period when there is no noise.
+        drift: how far the inner optimizer drifts under noise, as a multiple of plain SGD's variance. Default 1; with
+            momentum ``beta`` 1 / (1 - beta)^2 in the long run (0.9: 72 was measured), AdamW 0.24.
+
+    Source: OpenReview cPZepCZlFW (PAFT-Dyn). The paper writes ``all-reduce(|g_m| / |theta_bar - theta_m|)``, which
+    depends on eta and H and is not clipped; the estimate of sigma, the mean as the reduction, and the limits are ours.
+    """
+
+    drift: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("drift", self.drift)
+
+    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+        m, rates = agreed.members, agreed.rates_square
+        if m < 2 or agreed.divergence is None or agreed.gradient_norm is None or not rates:
+            return None
+        sigma = math.sqrt(agreed.divergence / (self.drift * elements * ((m - 1) / m) * rates))
+        noise = sigma * math.sqrt(elements)
+        return round(agreed.gradient_norm / noise) if noise else math.inf
+
+    @property
+    def uses(self) -> Number:
+        """The exact divergence, and the gradient's norm."""
+        return Number.DISTANCE | Number.GRADIENT

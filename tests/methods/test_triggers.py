@@ -1,0 +1,320 @@
+"""Each trigger against its formula; the bounds against the divergence that they bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ftopt.methods import (
+    PAFT,
+    AdaComm,
+    AllOf,
+    AnyOf,
+    DiLoCo,
+    Due,
+    Every,
+    EverySeconds,
+    EveryStaged,
+    ExactDivergence,
+    LinearFDA,
+    LocalCondition,
+    LocalSGD,
+    Progress,
+    SignalToNoise,
+    StreamingDiLoCo,
+    SyncSGD,
+    Trigger,
+)
+from ftopt.methods.divergence import bound
+from ftopt.methods.triggers import Agreed, Means, Number, Numbers, Seen
+from ftopt.optimizer.gauge import dot
+
+AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
+NO, YES, NOW = Due.NO, Due.YES, Due.NOW
+
+
+def _after(steps: int, inner_step: int | None = None, **known: Any) -> Progress:
+    return replace(AT, steps=steps, inner_step=steps if inner_step is None else inner_step, **known)
+
+
+def _own(square: float, steps: int = 10) -> Progress:
+    return _after(steps, own=Numbers(square))
+
+
+def _means(square: float, along: float | None, *, steps: int = 10, count: int = 3) -> Progress:
+    return _after(steps, means=Means(count, Numbers(square, along)))
+
+
+# ---------------------------------------------------------------- by steps and seconds
+
+
+def test_every_is_due_from_its_step_on_and_needs_nothing() -> None:
+    trigger = Every(5)
+    assert [trigger.due(_after(steps)) for steps in (0, 4, 5, 6)] == [NO, NO, YES, YES]
+    assert trigger.uses is trigger.needs(_after(5)) is Number.NONE
+
+
+def test_every_seconds_goes_by_the_clock() -> None:
+    trigger = EverySeconds(1.5)
+    assert [trigger.due(_after(3, seconds=s)) for s in (0.0, 1.4, 1.5, 9.0)] == [NO, NO, YES, YES]
+
+
+def test_a_period_that_has_begun_goes_on_to_its_end_when_the_stage_changes() -> None:
+    trigger = EveryStaged([[0, 1], [4, 3], [10, 5]])
+    rounds, marked = [], 0
+    for step in range(1, 24):
+        if trigger.due(_after(step - marked, step)):
+            rounds.append(step)
+            marked = step
+    assert rounds == [1, 2, 3, 4, 7, 10, 15, 20]
+    assert trigger.longest == 5
+
+
+# ---------------------------------------------------------------- joined
+
+
+def test_any_of_says_the_most_urgent_and_all_of_waits_for_the_last() -> None:
+    parts = [Every(5), LocalCondition(1.0, check_every=1)]
+    table = {(4, 0.5): (NO, NO), (5, 0.5): (YES, NO), (4, 2.0): (NOW, NO), (5, 2.0): (NOW, NOW)}
+    for (steps, square), expected in table.items():
+        progress = _own(square, steps)
+        assert (AnyOf(parts).due(progress), AllOf(parts).due(progress)) == expected, (steps, square)
+
+
+def test_what_is_joined_asks_for_what_its_parts_ask_for() -> None:
+    nested = AnyOf([Every(7), AllOf([LocalCondition(1.0, check_every=2), LinearFDA(1.0, check_every=3)]), AdaComm()])
+    assert nested.uses == Number.SQUARE | Number.ALONG | Number.LOSS
+    wanted = [nested.needs(_after(steps)) for steps in range(7)]
+    both = Number.SQUARE | Number.ALONG
+    assert wanted == [Number.NONE, Number.NONE, Number.SQUARE, both, Number.SQUARE, Number.NONE, both]
+    assert nested.shares and not AnyOf([Every(1), LocalCondition(1.0)]).shares
+    assert (AnyOf([Every(7), Every(3), EverySeconds(1)]).longest, AllOf([Every(7), Every(3)]).longest) == (3, 7)
+    assert AllOf([Every(7), EverySeconds(1)]).longest is None
+
+
+# ---------------------------------------------------------------- divergence, between outer steps
+
+
+def _replicas(generator: torch.Generator, *, drift: float, noise: float) -> tuple[Tensor, Tensor]:
+    """A unit direction, and five replicas' movements: ``drift`` times it, and noise each of its own; fp64."""
+    direction = torch.randn(2000, generator=generator, dtype=torch.float64)
+    direction /= direction.norm()
+    apart = torch.randn(5, 2000, generator=generator, dtype=torch.float64)
+    return direction, drift * direction + noise * apart
+
+
+def _variance(u: Tensor) -> float:
+    return float((u - u.mean(0)).square().sum(1).mean())
+
+
+def _bound(u: Tensor, xi: Tensor | None) -> float:
+    along = None if xi is None else float((u @ xi).mean())
+    return bound(float(u.square().sum(1).mean()), along)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_linear_fda_bounds_the_divergence_whatever_xi_is(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    direction, u = _replicas(generator, drift=10.0 * seed, noise=0.1)
+    other = torch.randn(2000, generator=generator, dtype=torch.float64)
+    for xi in (direction, -direction, other / other.norm(), None):
+        assert _bound(u, xi) >= _variance(u) * (1 - 1e-12)
+    assert max(float(x.square().sum()) for x in u) >= _variance(u), "the local condition bounds it, too"
+
+
+def test_the_bound_is_close_when_xi_points_where_the_replicas_walk_and_useless_when_it_does_not() -> None:
+    generator = torch.Generator().manual_seed(0)
+    direction, u = _replicas(generator, drift=300.0, noise=0.1)
+    other = torch.randn(2000, generator=generator, dtype=torch.float64)
+    assert _variance(u) == pytest.approx(16, rel=0.1)
+    assert _bound(u, direction) == pytest.approx(_variance(u), rel=0.3)  # the noise has a mean, 1/5 of it
+    assert _bound(u, other / other.norm()) > 1000 * _variance(u)
+
+
+def test_a_dominant_common_drift_leaves_the_small_difference_its_digits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    direction, u = _replicas(generator, drift=3000.0, noise=0.01)
+    xi, moved = direction.float(), u.float()
+    xi /= xi.norm()
+    squares, alongs = [dot(x, x) for x in moved], [dot(x, xi) for x in moved]
+    true = _variance(moved.double())
+    ours = bound(sum(squares) / 5, sum(alongs) / 5)
+    # xi is fp32: its rounding alone turns it by an angle of 1e-7, which is 1e-14 of |u|^2, 1e-7 here.
+    assert ours == pytest.approx(true, rel=0.5) and ours >= true * 0.99
+    naive = float((moved * moved).sum(1).mean() - ((moved @ xi).mean()) ** 2)
+    assert abs(naive - true) > 2 * true, "fp32 sums would have lost it"
+
+
+def test_the_local_condition_looks_every_so_many_steps() -> None:
+    trigger = LocalCondition(4.0, check_every=3)
+    assert [trigger.needs(_after(steps)) for steps in range(4)] == [Number.NONE] * 3 + [Number.SQUARE]
+    assert [trigger.due(_own(x)) for x in (3.9, 4.0, 4.1)] == [NO, NO, NOW]
+    assert trigger.due(_after(3)) is NO, "what was not measured is no reason"
+
+
+def test_linear_fda_goes_by_the_means_at_its_own_steps() -> None:
+    trigger = LinearFDA(4.0, check_every=5)
+    assert [trigger.due(_means(square, 3.0)) for square in (12.9, 13.1)] == [NO, NOW]
+    assert trigger.due(_means(4.1, None)) is NOW
+    assert trigger.due(_means(99.0, 0.0, steps=4)) is NO
+    assert trigger.due(_means(99.0, 0.0, count=1)) is NO, "alone nobody diverges"
+    assert trigger.due(_own(99.0)) is NO
+
+
+# ---------------------------------------------------------------- periods set at the outer steps
+
+
+def _agreed(**known: float) -> Progress:
+    return _after(1, elements=1000, agreed=Agreed(**{"members": 4.0, "steps": 10.0, **known}))
+
+
+def _period(trigger: ExactDivergence | AdaComm | SignalToNoise, **known: float) -> int:
+    progress = _agreed(**known)
+    period = trigger.period(progress.agreed, progress.elements)
+    assert [trigger.due(replace(progress, steps=n)) for n in (period - 1, period)] == [NO, YES]
+    return period
+
+
+def test_exact_divergence_sets_the_period_by_formula() -> None:
+    trigger = ExactDivergence(threshold=9.0, initial=5, least=2, most=100)
+    assert _period(trigger, divergence=1.0) == 30
+    assert _period(trigger, divergence=4.0) == 15
+    assert _period(trigger, divergence=1e9) == 2
+    assert _period(trigger, divergence=0.0) == 100
+    assert _period(trigger) == _period(trigger, members=1.0, divergence=1.0) == 5
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_exact_divergence_finds_the_period_under_noise_and_under_steady_drift(power: float) -> None:
+    trigger = ExactDivergence(threshold=1.0, most=1000)
+    steps = float(trigger.initial)
+    for _ in range(20):
+        var = (steps / 200) ** power
+        steps = float(trigger.period(Agreed(members=4.0, steps=steps, divergence=var), 1))
+    assert 190 <= steps <= 200
+
+
+def test_adacomm_equals_both_formulas() -> None:
+    paper = AdaComm(initial=20, most=40)
+    assert _period(paper, loss=2.0, first_loss=2.0) == 20
+    assert _period(paper, loss=0.5, first_loss=2.0) == 10
+    assert _period(paper, loss=0.51, first_loss=2.0) == math.ceil(math.sqrt(0.51 / 2.0) * 20) == 11
+    assert _period(paper, loss=200.0, first_loss=2.0) == 40
+    assert _period(paper) == _period(paper, loss=-1.0, first_loss=2.0) == 20
+    paddle = AdaComm(initial=16, formula="loss_and_rate")
+    assert _period(paddle, loss=2.0, first_loss=2.0, lr=0.1, first_lr=0.1) == 4
+    assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.01, first_lr=0.1) == math.ceil(math.sqrt(5 * 16)) == 9
+    assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.001, first_lr=0.1) == 16
+    assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.0, first_lr=0.1) == 16
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("sigma", [0.01, 0.1])
+def test_signal_to_noise_finds_the_noise_of_plain_sgd(workers: int, sigma: float) -> None:
+    generator = torch.Generator().manual_seed(workers)
+    d, steps, norm = 20_000, 30, 40.0
+    rates = torch.linspace(0.1, 0.02, steps, dtype=torch.float64)
+    theta = torch.zeros(workers, d, dtype=torch.float64)
+    for eta in rates:
+        theta -= eta * sigma * torch.randn(workers, d, generator=generator, dtype=torch.float64)
+    divergence = float((theta - theta.mean(0)).square().sum(1).mean())
+    agreed = Agreed(
+        members=workers, rates_square=float(rates.square().sum()), divergence=divergence, gradient_norm=norm
+    )
+    expected = norm / (sigma * math.sqrt(d))
+    assert SignalToNoise(most=1000).period(agreed, d) == pytest.approx(expected, abs=0.5 + 0.02 * expected)
+    assert SignalToNoise(most=1000, drift=4.0).period(agreed, d) == pytest.approx(2 * expected, abs=1 + 0.04 * expected)
+
+
+def test_signal_to_noise_without_noise_or_without_peers() -> None:
+    trigger = SignalToNoise(initial=3, least=2, most=50)
+    known = {"rates_square": 1.0, "gradient_norm": 1.0}
+    assert _period(trigger, divergence=0.0, **known) == 50
+    assert _period(trigger, divergence=1e9, **known) == 2
+    assert _period(trigger, members=1.0, divergence=0.0, **known) == 3
+    assert _period(trigger, divergence=1.0) == 3
+
+
+def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
+    a = Seen(0.25, 4, 0.1, 0.04, loss=2.0, distance=8.0)
+    b = Seen(0.75, 12, 0.1, 0.12, distance=4.0)
+    first = Agreed().after([a, b])
+    assert (first.members, first.steps, first.divergence) == (2.0, 10.0, 5.0)
+    assert (first.loss, first.first_loss, first.first_lr) == (2.0, 2.0, pytest.approx(0.1))
+    assert first.gradient_norm is None
+    second = first.after([replace(b, share=1.0, loss=1.0, lr=0.05)])
+    assert (second.loss, second.first_loss, second.lr, second.first_lr) == (1.0, 2.0, 0.05, pytest.approx(0.1))
+    assert Agreed().after([replace(a, loss=math.inf)]).loss is None
+
+
+# ---------------------------------------------------------------- as a setting
+
+
+def test_a_method_is_due_by_its_trigger_and_at_the_latest_after_sync_every() -> None:
+    method = LocalSGD(sync_every=8, trigger=LocalCondition(1.0, check_every=2))
+    assert [method.due(_own(x, steps)) for x, steps in ((0.5, 4), (2.0, 4), (0.5, 8), (2.0, 8))] == [NO, NOW, YES, YES]
+    assert [method.needs(_after(steps)) for steps in (3, 4)] == [Number.NONE, Number.SQUARE]
+    assert LocalSGD(sync_every=8).uses is LocalSGD(sync_every=8).needs(_after(4)) is Number.NONE
+
+
+def test_until_the_outer_start_step_every_step_is_due() -> None:
+    method = LocalSGD(sync_every=50, trigger=Every(10), outer_start_step=3)
+    assert [method.due(_after(1, inner_step)) for inner_step in (1, 3, 4)] == [YES, YES, NO]
+
+
+def test_every_method_takes_a_trigger_that_replicas_must_agree_on() -> None:
+    trigger = AnyOf([Every(20), LinearFDA(0.5)])
+    for method in (LocalSGD(sync_every=50, trigger=trigger), DiLoCo(trigger=trigger), StreamingDiLoCo(trigger=trigger)):
+        found = {key: value for key, value in method.settings().items() if key.startswith("trigger")}
+        assert found == {
+            "trigger": "AnyOf",
+            "trigger.triggers.0": "Every",
+            "trigger.triggers.1": "LinearFDA",
+            "trigger.triggers.1.threshold": "0.5",
+            "trigger.triggers.1.check_every": "10",
+        }
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: Every(0), "trigger.steps=0; must be a whole number"),
+        (lambda: EverySeconds(0), "trigger.seconds=0; must be a number above 0"),
+        (lambda: EveryStaged([[1, 1]]), "0 first and rising"),
+        (lambda: EveryStaged([[0, 1], [0, 2]]), "0 first and rising"),
+        (lambda: EveryStaged([[0]]), "must be pairs"),
+        (lambda: LocalCondition(-1.0), "trigger.threshold=-1.0"),
+        (lambda: LinearFDA(1.0, check_every=0), "trigger.check_every=0"),
+        (lambda: AdaComm(initial=99), "trigger.initial=99 with least=1 and most=16"),
+        (lambda: AdaComm(formula="magic"), "allowed: loss, loss_and_rate"),
+        (lambda: SignalToNoise(drift=0.0), "trigger.drift=0.0"),
+        (lambda: AnyOf([]), "an empty list; must be triggers"),
+        (lambda: AllOf([3]), "got 3; must be triggers"),  # type: ignore[list-item]
+        (lambda: LocalSGD(sync_every=5, trigger=7), "use ftopt.Every"),  # type: ignore[arg-type]
+        (lambda: LocalSGD(sync_every=5, trigger=Every(6)), "use sync_every=6 or more"),
+        (lambda: DiLoCo(sync_every=10, trigger=AdaComm()), "use sync_every=16 or more"),
+    ],
+)
+def test_a_wrong_trigger_is_refused_with_what_is_allowed(make: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        make()
+
+
+def test_a_trigger_of_ones_own_is_a_subclass() -> None:
+    class Odd(Trigger):
+        def due(self, progress: Progress) -> Due:
+            return Due(progress.steps % 2)
+
+    method = LocalSGD(sync_every=9, trigger=Odd())
+    assert [method.due(_after(steps)) for steps in (1, 2, 3)] == [YES, NO, YES]
+
+
+def test_gradients_take_no_trigger_and_paft_takes_one_for_its_parameters() -> None:
+    with pytest.raises(ValueError, match="paft takes one for its parameters"):
+        SyncSGD(sync_every=4, trigger=Every(2))
+    assert PAFT(sync_every=16, trigger=SignalToNoise()).gradients.trigger is None
