@@ -8,6 +8,7 @@ import sys
 
 VERBS = {
     "codecs": "speed and bytes of the codecs",
+    "methods": "every method and codec: held-out loss and bytes",
     "faults": "every fault at every point, with real processes",
     "soak": "a job under faults of all kinds for a long time",
 }

@@ -106,6 +106,7 @@ class LocalCollective:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order."""
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         flat.detach().copy_(self._meet(flat.detach(), _sum_in_rank_order))
+        self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
 
     def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.

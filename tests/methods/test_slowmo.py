@@ -29,7 +29,7 @@ def _cosine(step: int) -> float:
 @pytest.mark.parametrize("buffers", ["keep", "reset"])
 def test_slowmo_equals_its_paper_bit_for_bit(buffers: str, inner: str, replicas: int) -> None:
     task = problem("mlp", inner) if buffers == "keep" or inner == "adamw" else _nesterov(problem("mlp"))
-    method = SlowMo(sync_every=H, slow_lr=0.9, slow_momentum=0.6, buffers=buffers)
+    method = SlowMo(sync_every=H, slow_lr=0.9, slow_momentum=0.6, inner_buffers=buffers)
     expected = slowmo(task, replicas=replicas, sync_every=H, steps=STEPS, alpha=0.9, beta=0.6, reset=buffers == "reset")
     for anchor in train(task, method, replicas=replicas, steps=STEPS):
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
@@ -113,7 +113,7 @@ def test_snoo_is_diloco_of_one_replica(inner: str) -> None:
     [
         ({"slow_lr": 0.0}, "above 0"),
         ({"slow_momentum": 1.0}, r"in \[0, 1\)"),
-        ({"buffers": "average"}, "allowed: keep, reset"),
+        ({"inner_buffers": "average"}, "allowed: keep, reset"),
         ({"sync_every": 0}, "at least 1"),
     ],
 )

@@ -1,0 +1,236 @@
+"""Training as the comparisons need it: replicas as threads, nothing but the method differs, every run kept on disk.
+
+A run is a `Case`. Its result is kept under a hash of the case, so that a comparison that was interrupted goes on where
+it stopped, and one that grows computes what is new alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.cli.output import say
+from ftopt.config.loader import load
+from ftopt.data.windows import seed_of
+from ftopt.events import Event
+from ftopt.job.harm import spoil
+from ftopt.job.schedule import factor
+from ftopt.job.task import task_of
+from ftopt.methods import Method
+
+RESULTS = Path(__file__).parent / "results"
+_PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
+"""Nobody is called in: what comes out depends on the steps alone, not on how busy the machine is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoilt:
+    """What happens to each replica's copy of the agreed gradient.
+
+    Args:
+        how: ``noise``, ``bit``, ``stuck`` or ``bias``, see `ftopt.faults.spec.Fault`.
+        size: as there.
+        every: at every so many steps.
+        replicas: only at so many of the first replicas; None: at all.
+    """
+
+    how: str
+    size: float = 0.0
+    every: int = 1
+    replicas: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run.
+
+    Args:
+        recipe: the shipped recipe that model, data and schedule are taken from.
+        method: the method.
+        lr: peak inner rate.
+        inner: ``adamw`` or ``sgd`` (momentum 0.9).
+        replicas: how many.
+        steps: inner steps of each.
+        seed: of model and data.
+        codec: wire precision.
+        spoilt: what goes wrong behind the aggregation.
+        eval_every: inner steps between two evaluations.
+        momentum: of ``sgd``.
+    """
+
+    recipe: str
+    method: Method
+    lr: float
+    inner: str = "adamw"
+    replicas: int = 4
+    steps: int = 600
+    seed: int = 0
+    codec: str = "fp32"
+    spoilt: tuple[Spoilt, ...] = ()
+    eval_every: int = 50
+    momentum: float = 0.9
+
+    def key(self) -> str:
+        """Tells this case from all others."""
+        plain = {**asdict(self), "method": repr(self.method)}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case.
+
+    Args:
+        curve: (inner step, held-out loss of the committed parameters).
+        loss: at the end, on all held-out data.
+        accuracy: likewise, for tasks that have one.
+        sent_bytes: by one replica, the mean over all.
+        seconds: it took.
+    """
+
+    curve: list[tuple[int, float]]
+    loss: float
+    accuracy: float | None
+    sent_bytes: float
+    seconds: float
+    discarded: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def train(case: Case) -> Outcome:
+    """Trains a case in this process."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    recipe = load(case.recipe)
+    recipe = replace(recipe, train=replace(recipe.train, seed=case.seed, inner_steps=case.steps))
+    tasks = []
+    for _ in range(case.replicas):
+        torch.manual_seed(case.seed)
+        tasks.append(task_of(recipe))
+    sent, discarded = [0] * case.replicas, [0]
+    places = {f"r{m}": m for m in range(case.replicas)}
+    chances = [torch.Generator().manual_seed(seed_of(f"spoilt {case.seed}", m)) for m in range(case.replicas)]
+    passes = [0] * case.replicas
+
+    def on_event(event: Event) -> None:
+        m = places.get(event.replica)
+        if m is None:
+            return
+        if event.event == "prepare":
+            sent[m] = int(event.data["wire_bytes"])
+        elif event.event == "discarded" and event.fragment == 0:
+            discarded[0] += int(event.data["steps"])
+        elif event.event == "aggregated":
+            passes[m] += 1
+            grads = [p.grad for p in tasks[m].model.parameters() if p.grad is not None]
+            for one in case.spoilt:
+                if passes[m] % one.every == 0 and (one.replicas is None or m < one.replicas):
+                    spoil(grads, one.how, one.size, chances[m])
+
+    groups = ftopt.local_groups(case.replicas, sync=replace(_PATIENT, codec=case.codec), on_event=on_event)
+    curve: list[tuple[int, float]] = []
+    scores: list[tuple[float, float | None]] = []
+
+    def replica(m: int) -> None:
+        task, group = tasks[m], groups[m]
+        optimizer = ftopt.wrap(_inner(case, task.model), task.model, case.method, group=group)
+        batches = task.batches(seed_of(case.seed, f"r{m}", 1))
+        clip = recipe.train.clip_norm if case.method.gradients is None else None
+        with optimizer:
+            for step in range(case.steps):
+                for parameters in optimizer.param_groups:
+                    parameters["lr"] = case.lr * factor(_schedule(recipe), step, case.steps)
+                task.loss(*batches.batch()).backward()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(task.model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                if m == 0 and (step + 1) % case.eval_every == 0:
+                    with optimizer.outer_parameters():
+                        curve.append((step + 1, task.score(thorough=False).loss))
+            optimizer.settle()
+            if m == 0:
+                with optimizer.outer_parameters():
+                    score = task.score(thorough=True)
+                scores.append((score.loss, score.accuracy))
+
+    with ThreadPoolExecutor(case.replicas) as pool:
+        for future in [pool.submit(replica, m) for m in range(case.replicas)]:
+            future.result()
+    ((loss, accuracy),) = scores
+    seconds = time.perf_counter() - started
+    return Outcome(curve, loss, accuracy, sum(sent) / case.replicas, round(seconds, 1), discarded[0])
+
+
+def _schedule(recipe: Any) -> Any:
+    inner = recipe.inner[0] if isinstance(recipe.inner, list) else recipe.inner
+    return inner.schedule
+
+
+def _inner(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.inner == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum)
+    return torch.optim.AdamW(model.parameters(), lr=case.lr, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+class Book:
+    """Outcomes by case, kept in a folder.
+
+    Args:
+        name: the folder's, in ``benchmarks/results``.
+        workers: processes that train at a time. Default: the number of cores.
+    """
+
+    def __init__(self, name: str, workers: int | None = None) -> None:
+        self._folder = RESULTS / name
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._workers = workers or os.cpu_count() or 1
+
+    def get(self, case: Case) -> Outcome | None:
+        """What is kept of it."""
+        path = self._folder / f"{case.key()}.json"
+        if not path.exists():
+            return None
+        data = json.loads(path.read_text())["outcome"]
+        return Outcome(**{**data, "curve": [tuple(point) for point in data["curve"]]})
+
+    def all(self, cases: Iterable[Case]) -> list[Outcome]:
+        """Trains what is not there yet; outcomes in the order of ``cases``."""
+        cases = list(cases)
+        todo = list({case.key(): case for case in cases if self.get(case) is None}.values())
+        if todo:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(self._workers, mp_context=context) as pool:
+                waiting: dict[Future[Outcome], Case] = {pool.submit(train, case): case for case in todo}
+                for done, future in enumerate(as_completed(waiting), 1):
+                    case = waiting[future]
+                    self._keep(case, outcome := future.result())
+                    say(f"{done:3d}/{len(todo)}  {outcome.loss:.4f}  {outcome.seconds:5.1f} s  {describe(case)}")
+        found = [self.get(case) for case in cases]
+        return [outcome for outcome in found if outcome is not None]
+
+    def _keep(self, case: Case, outcome: Outcome) -> None:
+        path = self._folder / f"{case.key()}.json"
+        text = json.dumps({"case": {**asdict(case), "method": repr(case.method)}, "outcome": asdict(outcome)}, indent=1)
+        path.with_suffix(".new").write_text(text)
+        path.with_suffix(".new").replace(path)
+
+
+def describe(case: Case) -> str:
+    """One line."""
+    what = [case.method.name, f"H={case.method.sync_every}", case.codec, f"lr={case.lr:g}", f"seed={case.seed}"]
+    what += [f"M={case.replicas}", f"{case.steps} steps"]
+    what += [f"{one.how} {one.size:g}" for one in case.spoilt]
+    return " ".join(what)
