@@ -23,7 +23,13 @@ from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStage
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
     "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text, "digits": schema.Digits},
-    "inner": {"adamw": schema.AdamW, "sgd": schema.Sgd},
+    "inner": {
+        "adamw": schema.AdamW,
+        "adam": schema.Adam,
+        "sgd": schema.Sgd,
+        "muon": schema.Muon,
+        "torch": schema.Torch,
+    },
     "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
     "method": {
         "diloco": DiLoCo,
@@ -53,7 +59,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
 
 REQUIRED = frozenset({"method", "method.trigger"})
 
-LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger"}
+LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger", "inner": "inner"}
 """Path of a list of sections -> the section whose choices each of its items has."""
 
 

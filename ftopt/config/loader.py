@@ -129,6 +129,8 @@ def _merged(file: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge(base: Any, over: Any, path: str) -> Any:
+    if has_items(path) and isinstance(base, list) and isinstance(over, dict) and over and "name" not in over:
+        return _merge_items(base, over, path)
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     name = over.get("name")
@@ -140,6 +142,19 @@ def _merge(base: Any, over: Any, path: str) -> Any:
     merged = dict(base)
     for key, value in over.items():
         merged[key] = _merge(base.get(key), value, _join(path, key)) if key in base else value
+    return merged
+
+
+def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
+    """``over`` has settings of the items of a list, by their numbers: ``inner.0.lr=1e-3``."""
+    if wrong := [key for key in over if not (str(key).isdecimal() and int(key) < len(base))]:
+        raise UserError(
+            f"{_join(path, str(wrong[0]))}: {path} is a list here; name one of its items, {path}.0 to "
+            f"{path}.{len(base) - 1}, or override it as a whole"
+        )
+    merged = list(base)
+    for key, value in over.items():
+        merged[int(key)] = _merge(base[int(key)], value, f"{path}[{key}]")
     return merged
 
 
@@ -159,11 +174,11 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
             continue
         if key not in fields:
             errors.append(_unknown(str(key), path, [*_names(cls), *(["name"] if named else [])]))
+        elif has_items(where) and (isinstance(value, list) or not choices_of(where)):
+            values[key] = _items(value, where, errors)
         elif choices_of(where):
             optional = value is None and fields[key].default is None
             values[key] = None if optional else _choice(value, where, errors)
-        elif has_items(where):
-            values[key] = _items(value, where, errors)
         elif dataclasses.is_dataclass(hints[key]):
             assert isinstance(hints[key], type)
             values[key] = _section(hints[key], value, where, errors)
@@ -187,8 +202,11 @@ def _placed(message: str, path: str) -> str:
     """``message`` under the section it is about: a dataclass may or may not name its own section."""
     if not path or message.startswith(path):
         return message
-    own = section_of(path).rpartition(".")[2]
-    return f"{path}{message.removeprefix(own)}" if message.startswith(f"{own}.") else f"{path}: {message}"
+    section = section_of(path)
+    for own in (section, section.rpartition(".")[2]):
+        if message.startswith(f"{own}."):
+            return f"{path}{message.removeprefix(own)}"
+    return f"{path}: {message}"
 
 
 def _choice(raw: Any, path: str, errors: list[str]) -> Any | None:

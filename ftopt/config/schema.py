@@ -147,37 +147,114 @@ Schedule = Cosine | Constant
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """``torch.optim.AdamW`` (``inner.name: adamw``)."""
+class InnerOptimizer:
+    """What every inner optimizer has.
+
+    Args:
+        lr: its rate, > 0.
+        params: which parameters, of those that the sections before have left: ``rest`` (default, all of them),
+            ``matrices`` (of two dimensions, and no embedding), or a module's name or a shell pattern of parameters'
+            names, e.g. ``head`` or ``blocks.*.weight``.
+        decay: what the weight decay applies to: ``all`` (default), or ``weights``, which leaves out norms and biases
+            (parameters of one dimension).
+        schedule: of the rate.
+    """
 
     lr: float = 1e-3
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    params: str = "rest"
+    decay: str = "all"
     schedule: Schedule = field(default_factory=Constant)
 
     def __post_init__(self) -> None:
         _above_zero("inner", lr=self.lr)
+        if not self.params:
+            raise ValueError("inner.params is empty; use rest, matrices, or a name pattern such as blocks.*.weight")
+        if self.decay not in ("all", "weights"):
+            raise ValueError(f"inner.decay={self.decay!r}; allowed: all, weights (not norms and biases)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(InnerOptimizer):
+    """``torch.optim.AdamW`` (``inner.name: adamw``)."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         _at_least("inner", 0, eps=self.eps, weight_decay=self.weight_decay)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"inner.betas={list(self.betas)}; must be two numbers, each at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sgd:
+class Adam(AdamW):
+    """``torch.optim.Adam`` (``inner.name: adam``): as AdamW, with the weight decay in the gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sgd(InnerOptimizer):
     """``torch.optim.SGD`` (``inner.name: sgd``)."""
 
     lr: float = 1e-2
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
-    schedule: Schedule = field(default_factory=Constant)
 
     def __post_init__(self) -> None:
-        _above_zero("inner", lr=self.lr)
+        super().__post_init__()
         _at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
         if self.nesterov and not self.momentum:
             raise ValueError("inner.nesterov=true with momentum=0; Nesterov needs a momentum; set inner.momentum=0.9")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(InnerOptimizer):
+    """``torch.optim.Muon`` (``inner.name: muon``, torch 2.9 or newer), for matrices only; another section for the rest.
+
+    Args:
+        momentum, nesterov, ns_steps: torch's, with torch's defaults.
+        adjust_lr: how the rate goes with a matrix' shape: ``original`` (default) or ``match_rms_adamw``, which makes
+            updates as large as AdamW's, so that its rates can be used.
+        others: see `InnerOptimizer`; ``params`` is ``matrices`` here. Embeddings and the head are usually AdamW's: give
+            a section ``params: head`` before this one.
+    """
+
+    params: str = "matrices"
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr: str = "original"
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        _at_least("inner", 1, ns_steps=self.ns_steps)
+        if self.adjust_lr not in ("original", "match_rms_adamw"):
+            raise ValueError(f"inner.adjust_lr={self.adjust_lr!r}; allowed: original, match_rms_adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Torch(InnerOptimizer):
+    """Any other optimizer (``inner.name: torch``), e.g. ``torchao.optim.AdamW8bit``.
+
+    Args:
+        cls: where the class is, ``package.module.Class``.
+        args: its keyword arguments besides ``lr``.
+        others: see `InnerOptimizer`.
+    """
+
+    cls: str = "torch.optim.RMSprop"
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(self.cls.rpartition(".")):
+            raise ValueError(f"inner.cls={self.cls!r}; must be package.module.Class, e.g. torch.optim.RMSprop")
+        if "lr" in self.args:
+            raise ValueError(f"inner.args has lr={self.args['lr']!r}; give it as inner.lr, which the schedule moves")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,19 +320,22 @@ class Log:
 
 Model = Gpt | Convnet | Factory
 Data = StdlibBytes | Text | Digits
-Inner = AdamW | Sgd
+Inner = AdamW | Sgd | Muon | Torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole job. ``method`` is one of the methods' own dataclasses (`ftopt.DiLoCo`, `ftopt.LocalSGD`)."""
+    """A whole job. ``method`` is one of the methods' own dataclasses (`ftopt.DiLoCo`, `ftopt.LocalSGD`).
+
+    ``inner`` is an optimizer, or a list of optimizers that share out the parameters.
+    """
 
     name: str
     method: Any
     replicas: int = 1
     model: Model = field(default_factory=Gpt)
     data: Data = field(default_factory=StdlibBytes)
-    inner: Inner = field(default_factory=AdamW)
+    inner: Inner | list[Inner] = field(default_factory=AdamW)
     sync: Sync = field(default_factory=Sync)
     train: Train = field(default_factory=Train)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -285,11 +365,16 @@ class Recipe:
                     f"sync.{key}={value} with replicas={self.replicas}; the job would wait for ever; "
                     f"use at most {self.replicas}, or more replicas"
                 )
-        if self.inner.schedule.warmup > self.train.inner_steps:
-            found.append(
-                f"inner.schedule.warmup={self.inner.schedule.warmup} with train.inner_steps={self.train.inner_steps}; "
-                f"the warm-up must end within the run; use at most {self.train.inner_steps}"
-            )
+        if not self.inner_sections():
+            found.append("inner=[]; must have at least one optimizer, e.g. {name: adamw, lr: 1.0e-3}")
+        for index, section in enumerate(self.inner_sections()):
+            warmup = section.schedule.warmup
+            if warmup > self.train.inner_steps:
+                place = f"inner[{index}]" if isinstance(self.inner, list) else "inner"
+                found.append(
+                    f"{place}.schedule.warmup={warmup} with train.inner_steps={self.train.inner_steps}; "
+                    f"the warm-up must end within the run; use at most {self.train.inner_steps}"
+                )
         ids = self.replica_ids()
         for index, fault in enumerate(self.faults):
             if fault.target(ids) is None:
@@ -300,6 +385,10 @@ class Recipe:
                     else f"faults[{index}].replica={fault.replica!r}; there are no replicas"
                 )
         return found
+
+    def inner_sections(self) -> list[Inner]:
+        """The inner optimizers, also when it is a single one."""
+        return self.inner if isinstance(self.inner, list) else [self.inner]
 
     def replica_ids(self) -> list[str]:
         """The ids that ``ftopt run`` gives its replicas; their order as strings is their order as numbers."""

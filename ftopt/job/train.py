@@ -18,9 +18,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import ftopt
-from ftopt.config.schema import AdamW, Inner, Recipe
+from ftopt.config.schema import Recipe
 from ftopt.data.windows import seed_of
 from ftopt.events import Event, OnEvent
+from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import StepRecord
 from ftopt.job.task import Batches, task_of
@@ -63,9 +64,8 @@ class Trainer:
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
         model = self._task.model
-        self.optimizer = self._optimizer = ftopt.wrap(
-            inner_optimizer(recipe.inner, model), model, recipe.method, group=group
-        )
+        self._inner = inner_optimizers(recipe.inner_sections(), model)
+        self.optimizer = self._optimizer = ftopt.wrap(self._inner, model, recipe.method, group=group)
 
     def stop(self) -> None:
         """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
@@ -79,9 +79,7 @@ class Trainer:
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
             torch.manual_seed(seed)
             batches = self._task.batches(seed)
-            scheduler = LambdaLR(
-                optimizer, lambda _: factor(self._recipe.inner.schedule, optimizer.inner_step, train.inner_steps)
-            )
+            scheduler = LambdaLR(optimizer, self._rates())
             evaluated_at = optimizer.committed.inner_step
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
@@ -106,6 +104,15 @@ class Trainer:
             if not done:
                 self._tell_end("left")
         return done
+
+    def _rates(self) -> list[Callable[[int], float]]:
+        """For each parameter group, what its rate is multiplied with now."""
+        optimizer, inner_steps = self._optimizer, self._recipe.train.inner_steps
+        return [
+            lambda _, schedule=section.schedule: factor(schedule, optimizer.inner_step, inner_steps)  # type: ignore[misc]
+            for section, inner in zip(self._recipe.inner_sections(), self._inner, strict=True)
+            for _ in inner.param_groups
+        ]
 
     def _step(self, batches: Batches) -> None:
         train, task, optimizer, record = self._recipe.train, self._task, self._optimizer, self._record
@@ -159,26 +166,6 @@ class Trainer:
                 data=data,
             )
         )
-
-
-def inner_optimizer(settings: Inner, model: nn.Module) -> torch.optim.Optimizer:
-    """The recipe's inner optimizer over all parameters of ``model`` that train."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if isinstance(settings, AdamW):
-        return torch.optim.AdamW(
-            parameters,
-            lr=settings.lr,
-            betas=(settings.betas[0], settings.betas[1]),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
-    return torch.optim.SGD(
-        parameters,
-        lr=settings.lr,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        weight_decay=settings.weight_decay,
-    )
 
 
 @contextmanager

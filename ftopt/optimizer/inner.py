@@ -25,6 +25,8 @@ class Inner:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
+        # Adagrad, say, sets up its state when it is made, and not in its first step.
+        self._set_up_early = [bool(optimizer.state) for optimizer in optimizers]
 
     @property
     def single(self) -> Optimizer | None:
@@ -143,14 +145,19 @@ class Inner:
         for optimizer in self.optimizers:
             for values in optimizer.state.values():
                 tensors = [value for value in values.values() if isinstance(value, Tensor)]
-                if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                if not all(map(_finite, tensors)):
                     for tensor in tensors:
-                        tensor.zero_()
+                        _clear(tensor)
 
     def reset_state(self) -> None:
         """Forgets the inner state of all parameters: the next step begins as the first one did."""
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
+        for optimizer, early in zip(self.optimizers, self._set_up_early, strict=True):
+            if not early:
+                optimizer.state.clear()
+            for values in optimizer.state.values():
+                for value in values.values():
+                    if isinstance(value, Tensor):
+                        _clear(value)
 
     def _split(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
@@ -164,3 +171,17 @@ class Inner:
             parts.append(list(groups[start : start + count]))
             start += count
         return parts
+
+
+def _finite(tensor: Tensor) -> bool:
+    try:
+        return bool(torch.isfinite(tensor).all())
+    except NotImplementedError:  # a quantized state (torchao's) knows few operations
+        return bool(torch.isfinite(tensor.dequantize()).all())
+
+
+def _clear(tensor: Tensor) -> None:
+    try:
+        tensor.zero_()
+    except NotImplementedError:
+        tensor.copy_(torch.zeros(tensor.shape, device=tensor.device))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.config.loader import dump, load
-from ftopt.config.schema import Factory, Sgd, Text
+from ftopt.config.schema import AdamW, Cosine, Factory, Muon, Sgd, Text
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
@@ -129,6 +129,48 @@ def test_a_factory_or_own_text_needs_one_key(tmp_path: Path) -> None:
     assert isinstance(load("diloco_bytes", ["model.factory=package.module:function"]).model, Factory)
     recipe = load("diloco_bytes", ["data.name=text", f"data.path={tmp_path}"])
     assert recipe.data == Text(path=str(tmp_path), batch_size=16)
+
+
+MUON_AND_ADAMW = "inner=[{name: muon, lr: 0.02, schedule: {name: cosine, warmup: 5}}, {name: adamw, params: rest}]"
+
+
+def test_several_inner_optimizers_are_a_list_that_reads_back(tmp_path: Path) -> None:
+    recipe = load("diloco_bytes", [MUON_AND_ADAMW])
+    muon, adamw = recipe.inner_sections()
+    assert muon == Muon(lr=0.02, schedule=Cosine(warmup=5))
+    assert adamw == AdamW()
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump(recipe), encoding="utf-8")
+    assert load(str(path)) == recipe
+    changed = load(str(path), ["inner.1.lr=1e-2", "inner.0.name=adamw"])
+    first = AdamW(lr=0.02, params="matrices", schedule=Cosine(warmup=5))
+    assert changed.inner_sections() == [first, AdamW(lr=0.01)]
+    assert load(str(path), ["inner.name=sgd"]).inner == Sgd()
+    with pytest.raises(
+        UserError, match=r"inner\.lr: inner is a list here; name one of its items, inner\.0 to inner\.1"
+    ):
+        load(str(path), ["inner.lr=1"])
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("inner=[]", "must have at least one optimizer"),
+        ("inner=[{name: muon, lr: -1}]", "inner[0].lr=-1; must be above 0"),
+        (
+            "inner=[{}, {name: mion}]",
+            "inner[1].name='mion'; allowed: adamw, adam, sgd, muon, torch; did you mean muon?",
+        ),
+        ("inner=[{schedule: {name: cosine, warmup: -1}}]", "inner[0].schedule.warmup=-1; must be at least 0"),
+        ("inner=[{schedule: {warmup: 9999}}]", "inner[0].schedule.warmup=9999 with train.inner_steps=600"),
+        ("inner.decay=none", "allowed: all, weights"),
+        ("inner={name: torch, cls: RMSprop}", "must be package.module.Class"),
+        ("inner={name: torch, args: {lr: 1}}", "give it as inner.lr"),
+        ("inner={name: muon, adjust_lr: no}", "allowed: original, match_rms_adamw"),
+    ],
+)
+def test_a_wrong_inner_optimizer_is_refused_where_it_stands(override: str, part: str) -> None:
+    assert part in errors_of(override)
 
 
 def test_the_order_of_replica_ids_is_that_of_their_numbers() -> None:

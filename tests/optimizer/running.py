@@ -85,9 +85,10 @@ def train_and_look(
 
 
 def anchor(optimizer: OuterOptimizer, model: nn.Module) -> list[Tensor]:
-    """The committed anchor, fp32, tensor by tensor."""
+    """The committed anchor, fp32, of each parameter that trains."""
     found = {}
     for fragment in optimizer._core.started().fragments:
         for span in fragment.view.layout:
             found[span.name] = fragment.state.anchor[span.start : span.stop]
-    return [found[name].view(parameter.shape).clone() for name, parameter in model.named_parameters()]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [found[name].view(parameter.shape).clone() for name, parameter in trained]

@@ -1,0 +1,117 @@
+"""The inner optimizers that a recipe names, with the parameters that each of them trains."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ftopt.config.schema import Adam, AdamW, Inner, Muon, Sgd, Torch
+from ftopt.errors import UserError
+
+Named = dict[str, nn.Parameter]
+
+
+def inner_optimizers(sections: Sequence[Inner], model: nn.Module) -> list[Optimizer]:
+    """One optimizer a section, over the parameters of ``model`` that train.
+
+    A section takes what its ``params`` says of what the sections before it have left.
+
+    Raises:
+        UserError: a section finds no parameter, parameters are left over, or a class is not there or does not take its
+            arguments or parameters.
+    """
+    left: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    optimizers = []
+    for index, section in enumerate(sections):
+        where = f"inner[{index}]" if len(sections) > 1 else "inner"
+        taken = {name: p for name, p in left.items() if _wants(section.params, name, p, id(p) in embeddings)}
+        if not taken:
+            raise UserError(
+                f"{where}.params={section.params!r}; no parameter is left for it ({_some(left)}); correct the name, or "
+                "remove the section"
+            )
+        optimizers.append(_make(section, where, taken))
+        left = {name: p for name, p in left.items() if name not in taken}
+    if left:
+        raise UserError(
+            f"inner leaves {len(left)} parameters out: {_some(left)}; add a section with params: rest at the end"
+        )
+    return optimizers
+
+
+def _wants(params: str, name: str, parameter: nn.Parameter, embedding: bool) -> bool:
+    if params == "rest":
+        return True
+    if params == "matrices":
+        return parameter.dim() == 2 and not embedding
+    return name.startswith(f"{params}.") or fnmatch.fnmatchcase(name, params)
+
+
+def _make(section: Inner, where: str, taken: Named) -> Optimizer:
+    cls, settings = _class_of(section, where)
+    make: Callable[..., Optimizer] = cls
+    try:
+        return make(_groups(section, taken), lr=section.lr, **settings)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {cls.__name__} for {_some(taken)}: {error}") from error
+
+
+def _groups(section: Inner, taken: Named) -> list[dict[str, Any]]:
+    """All in one group; with ``decay: weights`` norms and biases in one of their own, without decay."""
+    if section.decay == "all":
+        return [{"params": list(taken.values())}]
+    weights = [p for p in taken.values() if p.dim() > 1]
+    vectors = [p for p in taken.values() if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": weights}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _class_of(section: Inner, where: str) -> tuple[type[Optimizer], Mapping[str, Any]]:
+    """The class, and its arguments besides parameters and rate."""
+    if isinstance(section, Torch):
+        return _imported(section, where), section.args
+    if isinstance(section, AdamW):
+        betas = (section.betas[0], section.betas[1])
+        cls = torch.optim.Adam if isinstance(section, Adam) else torch.optim.AdamW
+        return cls, {"betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+    shared = {"momentum": section.momentum, "nesterov": section.nesterov, "weight_decay": section.weight_decay}
+    if isinstance(section, Sgd):
+        return torch.optim.SGD, shared
+    assert isinstance(section, Muon)
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        raise UserError(f"{where}.name=muon needs torch 2.9, this is {torch.__version__}; use adamw, or a newer torch")
+    return muon, {**shared, "ns_steps": section.ns_steps, "adjust_lr_fn": section.adjust_lr}
+
+
+def _imported(section: Torch, where: str) -> type[Optimizer]:
+    module, _, name = section.cls.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"{where}.cls={section.cls!r}; {error}; must be an optimizer's class that can be imported, "
+            "package.module.Class, e.g. torch.optim.RMSprop"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Optimizer)):
+        raise UserError(f"{where}.cls={section.cls!r} is no torch.optim.Optimizer; use e.g. torch.optim.RMSprop")
+    closure = inspect.signature(found.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"{where}.cls={section.cls!r} calls for the loss several times a step, which this loop does not"
+        )
+    return found
+
+
+def _some(named: Named, limit: int = 4) -> str:
+    names = list(named)
+    shown = ", ".join(names[:limit]) or "none"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
