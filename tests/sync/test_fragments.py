@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol import replica as r
 from ftopt.sync.protocol.effects import HISTORY
 from tests.sync.table import Seat, Table
 
@@ -119,3 +120,27 @@ def test_states_that_were_named_are_kept_no_longer_than_a_fetch_needs_them() -> 
     assert a.machine.install(state)  # the fetch that is under way may bring any of them
     a.do(a.machine.fetched(state))
     assert a.machine._fragments[0].told == named[-1:]
+
+
+def test_a_fetch_of_an_earlier_connection_that_fails_leaves_the_attempt_alone_that_runs_by_now() -> None:
+    """Found by the walks, seed 5003623: the member list was lost, and with it the way to count the result."""
+    table = Table(fragments=2, forget_s=4.0)
+    a, b = table.start("a", "b")
+    for fragment in (0, 1):
+        a.propose(5, fragment)
+        table.tick(3.0)
+        a.reduce()
+        a.take()
+    b.take()
+    a.cut()
+    b.do(b.machine.fetch_failed(1))  # that of fragment 0 takes longer
+    table.tick(4.0)  # the only holder of version 1 is gone: ROLLBACK
+    b.connect()
+    assert (table.version, b.record.version) == (0, 0)
+    b.propose(9)
+    b.take()
+    start = b.pop(r.StartReduce)
+    b.do(b.machine.fetch_failed(0))
+    b.do(b.machine.reduced(0, start.quorum.attempt, "sum", [[9]]))
+    b.take()
+    assert b.record.counted == (("b", 1, 9),)

@@ -3,8 +3,8 @@
 An attempt with both ends of a cut fails, `dead_after_s` after it began. So a pair that has failed twice without having
 met in between is parted beyond the round: only one of the two is a member of an attempt. They are tried together again
 after ``dead_after_s``, and after each further failure when twice as long has passed, `PAUSES` times ``dead_after_s`` at
-most: a cut that lasts costs a twentieth of the time. A cut is forgotten when an attempt with both goes through, or when
-one of the two is gone.
+most: a cut that lasts costs one failed attempt in so long. A cut is forgotten when an attempt with both goes through,
+or when one of the two is gone.
 
 Who sits out keeps its contribution, and its claim grows with each round: nobody sits out for ever.
 """

@@ -221,8 +221,10 @@ class Replica:
         """No source had a state that is wanted, or it could not be installed."""
         f = self._fragments[fragment]
         wanted, f.fetching, f.installing, f.under_way = f.fetching is not None, None, False, False
+        if not wanted:  # a fetch of an earlier connection: an attempt may run by now
+            return self._answer(None)
         f.members = ()
-        return self._answer(m.Lacks(fragment) if wanted else None)
+        return self._answer(m.Lacks(fragment))
 
     def _is_mine(self, f: Holding, record: m.Record) -> bool:
         """FREEZE: besides what the held state counts, only the one outstanding contribution can be counted."""
