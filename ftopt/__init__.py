@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ftopt.methods import Balanced as Balanced
     from ftopt.methods import ConstantRate as ConstantRate
     from ftopt.methods import CosineRate as CosineRate
+    from ftopt.methods import DecoupledDiLoCo as DecoupledDiLoCo
     from ftopt.methods import DiLoCo as DiLoCo
     from ftopt.methods import Every as Every
     from ftopt.methods import EverySeconds as EverySeconds
@@ -59,6 +60,7 @@ _LATER = {
     "Balanced": "ftopt.methods",
     "ConstantRate": "ftopt.methods",
     "CosineRate": "ftopt.methods",
+    "DecoupledDiLoCo": "ftopt.methods",
     "DiLoCo": "ftopt.methods",
     "Every": "ftopt.methods",
     "EverySeconds": "ftopt.methods",

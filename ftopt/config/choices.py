@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ftopt.config import schema
 from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
+from ftopt.methods.decoupled import DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo
 from ftopt.methods.divergence import LinearFDA, LocalCondition
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
@@ -35,6 +36,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "diloco": DiLoCo,
         "local_sgd": LocalSGD,
         "streaming_diloco": StreamingDiLoCo,
+        "decoupled_diloco": DecoupledDiLoCo,
         "slowmo": SlowMo,
         "sync_sgd": SyncSGD,
         "paft": PAFT,

@@ -8,6 +8,7 @@ When replicas meet, who takes part, retries, overlap and joins are written once 
 from ftopt.methods.adaptive import AdaComm as AdaComm
 from ftopt.methods.adaptive import ExactDivergence as ExactDivergence
 from ftopt.methods.adaptive import SignalToNoise as SignalToNoise
+from ftopt.methods.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo as DiLoCo
 from ftopt.methods.divergence import LinearFDA as LinearFDA
 from ftopt.methods.divergence import LocalCondition as LocalCondition

@@ -19,6 +19,7 @@ four such replicas made 12 % of the true progress.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from ftopt.methods.triggers import Due, Number, Progress, Seen, Trigger, check_s
 OuterState = Mapping[str, Tensor]
 """Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
 
-WEIGHTS = ("steps", "uniform", "tokens")
+WEIGHTS = ("steps", "uniform", "tokens", "tokens_per_step")
 BUFFERS = ("local", "mean")
 
 
@@ -105,7 +106,8 @@ class Round:
 
     def mean(self, index: int) -> float:
         """The weighted mean of the ``index``-th scalar."""
-        return sum(share * row[index] for share, row in zip(self.shares, self.scalars, strict=True))
+        # Not sum(): Pythons differ in how it adds up.
+        return math.fsum(share * row[index] for share, row in zip(self.shares, self.scalars, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ class Method:
         sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: at the latest.
         trigger: when to propose before ``sync_every`` steps have passed. Default: never.
         weights: what a contribution weighs in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
-            or its ``tokens`` (needs ``optimizer.count``).
+            its ``tokens`` (needs ``optimizer.count``), or ``tokens_per_step``: tokens times tokens a step (a step that
+            nobody counts is a token).
         staleness_discount: a contribution whose oldest step is ``n`` outer steps old weighs this to the power ``n``.
             In (0, 1]. Default 1: no discount.
         outer_start_step: until the job's committed inner step reaches this, replicas average their parameters after
@@ -239,8 +242,16 @@ class Method:
 
     def weight(self, work: Work) -> float:
         """``w``, >= 0."""
-        weight = {"steps": float(work.steps), "uniform": 1.0, "tokens": float(work.tokens)}[self.weights]
-        return weight * self.staleness_discount**work.staleness if work.steps else 0.0
+        if not work.steps:
+            return 0.0
+        tokens = work.tokens or work.steps
+        weight = {
+            "steps": float(work.steps),
+            "uniform": 1.0,
+            "tokens": float(work.tokens),
+            "tokens_per_step": tokens * (tokens / work.steps),
+        }[self.weights]
+        return weight * self.staleness_discount**work.staleness
 
     def scalars(self, mine: Mine) -> tuple[float, ...]:
         """A few numbers that the outer step needs of every member; the same count on all. Here: none."""

@@ -51,7 +51,7 @@ class SlowMo(Method):
     ``slow_lr`` its block rate, at a constant inner rate; its Nesterov variant is `DiLoCo`.
 
     Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps. Its third choice for the
-        buffers, their average over the workers, is not offered.
+        inner state, the average over the workers, is not offered.
     """
 
     name: ClassVar[str] = "slowmo"

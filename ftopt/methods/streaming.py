@@ -97,11 +97,14 @@ class StreamingDiLoCo(DiLoCo):
         return self.fragments.fragments(parameters)
 
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
-        """Offsets spread over H, so that fragment ``f`` is first due after ``ceil(f * H / P)`` steps (f = 0: H)."""
+        """Offsets spread over H, so that fragment ``f`` is first due after ``ceil(f * H / P)`` steps (f = 0: H).
+
+        Steps count from ``outer_start_step``.
+        """
         if fragment == 0:
             return 0
         offset = -(-fragment * self.sync_every // fragments)
-        return (inner_step - offset) % self.sync_every
+        return (inner_step - self.outer_start_step - offset) % self.sync_every
 
     @property
     def tau(self) -> int:

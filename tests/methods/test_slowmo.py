@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftopt.methods import SGD, DiLoCo, LocalSGD, Mine, Round, SlowMo
+from ftopt.methods import SGD, DiLoCo, Mine, Round, SlowMo
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
 from tests.reference.bmuf import bmuf
@@ -58,12 +58,6 @@ def test_the_rate_is_the_weighted_mean_of_the_members() -> None:
     at = Round(0, 1, 0, (), shares=(0.75, 0.25), scalars=tuple(scalars))
     _, state = method.outer_step(torch.zeros(1), method.init(torch.zeros(1)), torch.tensor([0.35]), at)
     assert state["momentum"].item() == pytest.approx(0.35 / 0.175)
-
-
-def test_without_momentum_it_is_local_sgd_to_rounding() -> None:
-    ours = train(problem(), SlowMo(sync_every=H, slow_momentum=0.0), replicas=2, steps=40)
-    theirs = train(problem(), LocalSGD(sync_every=H), replicas=2, steps=40)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
 def test_at_a_constant_rate_it_is_diloco_with_a_heavy_ball_to_rounding() -> None:

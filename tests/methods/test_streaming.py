@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from ftopt.methods import Balanced, Named, Parameter, Sequential, StreamingDiLoCo, Strided
 from ftopt.methods.fragments import Partition
@@ -38,15 +42,34 @@ def _compare(inner: str, rule: Partition, *, replicas: int, delay: int, alpha: f
             assert torch.equal(got, expected), f"{name} of r{m}: off by {float((got - expected).abs().max())}"
 
 
-@pytest.mark.parametrize("alpha", MERGES, ids=lambda alpha: f"alpha={alpha}" if alpha is not None else "rebase")
-@pytest.mark.parametrize("delay", [0, 1, 5, 7])
-@pytest.mark.parametrize("fragments", [1, 2, 3, 5])
+SHOWN = [  # (fragments, delay, alpha)
+    (1, 0, None),
+    (1, 5, 0.5),
+    (2, 1, 1.0),
+    (3, 5, None),  # more than an interval: several are under way
+    (3, 1, 0.0),
+    (5, 7, None),
+    (5, 5, 0.5),
+]
+ALL = [(fragments, delay, alpha) for fragments in (1, 2, 3, 5) for delay in (0, 1, 5, 7) for alpha in MERGES]
+RULES = [Sequential(n=3), Balanced(n=4), Named(patterns=["3", "*"])]
+
+
+def _slow_but(shown: list[tuple[object, ...]], cases: Iterable[tuple[object, ...]]) -> list[ParameterSet]:
+    return [pytest.param(*case, marks=[] if case in shown else [pytest.mark.slow]) for case in cases]
+
+
+@pytest.mark.parametrize(("fragments", "delay", "alpha"), _slow_but(SHOWN, ALL))  # type: ignore[arg-type]
 def test_streaming_equals_its_paper_bit_for_bit(fragments: int, delay: int, alpha: float | None) -> None:
     _compare("adamw", Strided(n=fragments), replicas=2, delay=delay, alpha=alpha)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
-@pytest.mark.parametrize("inner", ["adamw", "sgd"])
-@pytest.mark.parametrize("rule", [Sequential(n=3), Balanced(n=4), Named(patterns=["3", "*"])], ids=repr)
+@pytest.mark.parametrize(
+    ("rule", "inner", "replicas"),
+    _slow_but(
+        [(RULES[0], "sgd", 1), (RULES[1], "sgd", 4), (RULES[2], "adamw", 4)],
+        itertools.product(RULES, ("adamw", "sgd"), (1, 2, 4)),
+    ),
+)
 def test_other_partitions_and_numbers_of_replicas_do_so_too(rule: Partition, inner: str, replicas: int) -> None:
     _compare(inner, rule, replicas=replicas, delay=5, alpha=None)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.problems import Problem
+from tests.reference.start import start
 
 
 def diloco(
@@ -21,6 +22,7 @@ def diloco(
     momentum: float = 0.9,
     outer: Callable[[list[Tensor]], Optimizer] | None = None,
     also: Callable[[Sequence[nn.Module]], None] = lambda models: None,
+    outer_start: int = 0,
 ) -> list[Tensor]:
     """Trains; returns theta, the outer parameters, tensor by tensor.
 
@@ -28,18 +30,18 @@ def diloco(
         outer: makes torch's outer optimizer; None: the equations of Nesterov SGD, one operation a line, on sums in the
             order of the replicas.
         also: called with the replicas' models at the end of each round.
+        outer_start: steps of plain averaging at the beginning.
     """
-    theta = [p.detach().clone() for p in problem.model(0).parameters()]
+    models, inner = start(problem, replicas=replicas, steps=outer_start)
+    theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(t) for t in theta]
     theirs = None if outer is None else outer(theta)
-    models = [problem.model(0) for _ in range(replicas)]
-    inner = [problem.inner(model.parameters()) for model in models]
-    for step in range(steps):
+    for step in range(outer_start, steps):
         for m in range(replicas):
             inner[m].zero_grad()
             problem.backward(models[m], m, step)
             inner[m].step()
-        if (step + 1) % sync_every:
+        if (step + 1 - outer_start) % sync_every:
             continue
         with torch.no_grad():
             copies = list(zip(*(model.parameters() for model in models), strict=True))

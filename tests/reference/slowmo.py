@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.problems import Problem
+from tests.reference.start import start
 
 
 def slowmo(
@@ -20,25 +21,26 @@ def slowmo(
     beta: float,
     reset: bool = False,
     rate: Callable[[int], float] | None = None,
+    outer_start: int = 0,
 ) -> list[Tensor]:
     """Trains; returns x_0, tensor by tensor.
 
     Args:
         reset: base optimizers are made anew at each round.
         rate: the inner rate after so many steps; None: the optimizer's own.
+        outer_start: steps of plain averaging at the beginning.
     """
-    x = [p.detach().clone() for p in problem.model(0).parameters()]
+    models, base = start(problem, replicas=replicas, steps=outer_start)
+    x = [p.detach().clone() for p in models[0].parameters()]
     u = [torch.zeros_like(t) for t in x]
-    models = [problem.model(0) for _ in range(replicas)]
-    base = [problem.inner(model.parameters()) for model in models]
-    for step in range(steps):
+    for step in range(outer_start, steps):
         for m in range(replicas):
             if rate is not None:
                 base[m].param_groups[0]["lr"] = rate(step)
             base[m].zero_grad()
             problem.backward(models[m], m, step)
             base[m].step()
-        if (step + 1) % sync_every:
+        if (step + 1 - outer_start) % sync_every:
             continue
         gamma = base[0].param_groups[0]["lr"]
         with torch.no_grad():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from tests.problems import Problem
+from tests.reference.start import start
 
 
 def streaming(
@@ -21,19 +23,22 @@ def streaming(
     alpha: float | None = None,
     lr: float = 0.4,
     momentum: float = 0.9,
+    outer_start: int = 0,
+    combine: Callable[[str, list[Tensor]], Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
     """Trains; returns the outer parameters by name, and each replica's own, tensor by tensor.
 
     Args:
         fragments: the names of each fragment's parameters; fragment p is due at ceil(p H / P) + k H, p = 0 at k H.
         alpha: mixes; None rebases, which keeps the overlapped steps.
+        outer_start: steps of plain averaging at the beginning; fragments are due at so many steps later.
+        combine: (name, the replicas' displacements) -> the outer gradient; None: their mean.
     """
-    theta = {name: p.detach().clone() for name, p in problem.model(0).named_parameters()}
+    models, inner = start(problem, replicas=replicas, steps=outer_start)
+    theta = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     velocity = {name: torch.zeros_like(t) for name, t in theta.items()}
-    models = [problem.model(0) for _ in range(replicas)]
-    inner = [problem.inner(model.parameters()) for model in models]
     under_way: dict[tuple[int, int], list[dict[str, Tensor]]] = {}  # (step, fragment) -> snapshots
-    for step in range(1, steps + 1):
+    for step in range(outer_start + 1, steps + 1):
         for m in range(replicas):
             inner[m].zero_grad()
             problem.backward(models[m], m, step - 1)
@@ -41,13 +46,11 @@ def streaming(
         local = [dict(model.named_parameters()) for model in models]
         for p, names in enumerate(fragments):
             first = math.ceil(p * sync_every / len(fragments)) or sync_every
-            if step >= first and (step - first) % sync_every == 0:
+            if step - outer_start >= first and (step - outer_start - first) % sync_every == 0:
                 snapshots = [{name: one[name].detach().clone() for name in names} for one in local]
                 under_way[step, p] = snapshots
                 for name in names:
-                    delta = (theta[name] - snapshots[0][name]) * (1 / replicas)
-                    for snapshot in snapshots[1:]:
-                        delta = delta + (theta[name] - snapshot[name]) * (1 / replicas)
+                    delta = (combine or _mean)(name, [theta[name] - snapshot[name] for snapshot in snapshots])
                     velocity[name] = velocity[name] * momentum
                     velocity[name] = velocity[name] + delta
                     ahead = velocity[name] * momentum
@@ -64,3 +67,10 @@ def streaming(
                         else:
                             one[name].mul_(alpha).add_(theta[name] * (1 - alpha))
     return theta, [[p.detach().clone() for p in model.parameters()] for model in models]
+
+
+def _mean(name: str, displacements: list[Tensor]) -> Tensor:
+    mean = displacements[0] * (1 / len(displacements))
+    for displacement in displacements[1:]:
+        mean = mean + displacement * (1 / len(displacements))
+    return mean

@@ -1,0 +1,72 @@
+"""Decoupled DiLoCo: streaming DiLoCo whose learners never wait for each other.
+
+Equations for a fragment, with the letters of ``method.py`` and ``RDA`` of ``aggregation.py``, tensor by tensor::
+
+    w_m   = tokens_m * (tokens_m / steps_m)
+    v_m   = a - p_m(t)                              the snapshot; training goes on
+    Delta = RDA(v_1 .. v_M)                         embeddings: sum_m (w_m / W) * v_m
+    A'    = OuterOpt(A, Delta)
+    p_m  <- cast(A') + (p_m(t + tau) - p_m(t))      tau steps after the snapshot, or later
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from ftopt.methods.aggregation import directions_, lengthened_, lengths
+from ftopt.methods.fragments import Balanced, Partition
+from ftopt.methods.method import LOCAL, Mine, Round
+from ftopt.methods.streaming import StreamingDiLoCo
+
+
+def _many() -> Partition:
+    return Balanced(n=24)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledDiLoCo(StreamingDiLoCo):
+    """Learners of unlike speed: small fragments, nobody waits, and directions and lengths are averaged apart.
+
+    Args:
+        sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 24, the paper's.
+        fragments: which parameters make a fragment. Default ``Balanced(n=24)``, the paper's.
+        delay: inner steps from a fragment's snapshot to its take-over (the paper's tau). Default 2, the paper's.
+        patience_s: seconds that training waits for a fragment that is not decided by then. Default 0: it is taken up
+            when it is there.
+        weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that who trains on larger
+            batches counts for more than by its tokens alone. Steps, where nobody calls ``optimizer.count``.
+        others: see `StreamingDiLoCo` and `Method`.
+
+    Raises:
+        ValueError: a setting is out of range; the message says what is allowed.
+
+    Source: arXiv 2604.21428. Open there, decided here: where the directions cancel (their mean is shorter than 1e-3) it
+        is taken at the mean length without being normalised; a single contribution is taken as it is; overlapped steps
+        are rebased.
+    """
+
+    name: ClassVar[str] = "decoupled_diloco"
+
+    sync_every: int = field(default=24, metadata=LOCAL)
+    fragments: Partition = field(default_factory=_many)
+    delay: int = field(default=2, metadata=LOCAL)
+    patience_s: float = field(default=0.0, metadata=LOCAL)
+    weights: str = "tokens_per_step"
+
+    def scalars(self, mine: Mine) -> tuple[float, ...]:
+        """``|v|`` of each tensor that is no embedding; none in a round that only averages."""
+        return () if mine.averages else lengths(mine.start - mine.params, mine.layout)
+
+    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+        """``phi(v)`` of each tensor, ``v`` of embeddings; ``v`` of all from a replica that is alone, or to average."""
+        v = super().payload(mine, out)
+        return v if mine.alone or mine.averages else directions_(v, mine.layout)
+
+    def aggregate(self, mean: Tensor, round: Round) -> Tensor:
+        """``Delta``."""
+        if len(round.shares) == 1:
+            return mean
+        return lengthened_(mean, round.layout, [round.mean(i) for i in range(len(round.scalars[0]))])

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftopt.methods import Balanced, DecoupledDiLoCo, Mine, Round, Span, Work
+from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
+from ftopt.optimizer.flat import parameters
+from tests.optimizer.running import train_and_look
+from tests.problems import Problem, problem
+from tests.reference.decoupled import rda
+from tests.reference.streaming import streaming
+
+H, STEPS, LONG_S = 12, 100, 60.0
+LAYOUT = (Span("a", 0, 30), Span("embedding", 30, 50, embedding=True), Span("b", 50, 120))
+
+
+def _aggregate(vs: list[Tensor], weights: list[float], layout: tuple[Span, ...] = LAYOUT) -> Tensor:
+    """What the members of a quorum make of their displacements."""
+    method, n = DecoupledDiLoCo(), vs[0].numel()
+    zero = torch.zeros(n)
+    mines = [Mine(zero, zero, -v, layout, alone=len(vs) == 1) for v in vs]
+    shares = tuple(w / sum(weights) for w in weights)
+    mean = torch.zeros(n)
+    for mine, share in zip(mines, shares, strict=True):
+        mean += method.payload(mine, torch.empty(n)) * share
+    scalars = tuple(method.scalars(mine) for mine in mines)
+    return method.aggregate(mean, Round(0, 1, 0, layout, shares=shares, scalars=scalars))
+
+
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_tensor_by_tensor_it_is_the_papers_average_and_of_embeddings_the_mean(members: int) -> None:
+    vs = [torch.randn(120) * 10.0**-k for k in range(members)]
+    weights = [1.0 + k for k in range(members)]
+    found = _aggregate(vs, weights)
+    for span in LAYOUT:
+        parts = [v[span.start : span.stop] for v in vs]
+        plain = sum((w * p for w, p in zip(weights, parts, strict=True)), torch.zeros(1)) / sum(weights)
+        expected = plain if span.embedding else rda(parts, weights)
+        torch.testing.assert_close(found[span.start : span.stop], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_of_one_learner_it_is_its_displacement_bit_for_bit() -> None:
+    v = torch.randn(120)
+    assert torch.equal(_aggregate([v], [7.0]), v)
+
+
+def test_unlike_directions_keep_their_length() -> None:
+    vs = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 5.0])]
+    found = _aggregate(vs, [1.0, 1.0], (Span("a", 0, 2),))
+    torch.testing.assert_close(found, torch.tensor([4.0, 4.0]) / math.sqrt(2))
+
+
+def test_directions_that_cancel_give_the_plain_mean_and_no_noise() -> None:
+    v = torch.randn(1000)
+    layout = (Span("a", 0, 1000),)
+    noise = torch.randn(1000) * 1e-6
+    found = _aggregate([v, -v + noise], [1.0, 1.0], layout)
+    assert norm(found) < CANCELLED * norm(v)
+    torch.testing.assert_close(found, noise / 2, rtol=0, atol=1e-6)
+    assert not _aggregate([v, -v], [1.0, 1.0], layout).any()
+    assert not _aggregate([torch.zeros(1000)] * 2, [1.0, 1.0], layout).any()
+
+
+def test_the_norm_is_that_of_fp64_whatever_the_scale_and_the_order() -> None:
+    for scale in (1e-30, 1e-3, 1.0, 1e30):
+        x = torch.randn(3_000_001) * scale
+        assert norm(x) == pytest.approx(float(torch.linalg.vector_norm(x.double())), rel=1e-8)
+    x[0] = 1e6 * scale  # one that outweighs all others
+    assert norm(x) == pytest.approx(float(torch.linalg.vector_norm(x.double())), rel=1e-6)
+    y = torch.randn(1 << 20)
+    assert norm(y) == norm(y.flip(0)) == norm(y[torch.randperm(1 << 20)])
+    assert norm(torch.zeros(5)) == norm(torch.empty(0)) == 0.0
+    assert math.isnan(norm(torch.tensor([1.0, float("nan")])))
+    assert norm(torch.tensor([1.0, float("-inf")])) == math.inf
+    assert norm(torch.tensor([1e-45, 0.0])) == pytest.approx(1e-45, rel=0.5)
+
+
+def test_lengths_and_directions_leave_embeddings_out() -> None:
+    v = torch.randn(120)
+    assert lengths(v, LAYOUT) == (norm(v[:30]), norm(v[50:]))
+    directed = directions_(v.clone(), LAYOUT)
+    assert torch.equal(directed[30:50], v[30:50])
+    assert norm(directed[:30]) == pytest.approx(1.0, rel=1e-6)
+    assert torch.equal(lengthened_(directed.clone(), LAYOUT, (1.0, 1.0))[30:50], v[30:50])
+
+
+def test_weights_are_tokens_times_tokens_a_step() -> None:
+    method = DecoupledDiLoCo()
+    assert method.weight(Work(steps=10, tokens=400)) == 400 * 40
+    assert method.weight(Work(steps=10, tokens=0)) == 10.0, "nobody counts"
+    assert method.weight(Work(steps=0, tokens=0)) == 0.0
+
+
+def embedded(seed: int) -> nn.Module:
+    """Has an embedding; the input's first four numbers pick rows."""
+    torch.manual_seed(seed)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(7, 6)
+            self.first = nn.Linear(4, 6)
+            self.second = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = (x[:, 0] * 100).long() % 7
+            out: Tensor = self.second(torch.tanh(self.embedding(rows) + self.first(x[:, 4:])))
+            return out
+
+    return Model()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("inner", ["adamw", "sgd"])
+def test_decoupled_equals_its_paper(inner: str, replicas: int) -> None:
+    task = Problem(embedded, problem("mlp", inner).inner)
+    rule = Balanced(n=3)
+    method = DecoupledDiLoCo(sync_every=H, fragments=rule, patience_s=LONG_S)
+    names = method.partition(parameters(task.model(0)))
+
+    def combine(name: str, displacements: list[Tensor]) -> Tensor:
+        weights = [1.0] * len(displacements)
+        plain = sum(displacements, torch.zeros(1)) / len(displacements)
+        return plain if name == "embedding.weight" else rda(displacements, weights)
+
+    theta, params = streaming(
+        task, replicas=replicas, fragments=names, sync_every=H, delay=2, steps=STEPS, combine=combine
+    )
+    ran = train_and_look(task, method, replicas=replicas, steps=STEPS)
+    for m, ours in enumerate(ran):
+        torch.testing.assert_close(ours.anchor, list(theta.values()), rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours.params, params[m], rtol=0, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(ours.anchor, ran[0].anchor, strict=True))
