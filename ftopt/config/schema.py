@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftopt.codecs import codec_named
 from ftopt.faults.spec import Fault
 from ftopt.sync.protocol.settings import Sync
 
@@ -354,6 +353,8 @@ class Recipe:
             found.append("model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory")
         if isinstance(self.model, Convnet) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
+        from ftopt.codecs import codec_named  # here: it brings torch, which `ftopt ls` does without
+
         try:
             codec_named(self.sync.codec)
         except ValueError as error:
