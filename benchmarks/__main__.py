@@ -9,6 +9,7 @@ import sys
 VERBS = {
     "codecs": "speed and bytes of the codecs",
     "methods": "every method and codec: held-out loss and bytes",
+    "paft": "PAFT and other ways against gradients that go bad",
     "faults": "every fault at every point, with real processes",
     "soak": "a job under faults of all kinds for a long time",
 }

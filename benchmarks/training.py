@@ -13,12 +13,12 @@ import os
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ftopt
 from ftopt.cli.output import say
@@ -37,19 +37,21 @@ _PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Spoilt:
-    """What happens to each replica's copy of the agreed gradient.
+    """What happens to each replica's gradient behind the aggregation (of a method that averages none: before its step).
 
     Args:
         how: ``noise``, ``bit``, ``stuck`` or ``bias``, see `ftopt.faults.spec.Fault`.
         size: as there.
         every: at every so many steps.
         replicas: only at so many of the first replicas; None: at all.
+        params: it hits the parameters instead.
     """
 
     how: str
     size: float = 0.0
     every: int = 1
     replicas: int | None = None
+    params: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +96,13 @@ class Outcome:
 
     Args:
         curve: (inner step, held-out loss of the committed parameters).
-        loss: at the end, on all held-out data.
+        loss: of the committed parameters at the end, on all held-out data.
         accuracy: likewise, for tasks that have one.
         sent_bytes: by one replica, the mean over all.
         seconds: it took.
+        discarded: inner steps that were mixed away.
+        own: each replica's own accuracy at the end, for tasks that have one.
+        mean: that of the mean of their parameters.
     """
 
     curve: list[tuple[int, float]]
@@ -105,8 +110,9 @@ class Outcome:
     accuracy: float | None
     sent_bytes: float
     seconds: float
-    discarded: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    discarded: int
+    own: list[float]
+    mean: float | None
 
 
 def train(case: Case) -> Outcome:
@@ -123,6 +129,7 @@ def train(case: Case) -> Outcome:
     places = {f"r{m}": m for m in range(case.replicas)}
     chances = [torch.Generator().manual_seed(seed_of(f"spoilt {case.seed}", m)) for m in range(case.replicas)]
     passes = [0] * case.replicas
+    spoiling = "inner" if case.method.gradients is None else "aggregated"
 
     def on_event(event: Event) -> None:
         m = places.get(event.replica)
@@ -132,16 +139,18 @@ def train(case: Case) -> Outcome:
             sent[m] = int(event.data["wire_bytes"])
         elif event.event == "discarded" and event.fragment == 0:
             discarded[0] += int(event.data["steps"])
-        elif event.event == "aggregated":
+        elif event.event == spoiling:
             passes[m] += 1
-            grads = [p.grad for p in tasks[m].model.parameters() if p.grad is not None]
             for one in case.spoilt:
                 if passes[m] % one.every == 0 and (one.replicas is None or m < one.replicas):
-                    spoil(grads, one.how, one.size, chances[m])
+                    parameters = list(tasks[m].model.parameters())
+                    tensors = [p.data if one.params else p.grad for p in parameters]
+                    spoil([t for t in tensors if t is not None], one.how, one.size, chances[m])
 
     groups = ftopt.local_groups(case.replicas, sync=replace(_PATIENT, codec=case.codec), on_event=on_event)
     curve: list[tuple[int, float]] = []
     scores: list[tuple[float, float | None]] = []
+    own, finals = dict[int, float](), dict[int, Tensor]()
 
     def replica(m: int) -> None:
         task, group = tasks[m], groups[m]
@@ -160,7 +169,13 @@ def train(case: Case) -> Outcome:
                 if m == 0 and (step + 1) % case.eval_every == 0:
                     with optimizer.outer_parameters():
                         curve.append((step + 1, task.score(thorough=False).loss))
-            optimizer.settle()
+            if task.classifies:
+                own[m] = task.score(thorough=True).accuracy or 0.0
+                finals[m] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
+            if case.method.gradients is None:
+                optimizer.settle()
+            else:
+                optimizer.sync()
             if m == 0:
                 with optimizer.outer_parameters():
                     score = task.score(thorough=True)
@@ -170,8 +185,12 @@ def train(case: Case) -> Outcome:
         for future in [pool.submit(replica, m) for m in range(case.replicas)]:
             future.result()
     ((loss, accuracy),) = scores
-    seconds = time.perf_counter() - started
-    return Outcome(curve, loss, accuracy, sum(sent) / case.replicas, round(seconds, 1), discarded[0])
+    mean = None
+    if finals:
+        nn.utils.vector_to_parameters(torch.stack(list(finals.values())).mean(0), tasks[0].model.parameters())
+        mean = tasks[0].score(thorough=True).accuracy
+    seconds = round(time.perf_counter() - started, 1)
+    return Outcome(curve, loss, accuracy, sum(sent) / case.replicas, seconds, discarded[0], list(own.values()), mean)
 
 
 def _schedule(recipe: Any) -> Any:
