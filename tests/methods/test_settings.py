@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import time
 from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 
+from ftopt.connect import local_groups
+from ftopt.events import Event
 from ftopt.methods import SGD, Balanced, DiLoCo, LocalSGD, Mine, Progress, StreamingDiLoCo, Work
+from ftopt.optimizer import wrap
+from ftopt.sync.protocol.settings import Sync
+from tests.optimizer.running import together
+from tests.problems import problem
 
 
 def _after(steps: int) -> Progress:
@@ -76,3 +83,27 @@ def test_a_lone_bf16_payload_of_local_sgd_is_the_parameters_themselves() -> None
     start = anchor.bfloat16().float()
     out = LocalSGD(sync_every=1).payload(Mine(anchor, start, params, (), alone=True), torch.empty(100))
     assert torch.equal(out, params)
+
+
+def test_replicas_of_unlike_pace_meet_with_what_they_have() -> None:
+    decided: list[dict[str, int]] = []
+
+    def on_event(event: Event) -> None:
+        if event.event == "decide":
+            decided.append({member[0]: member[2] for member in event.data["members"]})
+
+    groups = local_groups(2, sync=Sync(grace_s=0.05), on_event=on_event)
+    paces = (DiLoCo(sync_every=4), DiLoCo(sync_every=20))
+    models = [problem().model(0) for _ in paces]
+
+    def replica(m: int) -> None:
+        optimizer = wrap(problem().inner(models[m].parameters()), models[m], paces[m], group=groups[m])
+        with optimizer:
+            while optimizer.committed.version < 5:
+                optimizer.zero_grad()
+                problem().backward(models[m], m, optimizer.local_steps)
+                optimizer.step()
+                time.sleep(0.01)
+
+    together([lambda m=m: replica(m) for m in range(2)])
+    assert any(0 < members.get("r1", 0) < 20 for members in decided), "called in before its own pace"
