@@ -19,7 +19,6 @@ and tensors are never touched under the lock.
 from __future__ import annotations
 
 import math
-import struct
 import threading
 import time
 import warnings
@@ -31,15 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
-from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Round, Work
+from ftopt.methods import GRADIENT, Due, Method, Progress, Work
 from ftopt.methods.triggers import Number
-from ftopt.optimizer.buffers import joined, keep_between, of, part, payload
+from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
-from ftopt.optimizer.error_feedback import left_out, offered
 from ftopt.optimizer.flat import FlatView
-from ftopt.optimizer.gauge import Gauge, Tally, methods_own, pack, seen_of
+from ftopt.optimizer.gauge import Gauge, Tally, methods_own
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.mean import Mean
+from ftopt.optimizer.merge import mixed, rebased
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
@@ -73,10 +73,10 @@ class OuterStep:
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self._method = method
         self._group = group
-        self._codec = codec_named(group.sync.codec)
         self._clock = clock
         self._said_lossless = False
         self._lock = threading.Lock()
+        self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock)
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
         self._live: Live | None = None
@@ -415,17 +415,8 @@ class OuterStep:
         return found
 
     def _rebase(self, fragment: Fragment, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> None:
-        """``params <- cast(new anchor) + (params - base)``: moves the pending work onto the new anchor.
-
-        With the cast, so that ``params - start`` is the work again and what the parameters' dtype rounds off
-        the anchor is not taken for work. In the blocks ``unknown`` the parameters become the anchor's.
-        """
-        moved, behind = fragment.view.read(_borrow(fragment)), slice(fragment.view.trained, None)
-        buffers = moved[behind].clone()
-        moved.sub_(base).add_(start)
-        keep_between(moved[behind], buffers, start[behind])
-        for block in unknown:
-            moved[block] = start[block]
+        """Moves the pending work onto the new anchor; drops it if that is not finite."""
+        moved = rebased(fragment.view, base, start, unknown, out=_borrow(fragment))
         if bool(torch.isfinite(moved).all()):
             fragment.view.write(moved)
         else:
@@ -433,10 +424,9 @@ class OuterStep:
         fragment.spare = moved
 
     def _mix(self, fragment: Fragment, start: Tensor, alpha: float) -> None:
-        """``params <- alpha * params + (1 - alpha) * start``: a share ``1 - alpha`` of the pending work is gone."""
-        mixed = fragment.view.read(_borrow(fragment)).mul_(alpha).add_(torch.mul(start, 1 - alpha))
-        fragment.view.write(mixed)
-        fragment.spare = mixed
+        """Mixes; a share ``1 - alpha`` of the pending work is gone."""
+        fragment.spare = mixed(fragment.view, start, alpha, out=_borrow(fragment))
+        fragment.view.write(fragment.spare)
         pending = self.local_steps - fragment.base_step
         self._discard(fragment, math.ceil((1 - alpha) * pending), "mixed")
 
@@ -490,7 +480,7 @@ class OuterStep:
             # Not kept while in use: after a failure a late piece may still be written to it.
             work, fragment.work = fragment.work, None
             work = fragment.view.empty() if work is None else work
-            at = self._mean(attempt, state, snapshot, collective, work)
+            at = self._mean.reduce(attempt, fragment, state, snapshot, collective, work)
             fragment.work = work
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
@@ -520,61 +510,6 @@ class OuterStep:
             at = state.meta
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
             raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
-
-    def _mean(self, attempt: Attempt, state: State, snapshot: Snapshot, collective: Collective, work: Tensor) -> Round:
-        """The weighted mean of the members' payloads, in ``work``, and what all of them know alike of the round."""
-        fragment = self._fragments[attempt.fragment]
-        method, layout = fragment.method, fragment.view.layout
-        mine = Mine(
-            anchor=state.anchor,
-            start=snapshot.start,
-            params=snapshot.params,
-            layout=layout,
-            steps=snapshot.contribution.steps,
-            lr=snapshot.lr,
-            alone=attempt.contributors == 1 and attempt.weight > 0,
-            lossy=not self._codec.exact,
-            averages=attempt.inner_step < method.outer_start_step,
-        )
-        at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
-        scalars, shares = method.scalars(of(mine, slice(0, fragment.view.trained))), list[float]()
-        if scalars or mine.lossy:
-            rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
-            shares = [row[0] / attempt.total_weight for row in rows]
-            taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
-            at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
-        if attempt.weight > 0:
-            payload(method, mine, work, trained=fragment.view.trained)
-        else:
-            work.zero_()
-        if mine.lossy:
-            self._feed_back(attempt, fragment, work)
-            collective.mean_encoded_(work, self._codec, shares)
-        else:
-            if attempt.weight > 0 and not mine.alone:
-                work.mul_(attempt.weight / attempt.total_weight)
-            collective.all_reduce_(work)
-        if fragment.gauge.learns:
-            distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
-            told = replace(snapshot.seen, share=attempt.weight / attempt.total_weight, distance=distance)
-            found = [seen_of(_floats(row)) for row in collective.exchange(_bits(pack(told)))]
-            at = replace(at, seen=tuple(x for x in found if x.share > 0))
-        return at
-
-    def _feed_back(self, attempt: Attempt, fragment: Fragment, payload: Tensor) -> None:
-        """Error feedback: what was left out so far goes along, and what will be left out now is kept for the next."""
-        beta, left = self._group.sync.error_feedback, None
-        if beta and attempt.weight > 0:
-            if fragment.residual is not None:
-                offered(fragment.residual, payload, out=payload, beta=beta)
-            left = fragment.view.empty()
-            if attempt.size > 1:
-                left_out(payload, self._codec, out=left)
-            else:
-                left.zero_()  # One member alone sends nothing, and loses nothing.
-        with self._lock:
-            if fragment.snapshot is not None:
-                fragment.left_out = left
 
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not
     # touched.
@@ -634,13 +569,3 @@ def _borrow(fragment: Fragment) -> Tensor:
     """The training thread's spare buffer, or a new one."""
     spare, fragment.spare = fragment.spare, None
     return fragment.view.empty() if spare is None else spare
-
-
-def _bits(values: Sequence[float]) -> list[int]:
-    """fp64 values as int64, to be exchanged exactly."""
-    return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
-
-
-def _floats(row: Sequence[int]) -> tuple[float, ...]:
-    """The reverse of `_bits`."""
-    return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))

@@ -1,0 +1,105 @@
+"""Step 3, the reduction: this replica's payload, the codec with its error feedback, what all members learn alike."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ftopt.codecs import Codec
+from ftopt.methods import Mine, Round
+from ftopt.optimizer.buffers import of, payload
+from ftopt.optimizer.error_feedback import left_out, offered
+from ftopt.optimizer.gauge import pack, seen_of
+from ftopt.optimizer.state import Fragment, Snapshot, State
+from ftopt.sync.group import Attempt, Collective
+
+
+class Mean:
+    """The weighted mean of the members' payloads. Reducer thread.
+
+    Args:
+        codec: wire precision.
+        beta: of the error feedback; 0: none.
+        lock: guards what a fragment holds of it.
+    """
+
+    def __init__(self, codec: Codec, beta: float, lock: threading.Lock) -> None:
+        self._codec = codec
+        self._beta = beta
+        self._lock = lock
+
+    def reduce(
+        self,
+        attempt: Attempt,
+        fragment: Fragment,
+        state: State,
+        snapshot: Snapshot,
+        collective: Collective,
+        work: Tensor,
+    ) -> Round:
+        """Leaves the mean in ``work``; returns what all members know alike of the round."""
+        method, layout = fragment.method, fragment.view.layout
+        mine = Mine(
+            anchor=state.anchor,
+            start=snapshot.start,
+            params=snapshot.params,
+            layout=layout,
+            steps=snapshot.contribution.steps,
+            lr=snapshot.lr,
+            alone=attempt.contributors == 1 and attempt.weight > 0,
+            lossy=not self._codec.exact,
+            averages=attempt.inner_step < method.outer_start_step,
+        )
+        at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
+        scalars, shares = method.scalars(of(mine, slice(0, fragment.view.trained))), list[float]()
+        if scalars or mine.lossy:
+            rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
+            shares = [row[0] / attempt.total_weight for row in rows]
+            taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
+            at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
+        if attempt.weight > 0:
+            payload(method, mine, work, trained=fragment.view.trained)
+        else:
+            work.zero_()
+        if mine.lossy:
+            self._feed_back(attempt, fragment, work)
+            collective.mean_encoded_(work, self._codec, shares)
+        else:
+            if attempt.weight > 0 and not mine.alone:
+                work.mul_(attempt.weight / attempt.total_weight)
+            collective.all_reduce_(work)
+        if fragment.gauge.learns:
+            distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
+            told = replace(snapshot.seen, share=attempt.weight / attempt.total_weight, distance=distance)
+            found = [seen_of(_floats(row)) for row in collective.exchange(_bits(pack(told)))]
+            at = replace(at, seen=tuple(x for x in found if x.share > 0))
+        return at
+
+    def _feed_back(self, attempt: Attempt, fragment: Fragment, payload: Tensor) -> None:
+        """Error feedback: what was left out so far goes along, and what will be left out now is kept for the next."""
+        left = None
+        if self._beta and attempt.weight > 0:
+            if fragment.residual is not None:
+                offered(fragment.residual, payload, out=payload, beta=self._beta)
+            left = fragment.view.empty()
+            if attempt.size > 1:
+                left_out(payload, self._codec, out=left)
+            else:
+                left.zero_()  # One member alone sends nothing, and loses nothing.
+        with self._lock:
+            if fragment.snapshot is not None:
+                fragment.left_out = left
+
+
+def _bits(values: Sequence[float]) -> list[int]:
+    """fp64 values as int64, to be exchanged exactly."""
+    return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
+
+
+def _floats(row: Sequence[int]) -> tuple[float, ...]:
+    """The reverse of `_bits`."""
+    return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
