@@ -238,6 +238,11 @@ class Method:
         """All numbers that the trigger ever wants."""
         return self.trigger.uses if self.trigger is not None else Number.NONE
 
+    @property
+    def shares(self) -> bool:
+        """Whether the trigger goes by the other replicas' numbers, too."""
+        return self.trigger is not None and self.trigger.shares
+
     # What is sent.
 
     def weight(self, work: Work) -> float:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import Method, Mine
-from ftopt.methods.triggers import AT_ROUNDS, Agreed, Number, Numbers, Seen
+from ftopt.methods.triggers import AT_ROUNDS, Agreed, Means, Number, Numbers, Seen
 from ftopt.optimizer.buffers import of
 from ftopt.optimizer.flat import FlatView
+from ftopt.sync.group import Means as Told
+from ftopt.sync.group import Reading
 
 AGREED = "agreed"
 """The outer state's name for `Agreed`: fp64, one number a field."""
@@ -86,6 +88,12 @@ class Gauge:
         along = dot(u, self._xi) if Number.ALONG in wanted and self._xi is not None else None
         return Numbers(dot(u, u) if Number.SQUARE in wanted else None, along)
 
+    def reading(self, own: Numbers, fragment: int, version: int) -> Reading | None:
+        """What is told of them to the other replicas; None: nothing."""
+        if own.square is None:
+            return None
+        return Reading(fragment, version, (own.square,) if own.along is None else (own.square, own.along))
+
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
         """Another anchor is taken up, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
         if Number.ALONG not in self._uses or not versions:
@@ -131,6 +139,13 @@ class Gauge:
         if self._read[0] is not outer:
             self._read = (outer, _agreed(outer[AGREED]))
         return self._read[1]
+
+
+def means_of(told: Told | None, version: int) -> Means | None:
+    """What the replicas have told, if it is of that version."""
+    if told is None or told.version != version or not told.values:
+        return None
+    return Means(told.count, Numbers(*told.values[:2]))
 
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Due, Method, Progress, Work
-from ftopt.methods.triggers import Number
+from ftopt.methods.triggers import Means, Number, Numbers
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.flat import FlatView
-from ftopt.optimizer.gauge import Gauge, Tally, methods_own
+from ftopt.optimizer.gauge import Gauge, Tally, means_of, methods_own
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.mean import Mean
@@ -210,7 +210,7 @@ class OuterStep:
             due, tau = self._due(fragment), self._tau(fragment)
             if (due or self._group.called_in(index)) and not self._group.outstanding(index):
                 acted |= self._take_over(fragment, early=True)
-                self._propose(fragment, lr)
+                self._propose(fragment, lr, now=due is Due.NOW)
                 acted = True
                 if due and not tau:
                     wait.append((fragment, None))
@@ -232,9 +232,19 @@ class OuterStep:
         wanted = fragment.method.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             spare = _borrow(fragment)
-            progress = replace(progress, own=fragment.gauge.look(wanted, fragment.start, spare))
+            own = fragment.gauge.look(wanted, fragment.start, spare)
             fragment.spare = spare
+            progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.method.due(progress)
+
+    def _share(self, fragment: Fragment, own: Numbers) -> Means | None:
+        """Tells the others, if the trigger goes by them; what is known of them."""
+        index, version = fragment.index, fragment.taken.meta.version
+        reading = fragment.gauge.reading(own, index, version) if fragment.method.shares else None
+        if reading is None:
+            return None
+        self._group.share(reading)
+        return means_of(self._group.means(index), version)
 
     def _tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
@@ -291,7 +301,7 @@ class OuterStep:
             self.report("training")
 
     @torch.no_grad()
-    def _propose(self, fragment: Fragment, lr: float) -> None:
+    def _propose(self, fragment: Fragment, lr: float, *, now: bool = False) -> None:
         taken, view, index = fragment.taken, fragment.view, fragment.index
         version = taken.meta.version
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
@@ -330,7 +340,7 @@ class OuterStep:
         self._mark(fragment, anew=self._averages(fragment))
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
-        self._group.propose(contribution)
+        self._group.propose(contribution, now=now)
 
     def _mark(self, fragment: Fragment, *, anew: bool) -> None:
         """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""

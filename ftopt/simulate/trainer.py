@@ -198,7 +198,13 @@ class Process:
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
             state = "fetching" if not self.machine.ready else "training" if self.waits is None else "waiting"
-            self.conn.up(m.Progress(state, self.local_steps, self.step_s))
+            self.conn.up(m.Progress(state, self.local_steps, self.step_s, self._readings()))
+
+    def _readings(self) -> tuple[m.Reading, ...]:
+        if not self.world.knobs.hasty:
+            return ()
+        held = [(x.record, float(self.local_steps - x.base_step)) for x in self.shards]
+        return tuple(m.Reading(record.fragment, record.version, (steps,)) for record, steps in held if record)
 
     def misfortune(self) -> None:
         """Something happens to this process, or to its connection."""
@@ -361,11 +367,12 @@ class Process:
         for fragment, shard in enumerate(self.shards):
             self._take_over(fragment)
             due = self.local_steps - shard.marked_step >= self.world.knobs.sync_every
+            now = self.world.knobs.hasty > 0 and self.world.chance(self.world.knobs.hasty)
             rest = self.leaving and not self.offered and self.local_steps > shard.base_step
-            if (due or rest or self.machine.called_in(fragment)) and not self.machine.outstanding(fragment):
+            if (due or now or rest or self.machine.called_in(fragment)) and not self.machine.outstanding(fragment):
                 self.offered = self.offered or rest
-                self._propose(fragment)
-            if (due or self.leaving) and self._waiting(fragment):
+                self._propose(fragment, now=now)
+            if (due or now or self.leaving) and self._waiting(fragment):
                 self.waits = fragment
                 return
             self._take_over(fragment)
@@ -382,7 +389,7 @@ class Process:
         if shard.take_over(self.local_steps):
             self.world.checks.reborn(self, fragment)
 
-    def _propose(self, fragment: int) -> None:
+    def _propose(self, fragment: int, *, now: bool) -> None:
         shard, before = self.shards[fragment], self.shards[fragment].base_step
         if fragment in self.installing:
             return
@@ -396,4 +403,4 @@ class Process:
             self.misfortune()
             if not self.alive:
                 return
-        self.act(self.machine.propose(contribution))
+        self.act(self.machine.propose(contribution, now=now))

@@ -30,7 +30,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     history = History(seed)
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
-    world = World(seed, _knobs(chooser), trace=lines)
+    world = World(seed, _knobs(chooser, hasty=0.15 if seed % 8 == 5 else 0.0), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     try:
         _walk(world, chooser)
@@ -44,7 +44,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     return history
 
 
-def _knobs(chooser: random.Random) -> Knobs:
+def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
     heartbeat_s = 1.0
     settings: dict[str, float | int | str | None] = {
         "min_replicas": chooser.choice((1, 1, 1, 2)),
@@ -66,6 +66,7 @@ def _knobs(chooser: random.Random) -> Knobs:
         fault=chooser.choice((0.01, 0.03, 0.08)),
         corrupt=chooser.choice((0.0, 0.0, 0.0, 0.0, 0.1, 0.3)),
         nonfinite=chooser.choice((0.0, 0.0, 0.0, 0.05)),
+        hasty=hasty,
     )
 
 

@@ -33,6 +33,7 @@ class Knobs:
     """The constants of one history; seconds are virtual.
 
     ``fault``: chance of a fault at each protocol point. ``corrupt``: chance that a member's result has a flipped bit.
+    ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring readings, too.
     """
 
     settings: dict[str, float | int | str | None]
@@ -44,6 +45,7 @@ class Knobs:
     fault: float = 0.0
     corrupt: float = 0.0
     nonfinite: float = 0.0
+    hasty: float = 0.0
 
     @property
     def dead_after_s(self) -> float:

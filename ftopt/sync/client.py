@@ -28,7 +28,7 @@ from ftopt.sync.loop import LoopThread
 from ftopt.sync.ports import StateTransfer, Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
-from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WORD
+from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WORD
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.reducer import Reducer
 
@@ -83,6 +83,9 @@ class Client:
         self._outstanding: list[bool] = []
         self._released: list[bool] = []
         self._called_in: list[bool] = []
+        self._now: list[bool] = []
+        self._means: list[m.Means | None] = []
+        self._readings: dict[int, m.Reading] = {}
         self._offered: list[int] = []
         self._failed: list[int] = []
         # Network thread only.
@@ -106,6 +109,7 @@ class Client:
         count = fingerprint.fragments
         self._outstanding, self._released, self._called_in = [False] * count, [False] * count, [False] * count
         self._offered, self._failed = [0] * count, [0] * count
+        self._now, self._means = [False] * count, [None] * count
         self._reducer.start()
         self._network.submit(self._open(fingerprint)).result()
         try:
@@ -119,11 +123,12 @@ class Client:
             raise
         return self._network.submit(self._committed()).result()
 
-    def propose(self, contribution: Contribution) -> None:
+    def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             self._offered[contribution.fragment] += 1
+            self._now[contribution.fragment] = now
         self._network.soon(self.accept, contribution)
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
@@ -155,6 +160,13 @@ class Client:
 
     def called_in(self, fragment: int) -> bool:
         return self._called_in[fragment]
+
+    def share(self, reading: m.Reading) -> None:
+        if all(abs(value) <= MAX_READING for value in reading.values):  # NaN neither
+            self._readings[reading.fragment] = reading
+
+    def means(self, fragment: int) -> m.Means | None:
+        return self._means[fragment]
 
     def report(self, *, state: str, inner_step: int, step_s: float) -> None:
         self._progress = (state, inner_step, step_s)
@@ -288,8 +300,14 @@ class Client:
                 state, inner_step, step_s = self._progress
                 if self._waiting and state == "training":
                     state = "waiting"
-                channel.send(m.encode(m.Progress(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S))))
+                progress = m.Progress(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
+                channel.send(m.encode(progress))
             await asyncio.sleep(self.sync.heartbeat_s)
+
+    def _current_readings(self) -> tuple[m.Reading, ...]:
+        records = {record.fragment: record for record in self._records()}
+        readings = list(self._readings.values())
+        return tuple(x for x in readings if x.fragment in records and x.version == records[x.fragment].version)
 
     async def _bye(self) -> None:
         self._said_bye = True
@@ -337,7 +355,7 @@ class Client:
         machine = self.machine
         if self._fetcher.defers(contribution):
             return
-        effects = machine.propose(contribution)
+        effects = machine.propose(contribution, now=self._now[contribution.fragment])
         with self._changed:
             self._offered[contribution.fragment] -= 1
         self.run(effects)
@@ -415,6 +433,7 @@ class Client:
                 self._outstanding[f] = machine.outstanding(f)
                 self._released[f] = machine.released(f)
                 self._called_in[f] = machine.called_in(f)
+                self._means[f] = machine.means(f)
             if machine.incarnation:
                 self._incarnation = machine.incarnation
             self._ready = machine.ready

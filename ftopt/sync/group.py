@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ftopt.sync.protocol.messages import Contribution as Contribution
+from ftopt.sync.protocol.messages import Means as Means
+from ftopt.sync.protocol.messages import Reading as Reading
 from ftopt.sync.protocol.settings import Sync as Sync
 
 
@@ -189,8 +191,8 @@ class ReplicaGroup(Protocol):
             ftopt.errors.Unreachable: no coordinator answers.
         """
 
-    def propose(self, contribution: Contribution) -> None:
-        """Step 1: offers a contribution. At most one outstanding a fragment."""
+    def propose(self, contribution: Contribution, *, now: bool = False) -> None:
+        """Step 1: offers a contribution. At most one outstanding a fragment. ``now``: the others are called in."""
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
         """Step 2 to 5: blocks until the outstanding contribution of ``fragment`` is decided (True).
@@ -209,6 +211,12 @@ class ReplicaGroup(Protocol):
 
     def called_in(self, fragment: int) -> bool:
         """Whether the job waits for this replica's contribution now. Free to call every step."""
+
+    def share(self, reading: Reading) -> None:
+        """Numbers that triggers go by: they go out with the heartbeats until the fragment's next version, or others."""
+
+    def means(self, fragment: int) -> Means | None:
+        """The replicas' means of the readings of the fragment's version; None: not known. Free to call every step."""
 
     def report(self, *, state: str, inner_step: int, step_s: float) -> None:
         """What the training thread is doing: goes out with the next heartbeat. Free to call every step.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftopt.optimizer.digest import digest
-from ftopt.sync.group import Attempt, Committed, Contribution, Fingerprint, Host
+from ftopt.sync.group import Attempt, Committed, Contribution, Fingerprint, Host, Means, Reading
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -172,7 +172,7 @@ class Scripted:
         self._host = host
         return [self.committed]
 
-    def propose(self, contribution: Contribution) -> None:
+    def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         self.maybe()
         assert self._outstanding is None, "two contributions outstanding (FREEZE)"
         if contribution.version == self.committed.version:
@@ -196,6 +196,11 @@ class Scripted:
     def called_in(self, fragment: int) -> bool:
         self.maybe()
         return not self.quiet and self.chance.random() < 0.1
+
+    def share(self, reading: Reading) -> None: ...
+
+    def means(self, fragment: int) -> Means | None:
+        return None
 
     def report(self, *, state: str, inner_step: int, step_s: float) -> None:
         self.maybe()

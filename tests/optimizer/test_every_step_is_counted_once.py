@@ -109,9 +109,9 @@ class _Threaded(Scripted):
                 if self.chance.random() < 0.001:
                     self.foreign()
 
-    def propose(self, contribution: Contribution) -> None:
+    def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         with self.lock:
-            super().propose(contribution)
+            super().propose(contribution, now=now)
 
 
 def test_real_threads_count_each_step_once_too() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 import warnings
 from dataclasses import replace
 from itertools import pairwise
@@ -10,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ftopt.connect import local_groups, solo
+from ftopt.events import Event
 from ftopt.methods import (
     SGD,
     AdaComm,
@@ -22,6 +25,7 @@ from ftopt.methods import (
     EverySeconds,
     EveryStaged,
     ExactDivergence,
+    LinearFDA,
     LocalCondition,
     LocalSGD,
     Method,
@@ -242,3 +246,66 @@ def test_what_is_agreed_on_leaves_the_anchor_as_it_is(trigger: Any, method: type
     bare = train_and_look(task, method(**settings), replicas=2, steps=40)
     for a, b in zip(ours, bare, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a.anchor, b.anchor, strict=True))
+
+
+# ---------------------------------------------------------------- together
+
+
+def _race(method: Method, *, rates: list[float], steps: int, heartbeat_s: float = 0.02) -> list[dict[str, Any]]:
+    """Trains replicas that walk at their own pace until each has taken ``steps``; returns what happened, in order.
+
+    Each walks at random, at its own rate.
+    """
+    events: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    def on_event(event: Event) -> None:
+        with lock:
+            events.append({"event": event.event, "replica": event.replica, "version": event.version, **event.data})
+
+    sync = Sync(heartbeat_s=heartbeat_s, dead_after_s=60.0, grace_s=30.0, start_replicas=len(rates))
+    groups = local_groups(len(rates), sync=sync, on_event=on_event)
+
+    def replica(m: int) -> None:
+        model = nn.Linear(50, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=rates[m])
+        generator = torch.Generator().manual_seed(m)
+        with wrap(inner, model, method, group=groups[m]) as optimizer:
+            for _ in range(steps):
+                model.weight.grad = torch.randn(1, 50, generator=generator)
+                optimizer.step()
+                time.sleep(0.003)  # a step of some length, so that heartbeats come between
+
+    together([lambda m=m: replica(m) for m in range(len(rates))])
+    return events
+
+
+def test_the_replica_that_diverges_calls_the_others_to_the_round() -> None:
+    """With a grace of half a minute: only its trigger can have brought them."""
+    method = LocalSGD(sync_every=10_000, trigger=LocalCondition(1.0, check_every=1))
+    began_s = time.monotonic()
+    events = _race(method, rates=[0.005, 0.005, 0.1], steps=60)
+    assert time.monotonic() - began_s < 25
+    decided = [e for e in events if e["event"] == "decide"]
+    met = [e for e in decided if len(e["members"]) == 3 and all(member[2] > 0 for member in e["members"])]
+    assert met, "all three, with what they had"
+    assert {e["replica"] for e in events if e["event"] == "hurry"} == {"r2"}
+    called = {e["replica"] for e in events if e["event"] == "call_in"}
+    assert called == {"r0", "r1"}
+
+
+def test_the_means_of_all_bring_a_linear_fda_job_together() -> None:
+    """No replica alone is far enough from the anchor: it is their divergence, told with the heartbeats."""
+    trigger = LinearFDA(2.0, check_every=1)
+    events = _race(LocalSGD(sync_every=10_000, trigger=trigger), rates=[0.03] * 3, steps=150)
+    decided = [e for e in events if e["event"] == "decide" and len(e["members"]) == 3]
+    assert len(decided) >= 2
+    assert [e for e in events if e["event"] == "hurry"]
+    # 50 elements, rate 0.03: |u|^2 grows by 0.045 a step, and so does the divergence: 44 steps to the threshold.
+    steps = [member[2] for member in decided[0]["members"]]
+    assert max(steps) >= 25, steps
+
+
+def test_linear_fda_without_peers_waits_for_sync_every() -> None:
+    assert _alone(LocalSGD(sync_every=10, trigger=LinearFDA(1e-12, check_every=1)), 20) == [10, 20]

@@ -253,7 +253,7 @@ def forgotten_comes_back(patch: Patch) -> None:
 def stale_proposal(patch: Patch) -> None:
     """A proposal for a version of the past is accepted."""
 
-    def mutant(self: Rounds, member: Member, contribution: m.Contribution) -> Any:
+    def mutant(self: Rounds, member: Member, contribution: m.Contribution, *, now: bool = False) -> Any:
         self.proposals.setdefault(member.replica, contribution)
         return []
 

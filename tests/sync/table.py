@@ -125,12 +125,12 @@ class Seat:
         self.asked.remove(found)
         return found
 
-    def propose(self, last_step: int, fragment: int = 0) -> m.Contribution:
+    def propose(self, last_step: int, fragment: int = 0, *, now: bool = False) -> m.Contribution:
         """Offers all steps up to ``last_step``; what follows stays in the inboxes."""
         record = self.held(fragment)
         steps = last_step - self.machine.counted_step(record)
         contribution = m.Contribution(fragment, record.version, steps, last_step, float(steps))
-        self.do(self.machine.propose(contribution))
+        self.do(self.machine.propose(contribution, now=now))
         return contribution
 
     def reduce(self, digest: str = "sum") -> r.StartReduce:

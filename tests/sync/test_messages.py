@@ -36,10 +36,10 @@ HELLO = m.Hello(
 )
 SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     HELLO,
-    m.Propose(CONTRIBUTION),
+    m.Propose(CONTRIBUTION, True),
     m.Prepared(0, 7, "d"),
     m.Failed(0, 7, "no piece for 3 s", "r1"),
-    m.Progress("training", 10, 0.25, (1.0, 2.5)),
+    m.Progress("training", 10, 0.25, (m.Reading(0, 3, (1.0, -2.5)),)),
     m.Holds(POSITION),
     m.Lacks(0),
     m.Leaving(),
@@ -53,6 +53,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Behind(POSITION, ("http://10.0.0.2:5",), True),
     m.Roster((("r2", 1),), ()),
     m.CallIn(0, 4),
+    m.Means(0, 3, 2, (1.5, -2.0)),
     m.TrainOn(0),
     m.Void(0),
     m.Quorum(0, 4, 7, 7, 0, 2, 25, 10.0, 2, 5, (("r0", 2), ("r1", 1)), (), (("r0", 1),)),

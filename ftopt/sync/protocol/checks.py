@@ -49,7 +49,12 @@ def check(message: m.FromReplica) -> None:
             _text("state", message.state, limits.MAX_WORD)
             _within("inner_step", message.inner_step, MAX_STEPS)
             _within("step_s", message.step_s, limits.MAX_STEP_S)
-            _few("values", message.values, limits.MAX_VALUES)
+            _once_a_fragment("readings", message.readings, limits.MAX_FRAGMENTS)
+            for reading in message.readings:
+                _within("readings.version", reading.version, MAX_STEPS)
+                _few("readings.values", reading.values, limits.MAX_VALUES)
+                for value in reading.values:
+                    _within("readings.values", value, limits.MAX_READING, least=-limits.MAX_READING)
         case m.Holds(position=position):
             _position(position)
         case m.Lacks(fragment=fragment):
@@ -123,7 +128,9 @@ def _position(position: m.Position) -> None:
     _word("chain", position.chain)
 
 
-def _once_a_fragment(what: str, parts: Sequence[m.Position | m.Contribution | m.PreparedMark], fragments: int) -> None:
+def _once_a_fragment(
+    what: str, parts: Sequence[m.Position | m.Contribution | m.PreparedMark | m.Reading], fragments: int
+) -> None:
     seen: set[int] = set()
     for part in parts:
         _within(f"{what}.fragment", part.fragment, fragments - 1)

@@ -85,9 +85,10 @@ class Coordinator:
         if member is None:
             return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
         member.heard_s = now
+        effects = self._from_member(now, member, message)
         if isinstance(message, m.Progress) and not member.progress(message) and not self._contenders:
-            return []
-        return self._from_member(now, member, message) + self._step(now)
+            return effects
+        return effects + self._step(now)
 
     def lost(self, now: float, conn: int) -> list[Effect]:
         """The connection ended."""
@@ -271,7 +272,10 @@ class Coordinator:
     def _from_member(self, now: float, member: Member, message: m.FromReplica) -> list[Effect]:
         match message:
             case m.Propose(contribution=c) if self._has(c.fragment):
-                return self.rounds[c.fragment].propose(member, c)
+                return self.rounds[c.fragment].propose(member, c, now=message.now)
+            case m.Progress(readings=readings):
+                known = [x for x in readings if self._has(x.fragment)]
+                return [effect for x in known for effect in self.rounds[x.fragment].read(now, member, x)]
             case m.Prepared(fragment=f) if self._has(f):
                 self.rounds[f].prepare(now, member, message)
             case m.Failed(fragment=f) if self._has(f):

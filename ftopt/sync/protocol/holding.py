@@ -42,6 +42,10 @@ class Holding:
     unsure: bool = False
     """A cold start may still replace what is held, since not all fragments are: nothing is offered on it."""
     called_in: bool = False
+    now: bool = False
+    """The outstanding contribution's trigger means now."""
+    means: m.Means | None = None
+    """Of the replicas' readings, the last that were told."""
     released: bool = False
     """Don't wait for the outstanding contribution: cut off, or too few replicas."""
 

@@ -20,8 +20,10 @@ MAX_RANKS = 4096
 """Ranks of a replica."""
 MAX_RANGES = 1 << 15
 """Sample ranges of a contribution."""
-MAX_VALUES = 64
-"""Numbers in a heartbeat."""
+MAX_VALUES = 8
+"""Numbers in a reading."""
+MAX_READING = 1e150
+"""Size of such a number: that of a sum of squares of fp32 parameters, and sums of 4096 of them are finite."""
 MAX_KEY = 512
 """Characters of a rendezvous key: job, fragment, attempt and rank."""
 MAX_VALUE = 1 << 20

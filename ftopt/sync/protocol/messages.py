@@ -156,7 +156,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
+    """``now``: its trigger means now, the others are called in at once."""
+
     contribution: Contribution
+    now: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +183,22 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """The few numbers that a trigger needs of one fragment: of a replica that holds ``version``."""
+
+    fragment: int
+    version: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """The heartbeat. ``values``: the few numbers that a trigger needs."""
+    """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`."""
 
     state: str
     inner_step: int
     step_s: float
-    values: tuple[float, ...] = ()
+    readings: tuple[Reading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +298,16 @@ class CallIn:
 
 
 @dataclass(frozen=True, slots=True)
+class Means:
+    """Means of the last readings of ``count`` replicas that hold ``version``: as many numbers as all of them told."""
+
+    fragment: int
+    version: int
+    count: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainOn:
     """No quorum can form for now (too few replicas): don't wait. The contribution stays outstanding."""
 
@@ -352,7 +374,8 @@ FromReplica = (
     Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Leaving | Bye | StoreSet | StoreGet
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Refused | Hold | Start | Behind | Roster | CallIn | TrainOn | Void | Quorum | Abort | Commit | StoreValue
+    Welcome | Refused | Hold | Start | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort | Commit
+    | StoreValue
 )  # fmt: skip
 
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}

@@ -75,6 +75,11 @@ class Replica:
         """Whether the others wait for a contribution of this replica."""
         return self._fragments[fragment].called_in
 
+    def means(self, fragment: int) -> m.Means | None:
+        """The replicas' means of what triggers go by, None when nobody has told any since the last commit."""
+        f = self._fragments[fragment]
+        return f.means if f.means and f.record and f.means.version == f.record.version else None
+
     @property
     def reborn(self) -> bool:
         """Whether any fragment still waits for the state that it starts anew from."""
@@ -154,14 +159,18 @@ class Replica:
 
     # ------------------------------------------------------------ the trainer
 
-    def propose(self, contribution: m.Contribution) -> list[Effect]:
-        """Step 1. A contribution to another version than the held one, or beside one outstanding, is dropped."""
+    def propose(self, contribution: m.Contribution, *, now: bool = False) -> list[Effect]:
+        """Step 1. A contribution to another version than the held one, or beside one outstanding, is dropped.
+
+        ``now``: the others shall be called in.
+        """
         f = self._fragments[contribution.fragment]
         if f.contribution is not None or f.fetching is not None or f.unhealed or f.reborn:
             return []
         if f.record is None or f.record.version != contribution.version:
             return []
         f.contribution, f.called_in, f.released, f.offered = contribution, False, not self.welcomed, False
+        f.now = now
         return self._offer()
 
     def leave(self) -> list[Effect]:
@@ -266,6 +275,9 @@ class Replica:
                 f = self._fragments[index]
                 f.called_in = f.contribution is None and f.record is not None and f.record.version == version - 1
                 return []
+            case m.Means(fragment=index):
+                self._fragments[index].means = message
+                return []
             case m.TrainOn(fragment=index):
                 self._fragments[index].released = True
                 return []
@@ -301,7 +313,7 @@ class Replica:
             sound = not f.unsure and not f.unhealed and f.fetching is None
             if self.welcomed and f.contribution is not None and not f.offered and sound:
                 f.offered = True
-                effects.append(Send(m.Propose(f.contribution)))
+                effects.append(Send(m.Propose(f.contribution, f.now)))
         return effects
 
     def _learn(self, known: tuple[m.Mark, ...], gone: tuple[m.Mark, ...]) -> None:

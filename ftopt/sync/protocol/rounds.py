@@ -18,6 +18,7 @@ from ftopt.sync.protocol.catch_up import CatchUp
 from ftopt.sync.protocol.cuts import Cuts, Seats
 from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
 from ftopt.sync.protocol.outliers import outliers, withheld
+from ftopt.sync.protocol.readings import Readings
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.protocol.waiting import Waiting
@@ -49,6 +50,7 @@ class Rounds:
         self.catch_up = CatchUp(fragment, roster)
         self._cuts = cuts
         self._seats = Seats(cuts, roster)
+        self._readings = Readings(fragment)
         self._stepped_s = -math.inf
         self._usual_s = 0.0
         self._group = 0
@@ -87,8 +89,11 @@ class Rounds:
 
     # ------------------------------------------------------------ inputs
 
-    def propose(self, member: Member, contribution: m.Contribution) -> list[Effect]:
-        """Step 1: a proposal counts only from a holder of the version that it builds on (I5)."""
+    def propose(self, member: Member, contribution: m.Contribution, *, now: bool = False) -> list[Effect]:
+        """Step 1: a proposal counts only from a holder of the version that it builds on (I5).
+
+        ``now``: the others are called in at once, unless the proposal opens no round.
+        """
         if not self.holds(member):
             self.catch_up.add(member.replica)
             return []
@@ -98,7 +103,16 @@ class Rounds:
         if known != contribution:
             return [Tell("frozen", member.replica, member.incarnation, self.fragment, self.at.version + 1)]
         member.stalled_at = None
-        return []
+        if not now or member.leaving:
+            return []
+        self._waiting.hurry()
+        return [Tell("hurry", member.replica, member.incarnation, self.fragment, self.at.version + 1)]
+
+    def read(self, now: float, member: Member, reading: m.Reading) -> list[Effect]:
+        """Numbers of a holder of the current version, answered with everybody's means."""
+        if not self.holds(member) or reading.version != self.at.version or member.conn is None:
+            return []
+        return [Send(member.conn, self._readings.take(now, self.at, member.replica, reading.values))]
 
     def lose(self, replica: str) -> None:
         """It is away, or gone: it offers its contribution again when it is back."""
@@ -109,6 +123,7 @@ class Rounds:
         """It takes no part for now."""
         self.proposals.pop(replica, None)
         self._waiting.forget(replica)
+        self._readings.drop(replica)
         self._told_train_on.discard(replica)
         if self.attempt and replica in self.attempt.contributions:
             self.attempt.lost.add(replica)
@@ -188,14 +203,6 @@ class Rounds:
         if self._retry and self._retry_s > self._stepped_s:
             return min(due_s, self._retry_s)
         return min(due_s, self._waiting.deadline_s(self._stepped_s, self.proposals))
-
-    def call_in_everyone(self) -> list[Effect]:
-        """For triggers that mean now."""
-        effects: list[Effect] = []
-        for member in self.roster.connected():
-            if self.holds(member) and member.replica not in self.proposals:
-                effects += self._waiting.call_in(member, self.at.version + 1)
-        return effects
 
     def _gather(self, now: float) -> list[Effect]:
         proposers = [x for x in self.roster.connected() if x.replica in self.proposals]

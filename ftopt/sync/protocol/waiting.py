@@ -22,14 +22,23 @@ class Waiting:
         self._grace_s = grace_s
         self._opened_s: float | None = None
         self._deadline: dict[str, float] = {}
+        self._hurried = False
+        self._asked: set[str] = set()
 
     def forget(self, replica: str) -> None:
         """It is away; when it is back it is asked anew."""
         self._deadline.pop(replica, None)
+        self._asked.discard(replica)
 
     def close(self) -> None:
         """Nobody has proposed any more: the next proposal opens the round."""
         self._opened_s = None
+        self._hurried = False
+        self._asked.clear()
+
+    def hurry(self) -> None:
+        """A trigger means now: all are called in at once, and have their time as ever."""
+        self._hurried = True
 
     def step(
         self, now: float, version: int, proposers: list[Member], holds: Callable[[Member], bool]
@@ -42,6 +51,10 @@ class Waiting:
         if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
             return [] if missing else None
         effects: list[Effect] = []
+        for x in missing:
+            if self._hurried and x.replica not in self._asked and holds(x):
+                self._asked.add(x.replica)
+                effects += self.call_in(x, version)
         late = now >= self._opened_s + self._grace_s
         for x in missing:
             if x.replica not in self._deadline and (late or (self._fragment in x.newcomer and holds(x))):
