@@ -30,7 +30,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     history = History(seed)
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
-    world = World(seed, _knobs(chooser, hasty=0.15 if seed % 8 == 5 else 0.0), trace=lines)
+    world = World(seed, _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     try:
         _walk(world, chooser)
