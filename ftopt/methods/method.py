@@ -181,6 +181,11 @@ class Method:
         """What is done with gradients, as a fragment of its own before all others; None: they are not exchanged."""
         return None
 
+    @property
+    def averages_moments(self) -> bool:
+        """Whether the inner optimizer's moments are averaged with the parameters; for methods of one fragment."""
+        return False
+
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """The names of each fragment's parameters. Here: one fragment of all.
 

@@ -26,8 +26,8 @@ from ftopt.methods.sync_sgd import SyncSGD
 class PAFT(LocalSGD):
     """Average gradients every step and parameters every ``sync_every`` steps.
 
-    Moments of the inner optimizers stay with their replicas: their drift does not add up. A joiner starts from the last
-    average of the parameters and is taken in at the next one.
+    Moments of the inner optimizers stay with their replicas unless asked for: their drift does not add up. A joiner
+    starts from the last average of the parameters and is taken in at the next one.
 
     Args:
         sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. No default; the paper has
@@ -35,6 +35,8 @@ class PAFT(LocalSGD):
         overlap: hide the averaging behind the next step (PAFT-Dyn): what the replica does in that step is kept.
             Default False (PAFT-Sync).
         max_norm: the averaged gradient is clipped to this L2 norm; None (default): not.
+        moments: average the inner optimizer's moments with the parameters (SGD with momentum, the Adam family, Muon):
+            two or three times the payload. Default False.
         others: see `Method`.
 
     Raises:
@@ -47,6 +49,7 @@ class PAFT(LocalSGD):
 
     overlap: bool = False
     max_norm: float | None = None
+    moments: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +59,11 @@ class PAFT(LocalSGD):
     def gradients(self) -> Method:
         """Averaged in every step."""
         return SyncSGD(max_norm=self.max_norm, weights=self.weights, staleness_discount=self.staleness_discount)
+
+    @property
+    def averages_moments(self) -> bool:
+        """``moments``."""
+        return self.moments
 
     @property
     def tau(self) -> int:

@@ -18,6 +18,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.buffers import averaged, shared_out
 from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.moments import moments
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
@@ -181,7 +182,8 @@ class Core:
             raise UserError(f"method {method.name}: {error}") from None
         kept = averaged(model) if method.buffers == "mean" else []
         buffers = shared_out(kept, fragments)
-        return [FlatView(model, names, buffers=own) for names, own in zip(fragments, buffers, strict=True)]
+        more = moments(model, self.inner) if method.averages_moments else []
+        return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
 
     def started(self) -> OuterStep:
         """The outer step's state; RuntimeError before the start."""

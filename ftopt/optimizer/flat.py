@@ -8,8 +8,9 @@ dtype; buffers lie behind them. Flat tensors are fp32 always: exact for fp32, bf
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,26 +91,32 @@ class FlatView:
         model: whose trainable parameters are viewed.
         names: only these. Default: all.
         buffers: names of the buffers that lie behind them. Default: none.
+        more: further tensors behind these, by name: where each is at the moment. Default: none.
 
     Attributes:
         names: of all tensors in their order.
         layout: where each parameter lies.
-        trained: elements of the parameters; what lies behind are buffers.
-        numel: elements of both.
+        trained: elements of the parameters; what lies behind are buffers and more.
+        numel: elements of all.
 
     Raises:
         UserError: a buffer has a dtype that fp32 cannot hold.
     """
 
     def __init__(
-        self, model: nn.Module, names: Collection[str] | None = None, *, buffers: Collection[str] = ()
+        self,
+        model: nn.Module,
+        names: Collection[str] | None = None,
+        *,
+        buffers: Collection[str] = (),
+        more: Sequence[tuple[str, Callable[[], Tensor]]] = (),
     ) -> None:
         wanted = [item for item in trainable(model) if names is None or item[0] in names]
         named = sorted(wanted, key=lambda item: _DTYPES.index(item[1].dtype))
         embedding = {p.name: p.embedding for p in parameters(model)}
         self._parameters = [p for _, p in named]
-        self._buffers = _places(model, buffers)
-        self.names: list[str] = [*(name for name, _ in named), *buffers]
+        self._behind = [*_places(model, buffers), *(source for _, source in more)]
+        self.names: list[str] = [*(name for name, _ in named), *buffers, *(name for name, _ in more)]
         tensors = self._locals()
         self._shapes = [t.shape for t in tensors]
         self._sizes = [t.numel() for t in tensors]
@@ -180,25 +187,25 @@ class FlatView:
         it."""
         lines = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(self.names, self._locals(), strict=True)]
         short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
-        buffers = f", {len(self._buffers)} of them buffers" if self._buffers else ""
-        return f"{len(self.names)} tensors{buffers}, {self.trained:,} parameters, {short}"
+        behind = f", {len(self._behind)} of them beside the parameters" if self._behind else ""
+        return f"{len(self.names)} tensors{behind}, {self.trained:,} parameters, {short}"
 
     def _locals(self) -> list[Tensor]:
         # Looked up each time: `.data` of a parameter, or a whole buffer, may have been replaced since.
-        return [_local(t) for t in (*self._parameters, *(getattr(module, key) for module, key in self._buffers))]
+        return [_local(t) for t in (*self._parameters, *(source() for source in self._behind))]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, self._sizes)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
-def _places(model: nn.Module, buffers: Collection[str]) -> list[tuple[nn.Module, str]]:
-    """The module of each buffer, and its name there."""
+def _places(model: nn.Module, buffers: Collection[str]) -> list[Callable[[], Tensor]]:
+    """Where each buffer is."""
     places = {}
     for module_name, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             name = uncompiled(f"{module_name}.{key}" if module_name else key)
-            places[name] = (module, key)
+            places[name] = partial(getattr, module, key)
             if name in buffers and buffer.dtype not in _DTYPES:
                 raise UserError(
                     f"method.buffers=mean, but buffer {name} is {buffer.dtype}, which the fp32 anchor cannot hold; "

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods import PAFT, Method
 from ftopt.optimizer import wrap
@@ -90,3 +91,26 @@ def test_drift_between_two_averages_follows_the_law_for_plain_sgd() -> None:
     d = sum(p.numel() for p in wide(0).parameters())
     law = (REPLICAS - 1) / REPLICAS * d * SIGMA**2 * (period - 1) * lr**2
     assert sum(found) / len(found) == pytest.approx(law, rel=0.05)
+
+
+@pytest.mark.parametrize(("inner", "keys"), [("sgd", ["momentum_buffer"]), ("adamw", ["exp_avg", "exp_avg_sq"])])
+def test_moments_are_averaged_on_request(inner: str, keys: list[str]) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def keep(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        made.append(problem("mlp", inner).inner(parameters))
+        return made[-1]
+
+    task = Problem(problem("mlp").model, keep)
+    for moments in (False, True):
+        made.clear()
+        train(task, PAFT(sync_every=10, moments=moments), steps=20)
+        states = [list(optimizer.state.values()) for optimizer in made]
+        alike = [torch.equal(states[0][i][key], s[i][key]) for s in states[1:] for i in range(4) for key in keys]
+        assert all(alike) if moments else not any(alike)
+
+
+def test_moments_of_an_optimizer_without_any_are_refused() -> None:
+    task = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(UserError, match="use moments=false"):
+        train(task, PAFT(sync_every=10, moments=True), steps=1)

@@ -12,17 +12,25 @@ from ftopt.sync.protocol.roster import Member, Roster
 
 
 class Numbers:
-    """Attempt numbers, unique in the job: each epoch has a million of its own."""
+    """Attempt numbers, unique in the job: they grow, and each epoch begins at a million of its own at least.
 
-    def __init__(self, epoch: int) -> None:
+    Args:
+        epoch: the epoch.
+        used: the highest that is known to be used.
+    """
+
+    def __init__(self, epoch: int, used: int = 0) -> None:
+        self._last = used
         self.restart(epoch)
 
     def restart(self, epoch: int) -> None:
-        self._next = epoch * 1_000_000
+        """An epoch begins. One that has had more than its million must not be repeated by the next."""
+        self._last = max(self._last, epoch * 1_000_000)
 
     def next(self) -> int:
-        self._next += 1
-        return self._next
+        """A number that was never used."""
+        self._last += 1
+        return self._last
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class Coordinator:
         self.members = Members()
         self.roster = self.members.roster
         self.gathering: Gathering | None = Gathering(self.roster, saved)
-        self._numbers = Numbers(self.epoch)
+        self._numbers = Numbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
         self._contenders: dict[int, tuple[m.Hello, float]] = {}
         self._journalled_epoch = False
         if saved:
