@@ -21,6 +21,8 @@ from ftopt.methods.fragments import Balanced, Partition
 from ftopt.methods.method import LOCAL, Mine, Round
 from ftopt.methods.streaming import StreamingDiLoCo
 
+MAX_GRACE = 1e6
+
 
 def _many() -> Partition:
     return Balanced(n=24)
@@ -36,6 +38,10 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         delay: inner steps from a fragment's snapshot to its take-over (the paper's tau). Default 2, the paper's.
         patience_s: seconds that training waits for a fragment that is not decided by then. Default 0: it is taken up
             when it is there.
+        grace: gamma of the adaptive grace, >= 0: those still at work are called in ``gamma * (tau * step - quorum -
+            sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: as long as training hides
+            it, the time that quorum and reduction take left out (moving averages); at most ``sync.grace_s``. Default 1.
+            0: always ``sync.grace_s``.
         weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that who trains on larger
             batches counts for more than by its tokens alone. Steps, where nobody calls ``optimizer.count``.
         others: see `StreamingDiLoCo` and `Method`.
@@ -55,6 +61,12 @@ class DecoupledDiLoCo(StreamingDiLoCo):
     delay: int = field(default=2, metadata=LOCAL)
     patience_s: float = field(default=0.0, metadata=LOCAL)
     weights: str = "tokens_per_step"
+    grace: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.grace <= MAX_GRACE:
+            raise ValueError(f"grace={self.grace!r}; must be a number from 0 (not adapted) to {MAX_GRACE:g}; use 1")
 
     def scalars(self, mine: Mine) -> tuple[float, ...]:
         """``|v|`` of each tensor that is no embedding; none in a round that only averages."""

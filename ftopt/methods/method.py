@@ -218,6 +218,12 @@ class Method:
         return "keep"
 
     @property
+    def grace(self) -> float:
+        """gamma of the adaptive grace, >= 0: the share of the time, hidden behind ``tau`` steps and not needed by the
+        round itself, that the others are waited for. 0: they are waited for as long as the job's settings say."""
+        return 0.0
+
+    @property
     def mix(self) -> float | None:
         """alpha: ``params <- alpha * params + (1 - alpha) * A`` at the take-over; None: rebase, nothing is lost."""
         return None

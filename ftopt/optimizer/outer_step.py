@@ -18,11 +18,12 @@ and tensors are never touched under the lock.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -43,6 +44,9 @@ from ftopt.optimizer.merge import mixed, rebased
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
+
+_DESCRIBED = 8
+"""So many fragments are described one by one to the other replicas, the others by a hash."""
 
 
 class OuterStep:
@@ -120,12 +124,15 @@ class OuterStep:
 
     def fingerprint(self) -> Fingerprint:
         """What must agree among the replicas: the model's tensors, the method and its settings."""
-        lines = {"model": "; ".join(fragment.view.describe() for fragment in self._fragments)}
+        views = [fragment.view.describe() for fragment in self._fragments]
+        if len(views) > _DESCRIBED:
+            views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
+        lines = {"model": "; ".join(views)}
         lines["method"] = self._method.name
         lines |= {f"method.{name}": value for name, value in self._method.settings().items()}
         initial = self._fragments[0].state.digest
         if len(self._fragments) > 1:
-            initial = ",".join(fragment.state.digest for fragment in self._fragments)
+            initial = _short(fragment.state.digest for fragment in self._fragments)
         return Fingerprint(lines=lines, initial=initial, fragments=len(self._fragments))
 
     @property
@@ -322,6 +329,8 @@ class OuterStep:
             tokens=tokens,
             norm=norm if math.isfinite(norm) else 0.0,
             finite=finite,
+            overlap_s=self._tau(fragment) * self.step_s,
+            grace=fragment.method.grace,
         )
         seen = fragment.gauge.seen(steps, lr, self.tally, fragment.base_tally)
         if Number.LOSS in fragment.method.uses and steps and seen.loss is None:
@@ -579,3 +588,8 @@ def _borrow(fragment: Fragment) -> Tensor:
     """The training thread's spare buffer, or a new one."""
     spare, fragment.spare = fragment.spare, None
     return fragment.view.empty() if spare is None else spare
+
+
+def _short(parts: Iterable[str]) -> str:
+    """SHA-256 (hex) of many strings."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

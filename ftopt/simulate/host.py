@@ -72,7 +72,9 @@ class Shard:
             self.base_step = snapshot.contribution.last_step
         self.record, self.content = record, content
 
-    def propose(self, mark: Mark, local_steps: int, *, finite: bool) -> Contribution | None:
+    def propose(
+        self, mark: Mark, local_steps: int, *, finite: bool, overlap_s: float = 0.0, grace: float = 0.0
+    ) -> Contribution | None:
         """Freezes a contribution; None when a newer state waits to be taken up."""
         if self.record is None or self.record is not self.taken:
             return None
@@ -84,6 +86,8 @@ class Shard:
             last_step=local_steps,
             weight=float(steps) if finite else 0.0,
             finite=finite,
+            overlap_s=overlap_s,
+            grace=grace,
         )
         if not finite:
             self.base_step = local_steps

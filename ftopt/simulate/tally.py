@@ -31,6 +31,7 @@ COVERED = (
     "a link that carries one way only",
     "a result that one member misses",
     *(f"{count} fragments" for count in (1, 2, 3, 4)),
+    "adaptive grace",
     "halt",
 )
 """What has to happen in more than one history of a hundred; else the walks prove little."""

@@ -394,7 +394,14 @@ class Process:
         if fragment in self.installing:
             return
         finite = not self.world.chance(self.world.knobs.nonfinite)
-        contribution = shard.propose(self.mark, self.local_steps, finite=finite)
+        knobs = self.world.knobs
+        contribution = shard.propose(
+            self.mark,
+            self.local_steps,
+            finite=finite,
+            overlap_s=knobs.overlap_steps * self.step_s,
+            grace=knobs.grace,
+        )
         if contribution is None:
             return
         if not finite:

@@ -6,7 +6,7 @@ import math
 import random
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ftopt.simulate.check import Violation
 from ftopt.simulate.trainer import Process
@@ -30,8 +30,11 @@ def run(seed: int, *, trace: bool = False) -> History:
     history = History(seed)
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
-    world = World(seed, _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0), trace=lines)
+    knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
+    world = World(seed, _graced(knobs, seed), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
+    if world.knobs.grace:
+        world.coverage["adaptive grace"] += 1
     try:
         _walk(world, chooser)
     except AssertionError as error:
@@ -68,6 +71,14 @@ def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
         nonfinite=chooser.choice((0.0, 0.0, 0.0, 0.05)),
         hasty=hasty,
     )
+
+
+def _graced(knobs: Knobs, seed: int) -> Knobs:
+    """With an adaptive grace in a quarter of all histories; the others are what they would be without it."""
+    chooser = random.Random(seed * 7919 + 2)
+    if chooser.random() < 0.75:
+        return knobs
+    return replace(knobs, overlap_steps=chooser.randint(1, 4), grace=chooser.choice((0.5, 1.0, 3.0)))
 
 
 def _walk(world: World, chooser: random.Random) -> None:

@@ -46,6 +46,8 @@ class Knobs:
     corrupt: float = 0.0
     nonfinite: float = 0.0
     hasty: float = 0.0
+    overlap_steps: int = 0
+    grace: float = 0.0
 
     @property
     def dead_after_s(self) -> float:

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.methods import Balanced, DecoupledDiLoCo, Mine, Round, Span, Work
+from ftopt.connect import solo
+from ftopt.methods import Balanced, DecoupledDiLoCo, Mine, Round, Span, StreamingDiLoCo, Work
 from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
+from ftopt.optimizer import wrap
 from ftopt.optimizer.flat import parameters
+from ftopt.sync.group import Contribution
 from tests.optimizer.running import train_and_look
 from tests.problems import Problem, problem
 from tests.reference.decoupled import rda
@@ -79,6 +85,15 @@ def test_the_norm_is_that_of_fp64_whatever_the_scale_and_the_order() -> None:
     assert norm(torch.tensor([1e-45, 0.0])) == pytest.approx(1e-45, rel=0.5)
 
 
+@pytest.mark.gpu
+def test_a_gpu_computes_the_same_bits() -> None:
+    x = torch.randn(3_000_001)
+    assert norm(x) == norm(x.cuda())
+    layout = (Span("a", 0, 3_000_001),)
+    mean = directions_(x, layout) * 0.3
+    assert torch.equal(lengthened_(mean.clone(), layout, [2.0]), lengthened_(mean.cuda(), layout, [2.0]).cpu())
+
+
 def test_lengths_and_directions_leave_embeddings_out() -> None:
     v = torch.randn(120)
     assert lengths(v, LAYOUT) == (norm(v[:30]), norm(v[50:]))
@@ -119,7 +134,7 @@ def embedded(seed: int) -> nn.Module:
 def test_decoupled_equals_its_paper(inner: str, replicas: int) -> None:
     task = Problem(embedded, problem("mlp", inner).inner)
     rule = Balanced(n=3)
-    method = DecoupledDiLoCo(sync_every=H, fragments=rule, patience_s=LONG_S)
+    method = DecoupledDiLoCo(sync_every=H, fragments=rule, patience_s=LONG_S, grace=0.0)
     names = method.partition(parameters(task.model(0)))
 
     def combine(name: str, displacements: list[Tensor]) -> Tensor:
@@ -135,3 +150,43 @@ def test_decoupled_equals_its_paper(inner: str, replicas: int) -> None:
         torch.testing.assert_close(ours.anchor, list(theta.values()), rtol=0, atol=1e-6)
         torch.testing.assert_close(ours.params, params[m], rtol=0, atol=1e-6)
         assert all(torch.equal(a, b) for a, b in zip(ours.anchor, ran[0].anchor, strict=True))
+
+
+def test_contributions_tell_how_long_training_goes_on_without_the_result() -> None:
+    task, group = problem("deep"), solo()
+    model = task.model(0)
+    offered: list[Contribution] = []
+    propose = group.propose
+
+    def offer(contribution: Contribution, **how: Any) -> None:
+        offered.append(contribution)
+        propose(contribution, **how)
+
+    group.propose = offer  # type: ignore[method-assign]
+    method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), delay=3, grace=0.5)
+    ticks = itertools.count()
+    optimizer = wrap(task.inner(model.parameters()), model, method, group=group)
+    optimizer._core._clock = lambda: float(next(ticks))
+    with optimizer:
+        for step in range(12):
+            optimizer.zero_grad()
+            task.backward(model, 0, step)
+            optimizer.step()
+    assert all(c.grace == 0.5 for c in offered)
+    assert offered[0].overlap_s == pytest.approx(3 * 1.0)
+    assert replace(DecoupledDiLoCo(), grace=0.0).grace == StreamingDiLoCo().grace == 0.0
+    with pytest.raises(ValueError, match="grace=-1"):
+        DecoupledDiLoCo(grace=-1)
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp4"])
+def test_directions_go_through_a_codec_and_replicas_stay_alike(codec: str) -> None:
+    task = problem("deep", "sgd")
+    method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), patience_s=LONG_S, grace=0.0)
+    exact = train_and_look(task, method, replicas=2, steps=40)
+    coded = train_and_look(task, method, replicas=2, steps=40, codec=codec)
+    assert all(torch.equal(a, b) for a, b in zip(coded[0].anchor, coded[1].anchor, strict=True))
+    start = torch.cat([p.detach().reshape(-1) for p in task.model(0).parameters()])
+    moved = torch.cat([t.reshape(-1) for t in exact[0].anchor]) - start
+    off = torch.cat([t.reshape(-1) for t in coded[0].anchor]) - start - moved
+    assert norm(off) < 0.25 * norm(moved)

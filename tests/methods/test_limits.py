@@ -26,7 +26,7 @@ STREAM = {"sync_every": H, "fragments": RULE, "patience_s": LONG_S}
 
 BIT_EQUAL: list[tuple[int, Method, Method]] = [
     (2, StreamingDiLoCo(sync_every=H, fragments=Strided(n=1), delay=0, outer=SGD()), DiLoCo(sync_every=H, outer=SGD())),
-    (1, DecoupledDiLoCo(**STREAM, delay=2), StreamingDiLoCo(**STREAM, delay=2)),  # type: ignore[arg-type]
+    (1, DecoupledDiLoCo(**STREAM, delay=2, grace=0.0), StreamingDiLoCo(**STREAM, delay=2)),  # type: ignore[arg-type]
     (2, LocalSGD(sync_every=1), LocalSGD(sync_every=H, outer_start_step=STEPS)),
 ]
 EQUAL_TO_ROUNDING: list[tuple[int, Method, Method]] = [
@@ -100,7 +100,7 @@ POST_LOCAL: dict[str, tuple[Method, Callable[[], list[Tensor]], float]] = {
         0.0,
     ),
     "decoupled": (
-        DecoupledDiLoCo(**STREAM, delay=2, outer_start_step=START),  # type: ignore[arg-type]
+        DecoupledDiLoCo(**STREAM, delay=2, grace=0.0, outer_start_step=START),  # type: ignore[arg-type]
         lambda: _streaming(lambda name, vs: rda(vs, [1.0] * len(vs)), 2),
         1e-6,
     ),

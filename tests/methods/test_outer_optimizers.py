@@ -172,6 +172,20 @@ def test_unlike_cpus_compute_the_same_bits() -> None:
     assert len({line[-1] for line in lines}) == 1, lines
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.on_shares], ids=repr)
+def test_a_gpu_computes_the_same_bits(rule: OuterOptimizerRule) -> None:
+    anchor = torch.randn(100_003)
+    gradients = [torch.randn(100_003) for _ in range(5)]
+    results = []
+    for device in ("cpu", "cuda"):
+        now, state = anchor.to(device), rule.init(anchor.to(device))
+        for gradient in gradients:
+            now, state = rule.step(now, state, gradient.to(device))
+        results.append(now.cpu())
+    assert torch.equal(*results)
+
+
 def test_nesterov_by_hand() -> None:
     rule = SGD(lr=0.5, momentum=0.5, nesterov=True)
     anchor, state = rule.step(torch.tensor([1.0]), rule.init(torch.zeros(1)), torch.tensor([1.0]))

@@ -5,11 +5,18 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from torch import nn
 
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.methods import SGD, Balanced, DiLoCo, LocalSGD, Mine, Progress, StreamingDiLoCo, Work
+from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, DiLoCo, LocalSGD, Mine, Progress, StreamingDiLoCo, Work
 from ftopt.optimizer import wrap
+from ftopt.optimizer.flat import FlatView, parameters
+from ftopt.optimizer.outer_step import OuterStep
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.checks import check
+from ftopt.sync.protocol.holding import Identity
+from ftopt.sync.protocol.replica import Replica, Send
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import together
 from tests.problems import problem
@@ -107,3 +114,19 @@ def test_replicas_of_unlike_pace_meet_with_what_they_have() -> None:
 
     together([lambda m=m: replica(m) for m in range(2)])
     assert any(0 < members.get("r1", 0) < 20 for members in decided), "called in before its own pace"
+
+
+@pytest.mark.parametrize("n", [1, 4, 24, 300])
+def test_a_hello_tells_of_many_fragments_in_few_words(n: int) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
+    method = DecoupledDiLoCo(fragments=Balanced(n=n))
+    views = [FlatView(model, names) for names in method.partition(parameters(model))]
+    (group,) = local_groups(1)
+    told = OuterStep(views, method, group).fingerprint()
+    identity = Identity("job", "r0", dict(told.lines), {}, told.initial, told.fragments, "host:1")
+    ((hello,),) = ([e.message for e in Replica(identity).connect() if isinstance(e, Send)],)
+    assert isinstance(hello, m.Hello)
+    check(hello)
+    views[-1].write(torch.ones(views[-1].numel))
+    other = OuterStep(views, method, group).fingerprint()
+    assert other.initial != told.initial and other.lines == told.lines

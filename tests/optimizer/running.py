@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -60,10 +60,11 @@ def train_and_look(
     steps: int,
     dtype: torch.dtype = torch.float32,
     rate: Callable[[int], float] | None = None,
+    codec: str = "fp32",
 ) -> list[Trained]:
     """Trains replicas on their own batches; ``rate`` is the inner rate after so many steps, else the optimizer's."""
     models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
-    groups = local_groups(replicas, sync=PATIENT)
+    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec))
 
     def replica(m: int) -> Trained:
         model = models[m]

@@ -194,6 +194,8 @@ NONSENSE: dict[str, tuple[m.FromReplica, str]] = {
     "huge weight": (m.Propose(m.Contribution(0, 0, 5, 5, 1e300)), "weight: 1e+300"),
     "weight of nothing": (m.Propose(m.Contribution(0, 0, 0, 5, 1.0)), "weight: 1 for what has no steps"),
     "weight of nan": (m.Propose(m.Contribution(0, 0, 5, 5, 1.0, finite=False)), "not finite"),
+    "overlap": (m.Propose(m.Contribution(0, 0, 5, 5, 5.0, overlap_s=-1.0)), "overlap_s: -1"),
+    "grace": (m.Propose(m.Contribution(0, 0, 5, 5, 5.0, grace=1e9)), "grace: 1000000000"),
     "ranges": (m.Propose(m.Contribution(0, 0, 5, 5, 5.0, ranges=((9, 3),))), "ranges: 9"),
     "fragment": (m.Lacks(-1), "fragment: -1"),
     "attempt": (m.Prepared(0, -1, "d"), "attempt: -1"),

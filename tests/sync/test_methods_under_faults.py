@@ -22,6 +22,8 @@ METHODS: dict[str, Method] = {
     "paft": ftopt.PAFT(sync_every=10),
     "sync_sgd": ftopt.SyncSGD(),
     "slowmo": ftopt.SlowMo(sync_every=10),
+    "decoupled": ftopt.DecoupledDiLoCo(sync_every=12, fragments=THREE, delay=6),
+    "foreign outer": ftopt.DiLoCo(sync_every=10, outer=ftopt.Torch(cls="torch.optim.Adam", args={"lr": 1e-3})),
     "post-local": ftopt.DiLoCo(sync_every=10, outer_start_step=30),
 }
 EVERYONE = pytest.mark.parametrize(

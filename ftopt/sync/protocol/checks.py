@@ -116,6 +116,8 @@ def _contribution(c: m.Contribution) -> None:
     _within("norm", c.norm, float("inf"))
     if c.weight and not (c.finite and c.steps):
         raise m.MessageError(f"weight: {c.weight:g} for what has no steps or is not finite; 0 is needed")
+    _within("overlap_s", c.overlap_s, limits.MAX_OVERLAP_S)
+    _within("grace", c.grace, limits.MAX_GRACE)
     _few("ranges", c.ranges, limits.MAX_RANGES)
     for start, stop in c.ranges:
         _within("ranges", stop, MAX_INT)

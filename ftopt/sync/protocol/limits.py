@@ -34,10 +34,14 @@ MAX_STEPS = 1 << 40
 """Inner steps, versions, incarnations: 35 years of a thousand a second."""
 MAX_EPOCH = 1 << 33
 """Epochs count from the seconds since 1970: good until 2242. A million attempt numbers each stay below `MAX_INT`."""
-MAX_WEIGHT = 1e15
-"""A weight: that of a trillion tokens, and sums of 4096 of them are exact enough in float64."""
+MAX_WEIGHT = 1e24
+"""A weight: a trillion tokens times a trillion tokens a step."""
 MAX_STEP_S = 3600.0
 """Seconds of an inner step: a call-in waits two of them."""
+MAX_OVERLAP_S = 1e9
+"""Seconds that a replica trains on without a result; the grace is bounded apart from that."""
+MAX_GRACE = 1e6
+"""Gamma of the adaptive grace."""
 
 
 def wrong_name(name: str) -> str:

@@ -38,6 +38,8 @@ class Contribution:
         norm: L2 norm of its outer gradient, 0 when not finite.
         finite: False when a NaN or Inf is in it (its weight is then 0).
         ranges: sample ranges ``(start, stop)`` used for it; empty without a ledger.
+        overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
+        grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
     """
 
     fragment: int
@@ -49,6 +51,8 @@ class Contribution:
     norm: float = 0.0
     finite: bool = True
     ranges: tuple[tuple[int, int], ...] = ()
+    overlap_s: float = 0.0
+    grace: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

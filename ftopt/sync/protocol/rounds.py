@@ -18,6 +18,7 @@ from ftopt.sync.protocol.catch_up import CatchUp
 from ftopt.sync.protocol.cuts import Cuts, Seats
 from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
 from ftopt.sync.protocol.outliers import outliers, withheld
+from ftopt.sync.protocol.pace import Pace
 from ftopt.sync.protocol.readings import Readings
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
@@ -53,13 +54,14 @@ class Rounds:
         self._readings = Readings(fragment)
         self._stepped_s = -math.inf
         self._usual_s = 0.0
+        self._pace = Pace()
         self._group = 0
         self._group_key: object = None
         self._new_round()
 
     def _new_round(self) -> None:
         self.proposals.clear()
-        self._waiting = Waiting(self.fragment, self.roster, self.sync.grace_s)
+        self._waiting = Waiting(self.fragment, self.roster, self.sync)
         self._retry = False
         self._retry_s = 0.0
         self._failures = 0
@@ -212,7 +214,8 @@ class Rounds:
             return []
         if self._retry:
             return self._form(now, proposers) if now >= self._retry_s else []
-        waits = self._waiting.step(now, self.at.version + 1, proposers, self.holds)
+        grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
+        waits = self._waiting.step(now, self.at.version + 1, proposers, self.holds, grace_s=grace_s)
         if waits is not None:
             return waits
         effects: list[Effect] = []
@@ -357,6 +360,8 @@ class Rounds:
         )
         self.attempt, self.last, self.inner_step = None, d, d.inner_step
         self._usual_s = a.reported_s - a.started_s
+        if not self._retry:
+            self._pace.learn(self._waiting.quorum_s, self._usual_s)
         self.at = m.Position(self.fragment, a.version, chain)
         self.history[a.version] = chain
         self.history.pop(a.version - HISTORY, None)

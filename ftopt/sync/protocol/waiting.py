@@ -8,6 +8,7 @@ from collections.abc import Callable, Container
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Effect, Send, Tell
 from ftopt.sync.protocol.roster import Member, Roster
+from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5
 """Newcomers have at least so long after the first proposal."""
@@ -16,11 +17,14 @@ PATIENCE_S = 0.5
 class Waiting:
     """The patience of one round of one fragment."""
 
-    def __init__(self, fragment: int, roster: Roster, grace_s: float) -> None:
+    def __init__(self, fragment: int, roster: Roster, sync: Sync) -> None:
         self._fragment = fragment
         self._roster = roster
-        self._grace_s = grace_s
+        self._grace_s = sync.grace_s
+        self._enough = sync.min_replicas
         self._opened_s: float | None = None
+        self._quorate_s: float | None = None
+        self._late_s = math.inf
         self._deadline: dict[str, float] = {}
         self._hurried = False
         self._asked: set[str] = set()
@@ -32,7 +36,7 @@ class Waiting:
 
     def close(self) -> None:
         """Nobody has proposed any more: the next proposal opens the round."""
-        self._opened_s = None
+        self._opened_s = self._quorate_s = None
         self._hurried = False
         self._asked.clear()
 
@@ -40,10 +44,25 @@ class Waiting:
         """A trigger means now: all are called in at once, and have their time as ever."""
         self._hurried = True
 
+    @property
+    def quorum_s(self) -> float:
+        """How long it took from the first proposal until enough had proposed; 0 while they have not."""
+        return self._quorate_s - self._opened_s if self._quorate_s is not None and self._opened_s is not None else 0.0
+
     def step(
-        self, now: float, version: int, proposers: list[Member], holds: Callable[[Member], bool]
+        self,
+        now: float,
+        version: int,
+        proposers: list[Member],
+        holds: Callable[[Member], bool],
+        *,
+        grace_s: float,
     ) -> list[Effect] | None:
-        """What is to be told; None once the quorum need not wait for anybody."""
+        """What is to be told; None once the quorum need not wait for anybody.
+
+        ``grace_s`` counts from the moment on when ``min_replicas`` have proposed; without that, those at work are
+        called in when the job's own grace has passed since the first proposal.
+        """
         proposed = {x.replica for x in proposers}
         if self._opened_s is None and not all(x.leaving for x in proposers):
             self._opened_s = now
@@ -55,7 +74,11 @@ class Waiting:
             if self._hurried and x.replica not in self._asked and holds(x):
                 self._asked.add(x.replica)
                 effects += self.call_in(x, version)
-        late = now >= self._opened_s + self._grace_s
+        if self._quorate_s is None and len(proposers) >= self._enough:
+            self._quorate_s = now
+        soonest_s = math.inf if self._quorate_s is None else self._quorate_s + grace_s
+        self._late_s = min(self._opened_s + self._grace_s, soonest_s)
+        late = now >= self._late_s
         for x in missing:
             if x.replica not in self._deadline and (late or (self._fragment in x.newcomer and holds(x))):
                 self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
@@ -88,7 +111,7 @@ class Waiting:
         """When `step` is to be called, if nothing happens before."""
         due = [t for replica, t in self._deadline.items() if replica not in proposed]
         if self._opened_s is not None:
-            due.append(self._opened_s + self._grace_s)
+            due.append(self._late_s)
         return min((t for t in due if t > now), default=math.inf)
 
     def _awaited(self, member: Member, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
