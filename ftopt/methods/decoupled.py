@@ -20,6 +20,7 @@ from ftopt.methods.aggregation import directions_, lengthened_, lengths
 from ftopt.methods.fragments import Balanced, Partition
 from ftopt.methods.method import LOCAL, Mine, Round
 from ftopt.methods.streaming import StreamingDiLoCo
+from ftopt.methods.triggers import Number
 
 MAX_GRACE = 1e6
 
@@ -67,6 +68,14 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         super().__post_init__()
         if not 0 <= self.grace <= MAX_GRACE:
             raise ValueError(f"grace={self.grace!r}; must be a number from 0 (not adapted) to {MAX_GRACE:g}; use 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if Number.DISTANCE in self.uses:
+            raise ValueError(
+                "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "
+                "use linear_fda or local_condition"
+            )
 
     def scalars(self, mine: Mine) -> tuple[float, ...]:
         """``|v|`` of each tensor that is no embedding; none in a round that only averages."""

@@ -23,14 +23,17 @@ from ftopt.sync.group import Reading
 
 AGREED = "agreed"
 """The outer state's name for `Agreed`: fp64, one number a field."""
-_CHUNK = 1 << 20
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
+"""Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
 
 
 def dot(a: Tensor, b: Tensor) -> float:
     """``<a, b>`` of flat tensors, summed in fp64, without an fp64 copy of the whole."""
     total = torch.zeros((), dtype=torch.float64, device=a.device)
-    for x, y in zip(torch.split(a, _CHUNK), torch.split(b, _CHUNK), strict=True):
-        total += torch.dot(x.double(), y.double())
+    size = _CPU_CHUNK if a.device.type == "cpu" else _CHUNK
+    for x, y in zip(torch.split(a, size), torch.split(b, size), strict=True):
+        wide = x.double()
+        total += torch.dot(wide, wide if a is b else y.double())
     return float(total)
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.methods import PAFT, Method
+from ftopt.methods import PAFT, Method, SignalToNoise
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, problem
@@ -72,13 +74,15 @@ def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool
             assert torch.equal(a, b), f"off by {float((a - b).abs().max())}"
 
 
+def wide(seed: int) -> nn.Module:
+    """Enough elements for their squares to have a mean."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 4))
+
+
 def test_drift_between_two_averages_follows_the_law_for_plain_sgd() -> None:
     """E|mean - params_m|^2 = ((M - 1) / M) d sigma^2 sum eta^2, within 5 %."""
     lr, period, found = 0.05, 50, list[float]()
-
-    def wide(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(8, 400), nn.Tanh(), nn.Linear(400, 4))
 
     def look(step: int, models: list[nn.Module]) -> None:
         if step % period == period - 1:
@@ -114,3 +118,25 @@ def test_moments_of_an_optimizer_without_any_are_refused() -> None:
     task = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     with pytest.raises(UserError, match="use moments=false"):
         train(task, PAFT(sync_every=10, moments=True), steps=1)
+
+
+def test_paft_averages_by_the_noise_it_finds_when_asked_to() -> None:
+    """PAFT-Dyn's period: |g| / (sigma sqrt d), with sigma from the drift since the last average."""
+    task = Problem(wide, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    trigger = SignalToNoise(initial=20, least=2, most=200)
+    periods: list[tuple[int, float, int]] = []
+    averaged = [0]
+
+    def look(step: int, models: list[nn.Module]) -> None:
+        values = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in models]
+        if all(torch.equal(values[0], other) for other in values):
+            gradient = torch.cat([p.grad.reshape(-1) for p in models[0].parameters() if p.grad is not None])
+            periods.append((step - averaged[0], float(gradient.norm()), gradient.numel()))
+            averaged[0] = step
+
+    train(task, PAFT(sync_every=200, trigger=trigger), steps=80, look=look)
+    assert periods[0][0] == 20
+    assert len(periods) >= 3
+    for (_, norm, d), (period, _, _) in pairwise(periods):
+        wanted = min(max(norm / (SIGMA * math.sqrt(d)), 2), 200)
+        assert abs(period - wanted) <= 1 + 0.15 * wanted, (period, wanted)

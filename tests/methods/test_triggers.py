@@ -15,6 +15,7 @@ from ftopt.methods import (
     AdaComm,
     AllOf,
     AnyOf,
+    DecoupledDiLoCo,
     DiLoCo,
     Due,
     Every,
@@ -298,6 +299,7 @@ def test_every_method_takes_a_trigger_that_replicas_must_agree_on() -> None:
         (lambda: LocalSGD(sync_every=5, trigger=7), "use ftopt.Every"),  # type: ignore[arg-type]
         (lambda: LocalSGD(sync_every=5, trigger=Every(6)), "use sync_every=6 or more"),
         (lambda: DiLoCo(sync_every=10, trigger=AdaComm()), "use sync_every=16 or more"),
+        (lambda: DecoupledDiLoCo(trigger=AnyOf([ExactDivergence(threshold=1.0)])), "use linear_fda"),
     ],
 )
 def test_a_wrong_trigger_is_refused_with_what_is_allowed(make: Any, part: str) -> None:
