@@ -68,9 +68,6 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         super().__post_init__()
         if not 0 <= self.grace <= MAX_GRACE:
             raise ValueError(f"grace={self.grace!r}; must be a number from 0 (not adapted) to {MAX_GRACE:g}; use 1")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         if Number.DISTANCE in self.uses:
             raise ValueError(
                 "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "
