@@ -43,7 +43,7 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
     """The buffers of each fragment: those of the modules whose parameters it holds.
 
     A module without parameters of its own (``affine=False``, frozen) counts to the nearest one around it that has some,
-    and a module whose parameters lie in several fragments to its first parameter's.
+    and a module whose parameters lie in several fragments to the first of these.
 
     Args:
         names: of the buffers.
