@@ -113,7 +113,8 @@ class AdaComm(_Period):
         most: of the period. Default 16, Paddle's. Also the period at a rate of 0.
 
     Losses must be counted (``optimizer.count(loss=...)``, or a closure's). ``F_0`` is the mean over the steps of the
-    first outer step, where the paper takes the loss before the first step. Where a loss is not positive, ``H_0`` stays.
+    first outer step, where the paper takes the loss before the first step. Where a loss, or ``eta_0`` (as a warm-up
+    begins), is not positive, ``H_0`` stays.
 
     Source: arXiv 1810.08313, which sets H every so many seconds, and this at each outer step; the second formula is
     that of Paddle's ``AdaptiveLocalSGD``.
@@ -132,7 +133,7 @@ class AdaComm(_Period):
             return None
         if self.formula == "loss":
             return math.ceil(math.sqrt(loss / first_loss) * self.initial)
-        if lr is None or first_lr is None:
+        if lr is None or not first_lr:
             return None
         return math.ceil(math.sqrt(first_lr / lr * loss / first_loss * self.initial)) if lr else math.inf
 

@@ -83,7 +83,7 @@ class Seen:
     """What one member of an outer step tells the others for their triggers; None: not known, or not asked for.
 
     Args:
-        share: ``w / W``.
+        weight: ``w``.
         steps: inner steps of its contribution.
         lr: the inner optimizer's largest rate at its snapshot.
         rates_square: the sum of ``lr^2`` over these steps.
@@ -92,7 +92,7 @@ class Seen:
         distance: ``|p - mean(p)|^2``, measured on what is sent.
     """
 
-    share: float
+    weight: float
     steps: float
     lr: float
     rates_square: float
@@ -144,10 +144,10 @@ class Agreed:
 
 def _mean(seen: Sequence[Seen], name: str) -> float | None:
     """The weighted mean over those that know it. `math.fsum`, unlike `sum`, rounds alike in every Python."""
-    told = [(x.share, getattr(x, name)) for x in seen]
-    known = [(share, value) for share, value in told if value is not None and math.isfinite(value)]
-    weight = math.fsum(share for share, _ in known)
-    return math.fsum(share * value for share, value in known) / weight if weight > 0 else None
+    told = [(x.weight, getattr(x, name)) for x in seen]
+    known = [(weight, value) for weight, value in told if value is not None and math.isfinite(value)]
+    total = math.fsum(weight for weight, _ in known)
+    return math.fsum(weight * value for weight, value in known) / total if total > 0 else None
 
 
 @dataclass(frozen=True, slots=True)

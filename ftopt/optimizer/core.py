@@ -220,7 +220,8 @@ class Core:
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
         """Adds to what the next step uses; its loss."""
-        self._loss = self._loss if loss is None else loss
+        if loss is not None:
+            self._loss = loss.detach() if isinstance(loss, Tensor) else loss
         self._tokens += tokens
         self._samples += samples
 

@@ -163,8 +163,8 @@ def pack(record: Agreed | Seen) -> list[float]:
 
 def seen_of(row: Sequence[float]) -> Seen:
     """The reverse of `pack`."""
-    share, steps, lr, rates_square, *rest = row
-    return Seen(share, steps, lr, rates_square, *map(_known, rest))
+    weight, steps, lr, rates_square, *rest = row
+    return Seen(weight, steps, lr, rates_square, *map(_known, rest))
 
 
 def _tensor(agreed: Agreed) -> Tensor:

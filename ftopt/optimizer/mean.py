@@ -74,9 +74,9 @@ class Mean:
             collective.all_reduce_(work)
         if fragment.gauge.learns:
             distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
-            told = replace(snapshot.seen, share=attempt.weight / attempt.total_weight, distance=distance)
+            told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
             found = [seen_of(_floats(row)) for row in collective.exchange(_bits(pack(told)))]
-            at = replace(at, seen=tuple(x for x in found if x.share > 0))
+            at = replace(at, seen=tuple(x for x in found if x.weight > 0))
         return at
 
     def _feed_back(self, attempt: Attempt, fragment: Fragment, payload: Tensor) -> None:

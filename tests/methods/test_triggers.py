@@ -212,6 +212,7 @@ def test_adacomm_equals_both_formulas() -> None:
     assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.01, first_lr=0.1) == math.ceil(math.sqrt(5 * 16)) == 9
     assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.001, first_lr=0.1) == 16
     assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.0, first_lr=0.1) == 16
+    assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.1, first_lr=0.0) == 16, "a warm-up that begins with 0"
 
 
 @pytest.mark.parametrize("workers", [2, 4, 16])
@@ -242,15 +243,16 @@ def test_signal_to_noise_without_noise_or_without_peers() -> None:
 
 
 def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
-    a = Seen(0.25, 4, 0.1, 0.04, loss=2.0, distance=8.0)
-    b = Seen(0.75, 12, 0.1, 0.12, distance=4.0)
+    a = Seen(4.0, 4, 0.1, 0.04, loss=2.0, distance=8.0)
+    b = Seen(12.0, 12, 0.1, 0.12, distance=4.0)
     first = Agreed().after([a, b])
     assert (first.members, first.steps, first.divergence) == (2.0, 10.0, 5.0)
     assert (first.loss, first.first_loss, first.first_lr) == (2.0, 2.0, pytest.approx(0.1))
     assert first.gradient_norm is None
-    second = first.after([replace(b, share=1.0, loss=1.0, lr=0.05)])
-    assert (second.loss, second.first_loss, second.lr, second.first_lr) == (1.0, 2.0, 0.05, pytest.approx(0.1))
+    second = first.after([replace(b, loss=1.0, lr=0.05)])
+    assert (second.loss, second.first_loss, second.lr, second.first_lr) == pytest.approx((1.0, 2.0, 0.05, 0.1))
     assert Agreed().after([replace(a, loss=math.inf)]).loss is None
+    assert Agreed().after([replace(a, weight=7.0, steps=7)] * 3).steps == 7, "not a bit less: periods are rounded down"
 
 
 # ---------------------------------------------------------------- as a setting

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.methods import SGD, Balanced, DiLoCo, LocalSGD, Method, StreamingDiLoCo
+from ftopt.methods import SGD, AnyOf, Balanced, DiLoCo, LinearFDA, LocalCondition, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.sync.group import Contribution
 from tests.optimizer.scripted import Scripted
 
 SIZE = 40
 DELAYED = StreamingDiLoCo(sync_every=4, fragments=Balanced(n=1), delay=2, outer=SGD(lr=1.0), patience_s=0.0)
-METHODS = [LocalSGD(sync_every=3), DiLoCo(sync_every=3, outer=SGD(lr=1.0)), DELAYED]
+TRIGGERED = LocalSGD(sync_every=6, trigger=AnyOf([LocalCondition(8.0, check_every=1), LinearFDA(1.0, check_every=2)]))
+METHODS = [LocalSGD(sync_every=3), DiLoCo(sync_every=3, outer=SGD(lr=1.0)), DELAYED, TRIGGERED]
 
 
 def _direction(step: int) -> Tensor:
@@ -63,7 +64,7 @@ def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed"])
+@pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
 def test_whatever_happens_between_threads_each_step_is_counted_once(method: Method, dtype: torch.dtype) -> None:
     happened: dict[str, int] = {}
     walks = 60
