@@ -300,7 +300,7 @@ def test_the_means_of_all_bring_a_linear_fda_job_together() -> None:
     trigger = LinearFDA(2.0, check_every=1)
     events = _race(LocalSGD(sync_every=10_000, trigger=trigger), rates=[0.03] * 3, steps=150)
     decided = [e for e in events if e["event"] == "decide" and len(e["members"]) == 3]
-    assert len(decided) >= 2
+    assert decided
     assert [e for e in events if e["event"] == "hurry"]
     # 50 elements, rate 0.03: |u|^2 grows by 0.045 a step, and so does the divergence: 44 steps to the threshold.
     steps = [member[2] for member in decided[0]["members"]]
