@@ -181,11 +181,6 @@ class Method:
         """What is done with gradients, as a fragment of its own before all others; None: they are not exchanged."""
         return None
 
-    @property
-    def averages_moments(self) -> bool:
-        """Whether the inner optimizer's moments are averaged with the parameters; for methods of one fragment."""
-        return False
-
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """The names of each fragment's parameters. Here: one fragment of all.
 
@@ -213,8 +208,11 @@ class Method:
 
     @property
     def inner_buffers(self) -> str:
-        """What becomes of the inner optimizer's state when a round that counted this replica is taken up: ``keep``, or
-        ``reset``: as before its first step."""
+        """What becomes of the inner optimizer's state when a round that counted this replica is taken up.
+
+        ``keep``: nothing. ``reset``: it is as before its first step. ``average``: its moments are averaged with the
+        parameters (methods of one fragment).
+        """
         return "keep"
 
     @property

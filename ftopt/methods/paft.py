@@ -61,9 +61,9 @@ class PAFT(LocalSGD):
         return SyncSGD(max_norm=self.max_norm, weights=self.weights, staleness_discount=self.staleness_discount)
 
     @property
-    def averages_moments(self) -> bool:
-        """``moments``."""
-        return self.moments
+    def inner_buffers(self) -> str:
+        """``average`` with ``moments``."""
+        return "average" if self.moments else "keep"
 
     @property
     def tau(self) -> int:

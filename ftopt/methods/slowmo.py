@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftopt.methods.method import LOCAL, Method, Mine, OuterState, Round
 
-INNER_BUFFERS = ("keep", "reset")
+INNER_BUFFERS = ("keep", "reset", "average")
 NO_RATE = 1e-12
 """A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""
 
@@ -40,7 +40,8 @@ class SlowMo(Method):
             is `LocalSGD`.
         inner_buffers: the inner optimizer's state when a round is taken up. ``keep`` (default): each replica keeps its
             own, the paper's choice for Adam. ``reset``: forgotten, as before the first step (Adam's step count too);
-            the paper's choice for Nesterov SGD.
+            the paper's choice for Nesterov SGD. ``average``: moments and momentum buffers are averaged with the
+            parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload.
         others: see `Method`.
 
     Raises:
@@ -50,8 +51,7 @@ class SlowMo(Method):
     alpha, ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
     ``slow_lr`` its block rate, at a constant inner rate; its Nesterov variant is `DiLoCo`.
 
-    Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps. Its third choice for the
-        inner state, the average over the workers, is not offered.
+    Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps.
     """
 
     name: ClassVar[str] = "slowmo"

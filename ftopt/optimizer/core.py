@@ -182,7 +182,7 @@ class Core:
             raise UserError(f"method {method.name}: {error}") from None
         kept = averaged(model) if method.buffers == "mean" else []
         buffers = shared_out(kept, fragments)
-        more = moments(model, self.inner) if method.averages_moments else []
+        more = moments(model, self.inner) if method.inner_buffers == "average" else []
         return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
 
     def started(self) -> OuterStep:

@@ -39,8 +39,8 @@ def moments(model: nn.Module, inner: Inner) -> Sequence[Source]:
         keys = _MOMENTS.get(kind, ())
         if not keys or (kind == "SGD" and not optimizer.defaults.get("momentum")):
             raise UserError(
-                f"method.moments=true with {kind}: it keeps no moments that are known; allowed: "
-                f"{', '.join(_MOMENTS)} (SGD with momentum); use moments=false"
+                f"the method averages moments, but {kind} keeps none that are known; allowed: "
+                f"{', '.join(_MOMENTS)} (SGD with momentum); use PAFT's moments=false or SlowMo's inner_buffers=keep"
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -116,7 +116,7 @@ def test_moments_are_averaged_on_request(inner: str, keys: list[str]) -> None:
 
 def test_moments_of_an_optimizer_without_any_are_refused() -> None:
     task = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    with pytest.raises(UserError, match="use moments=false"):
+    with pytest.raises(UserError, match="use PAFT's moments=false"):
         train(task, PAFT(sync_every=10, moments=True), steps=1)
 
 

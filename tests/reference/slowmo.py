@@ -19,14 +19,14 @@ def slowmo(
     steps: int,
     alpha: float,
     beta: float,
-    reset: bool = False,
+    buffers: str = "keep",
     rate: Callable[[int], float] | None = None,
     outer_start: int = 0,
 ) -> list[Tensor]:
     """Trains; returns x_0, tensor by tensor.
 
     Args:
-        reset: base optimizers are made anew at each round.
+        buffers: of the base optimizers at each round: ``keep``, ``reset`` (they are made anew), or ``average``.
         rate: the inner rate after so many steps; None: the optimizer's own.
         outer_start: steps of plain averaging at the beginning.
     """
@@ -56,6 +56,14 @@ def slowmo(
                     x[i] = x[i] - u[i] * (alpha * gamma)
                 for copy in copies:
                     copy.copy_(x[i])
-        if reset:
+        if buffers == "reset":
             base = [problem.inner(model.parameters()) for model in models]
+        elif buffers == "average":
+            for copies in zip(*(optimizer.state.values() for optimizer in base), strict=True):
+                for key in copies[0].keys() - {"step"}:
+                    mean = copies[0][key] * (1 / replicas)
+                    for copy in copies[1:]:
+                        mean = mean + copy[key] * (1 / replicas)
+                    for copy in copies:
+                        copy[key].copy_(mean)
     return x
