@@ -105,7 +105,7 @@ class Round:
     seen: tuple[Seen, ...] = ()
 
     def mean(self, index: int) -> float:
-        """The weighted mean of the ``index``-th scalar."""
+        """The weighted mean of the ``index``-th scalar; rounded once, so that all Pythons agree."""
         # Not sum(): Pythons differ in how it adds up.
         return math.fsum(share * row[index] for share, row in zip(self.shares, self.scalars, strict=True))
 

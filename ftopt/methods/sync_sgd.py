@@ -80,7 +80,8 @@ class SyncSGD(Method):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The anchor stays 0; the mean, clipped, is the state."""
         if self.max_norm is not None:
-            norm = float(torch.linalg.vector_norm(mean))
+            # In fp64, then rounded to fp32: unlike CPUs add up in another order, and must clip alike.
+            norm = float(torch.linalg.vector_norm(mean, dtype=torch.float64).float())
             mean = mean.mul_(min(1.0, self.max_norm / (norm + 1e-6)))
         return anchor, {GRADIENT: mean}
 

@@ -24,7 +24,8 @@ def sync_sgd(problem: Problem, *, replicas: int, steps: int, max_norm: float | N
                 mean = mean + gradient[i] * (1 / replicas)
             p.grad = mean
         if max_norm is not None:
-            norm = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).norm()
+            norm = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+            norm = norm.double().norm().float()
             for p in model.parameters():
                 assert p.grad is not None
                 p.grad = p.grad * min(1.0, max_norm / (float(norm) + 1e-6))
