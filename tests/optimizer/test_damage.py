@@ -90,7 +90,7 @@ def test_on_a_newer_version_only_the_damaged_blocks_lose_their_work() -> None:
 def test_before_a_retry_a_member_looks_its_own_state_over() -> None:
     _, outer, group, _ = one_that_has_worked()
     group.outstanding = lambda index: False  # type: ignore[attr-defined]
-    group.propose = lambda contribution: None  # type: ignore[attr-defined]
+    group.propose = lambda contribution, now: None  # type: ignore[attr-defined]
     outer.propose_pending(0, lr=0.0)
     first, retry = (Attempt(0, 1, n, 0, 2, 1.0, 2.0, 2) for n in (1, 2))
     outer.reduce(first, Lonely())
