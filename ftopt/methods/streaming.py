@@ -54,7 +54,8 @@ class StreamingDiLoCo(DiLoCo):
             later is rebased.
         patience_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is not decided
             yet. After that, and at once when the attempt fails, it trains on and takes the result up when it is there.
-            Default 0.5. A large one is the paper's behaviour.
+            Default 0: training never stands still for it. A large one is the paper's behaviour: exactly ``delay``
+            steps, and the same run twice; it is what ``mix`` wants.
         outer: the outer optimizer. Default ``SGD(lr=0.4, momentum=0.9, nesterov=True)``, the paper's.
         others: see `Method`.
 
@@ -71,7 +72,7 @@ class StreamingDiLoCo(DiLoCo):
     delay: int = field(default=1, metadata=LOCAL)
     merge: str = "rebase"
     alpha: float = 0.5
-    patience_s: float = field(default=0.5, metadata=LOCAL)
+    patience_s: float = field(default=0.0, metadata=LOCAL)
     outer: OuterOptimizerRule = field(default_factory=_outer)
 
     def __post_init__(self) -> None:

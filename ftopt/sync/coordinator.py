@@ -213,7 +213,7 @@ class CoordinatorServer:
         loop = asyncio.get_running_loop()
         impatience = loop.call_later(self._limits.patience_s, connection.abort)
         job: Job | None = None
-        conn = 0
+        conn, turned_away = 0, False
         try:
             async for message in socket:
                 if message.type is WSMsgType.ERROR:
@@ -221,9 +221,22 @@ class CoordinatorServer:
                 if message.type is not WSMsgType.TEXT:
                     raise m.MessageError("it sends no text")
                 connection.meter(message.data)
-                parsed = from_replica(message.data)
-                if isinstance(parsed, m.Hello) is not (job is None):
-                    raise m.MessageError("a hello is the first message of a connection, and the only one")
+                if turned_away:
+                    continue
+                try:
+                    parsed = from_replica(message.data)
+                    if isinstance(parsed, m.Hello) is not (job is None):
+                        raise m.MessageError("a hello is the first message of a connection, and the only one")
+                except m.MessageError as error:
+                    if job is not None:
+                        raise
+                    # Whoever can't even say hello is told why: it would come again, for ever and to no avail.
+                    turned_away = True
+                    self._refused["message"] += 1
+                    _log.warning("a hello is refused: %s", ascii(str(error))[:300])
+                    connection.send(m.encode(m.Refused("final", f"the coordinator cannot read the hello: {error}")))
+                    connection.close()
+                    continue
                 if job is None:
                     assert isinstance(parsed, m.Hello)
                     impatience.cancel()

@@ -247,6 +247,20 @@ def test_a_full_job_refuses_further_replicas_and_goes_on() -> None:
     asyncio.run(_replicas())
 
 
+async def _unreadable_hello() -> None:
+    async with coordinator() as url, touchstone(url) as stone, scripted(url, identity(initial="i" * 1000)) as replica:
+        await replica.send(replica.machine.hello(), replica.machine.hello())
+        got = await replica.receive()
+        assert isinstance(got, m.Refused) and got.kind == "final"
+        assert "initial: 1000 characters; at most 256" in got.reason
+        assert await replica.ended()
+        await stone.check()
+
+
+def test_who_says_a_hello_that_cannot_be_read_is_told_why() -> None:
+    asyncio.run(_unreadable_hello())
+
+
 async def _jobs() -> None:
     async with coordinator(limits=Limits(jobs=2)) as url, touchstone(url):
         async with scripted(url, identity("second")) as second:
