@@ -15,7 +15,7 @@ import pytest
 from ftopt.cli.main import main
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read
-from tests.sync.processes import CONTEXT
+from tests.forkserver import CONTEXT
 
 TINY = (
     "replicas=3",

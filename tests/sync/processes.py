@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -34,19 +33,8 @@ from ftopt.sync.coordinator import CoordinatorServer, run_coordinator
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
 from ftopt.telemetry.summary import summarize
+from tests.forkserver import CONTEXT
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",  # an inner optimizer imports it: seconds for each process
-        "torch.distributed",
-        "tests.sync.processes",
-        "ftopt.transport.gloo",
-        "ftopt.sync.client",
-        "aiohttp",
-    ]
-)
 LIMIT_S = 60.0
 NOW = "inner"
 """The point of an ordered fault that does not wait for its event."""

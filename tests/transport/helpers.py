@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "ftopt.transport.gloo", "aiohttp"])
+from tests.forkserver import CONTEXT
 
 
 class DictOps:
