@@ -17,6 +17,7 @@ from tests.problems import Problem, flat, problem
 from tests.reference.codecs import mean_encoded
 
 H, STEPS = 10, 100
+SLOW = pytest.mark.slow
 NAMES = ["bf16", "int8", "fp4", "top_k:0.1:4"]
 
 
@@ -76,8 +77,9 @@ def _naive(task: Problem, outer: SGD | None, codec: Codec, *, replicas: int, fee
     return anchor
 
 
-@pytest.mark.parametrize("feedback", [0.0, 1.0], ids=["plain", "feedback"])
-@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("replicas", "feedback"), [(2, 0.0), (3, 1.0), pytest.param(2, 1.0, marks=SLOW), pytest.param(3, 0.0, marks=SLOW)]
+)
 @pytest.mark.parametrize("codec", NAMES)
 def test_diloco_through_a_codec_equals_the_loop_bit_for_bit(codec: str, replicas: int, feedback: float) -> None:
     task = problem("mlp", "adamw")

@@ -24,7 +24,7 @@ def _cosine(step: int) -> float:
     return 1e-3 * min(1.0, (step + 1) / 20) * max(0.0, 1 - step / 69)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("inner", ["sgd", "adamw"])
 @pytest.mark.parametrize("buffers", ["keep", "reset", "average"])
 def test_slowmo_equals_its_paper_bit_for_bit(buffers: str, inner: str, replicas: int) -> None:

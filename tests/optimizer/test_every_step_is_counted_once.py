@@ -67,7 +67,7 @@ def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
 def test_whatever_happens_between_threads_each_step_is_counted_once(method: Method, dtype: torch.dtype) -> None:
     happened: dict[str, int] = {}
-    walks = 60
+    walks = 40
     for seed in range(walks):
         print(f"seed={seed}")  # noqa: T201 - Shown when it fails; run it again with range(seed, seed + 1).
         chance = random.Random(seed)
