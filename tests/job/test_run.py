@@ -78,7 +78,7 @@ def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> No
     ("override", "part"),
     [
         ("model.factory=no_such_module:build", "no_such_module"),
-        ("data.path=nowhere/*.txt", "no file is there"),
+        pytest.param("data.path=nowhere/*.txt", "no file is there", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_replica_finds_wrong_is_the_runs_message(tmp_path: Path, start: Start, override: str, part: str) -> None:

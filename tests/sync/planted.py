@@ -32,7 +32,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Bug:
-    """``without``: the later defence that is taken out, too. ``slow``: found only after many histories."""
+    """``without``: the later defence that is taken out, too. ``slow``: only after many histories, or long ones."""
 
     rule: str
     plant: Callable[[Patch], None]
@@ -293,12 +293,12 @@ BUGS = (
     Bug("COUNT", count_off),
     Bug("step 5", commit_early_count_off, "COUNT for whoever has not seen the result"),
     Bug("step 5", any_digest),
-    Bug("step 5", no_deadline),
+    Bug("step 5", no_deadline, slow=True),
     Bug("step 5", hung_again),
     Bug("JOURNAL", told_first),
     Bug("STICKY", sticky_off),
     Bug("STICKY", absent_is_dead),
-    Bug("STICKY", forgotten_comes_back),
+    Bug("STICKY", forgotten_comes_back, slow=True),
     Bug("WAIT", wait_off),
     Bug("COLD", cold_off),
     Bug("ROLLBACK", rollback_off),

@@ -83,7 +83,7 @@ def test_the_successor_is_killed_in_its_fetch_and_the_next_one_takes_part(tmp_pa
     assert [j["incarnation"] for j in summary["joins"] if j["replica"] == "r1"] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("point", ["inner", "reduce", "commit"])
+@pytest.mark.parametrize("point", ["inner", "reduce", pytest.param("commit", marks=pytest.mark.slow)])
 def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) -> None:
     with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="stop", for_s=2.0)]}, steps=None) as job:
         job.start_all()
@@ -255,7 +255,15 @@ def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path)
     assert successor, "the successor contributes"
 
 
-@pytest.mark.parametrize("point", ["reduce", "prepare", "commit", "apply"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "reduce",
+        pytest.param("prepare", marks=pytest.mark.slow),
+        pytest.param("commit", marks=pytest.mark.slow),
+        "apply",
+    ],
+)
 def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=20, do="kill")]}
     with tiny_job(tmp_path, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:

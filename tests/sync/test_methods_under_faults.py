@@ -53,6 +53,7 @@ def test_a_kill_in_the_reduction(tmp_path: Path, method: Method) -> None:
         _settle(job)
 
 
+@pytest.mark.slow
 @EVERYONE
 def test_a_late_replica(tmp_path: Path, method: Method) -> None:
     faults = {"r2": [Fault(point="inner", at_step=40, do="hang", for_s=1.5)]}
