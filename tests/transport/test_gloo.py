@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ftopt.transport.gloo import GlooTransport, PeerLost
+from ftopt.transport.gloo import GlooCollective, GlooTransport, PeerLost
 from ftopt.transport.sockets import _address
 
 from .helpers import DictOps, TcpOps, in_threads, members, tcp_store, wait_until
@@ -42,30 +42,35 @@ def test_a_group_of_one_makes_no_process_group() -> None:
 def test_pieces_of_every_length_are_summed(numel: int) -> None:
     ops = DictOps()
 
+    made: list[GlooCollective] = []  # closed when all are through: who closes while others connect breaks the group
+
     def work(rank: int) -> torch.Tensor:
         transport = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1024)
-        collective = transport.connect(key="a", rank=rank, size=2, ops=ops)
+        made.append(collective := transport.connect(key="a", rank=rank, size=2, ops=ops))
         flat = torch.arange(numel, dtype=torch.float32) * (rank + 1)
         collective.all_reduce_(flat)
-        collective.close()
         return flat
 
     for got in in_threads(2, work):
         assert torch.equal(got, torch.arange(numel, dtype=torch.float32) * 3)
+    for collective in made:
+        collective.close()
 
 
 def test_several_groups_of_one_transport_work_at_once() -> None:
     transport, ops = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=4096), DictOps()
+    made: list[GlooCollective] = []
 
     def work(number: int) -> float:
         group, rank = divmod(number, 2)
-        collective = transport.connect(key=f"fragment{group}", rank=rank, size=2, ops=ops)
+        made.append(collective := transport.connect(key=f"fragment{group}", rank=rank, size=2, ops=ops))
         flat = torch.full((50_000,), 10.0**group)
         collective.all_reduce_(flat)
-        collective.close()
         return float(flat[-1])
 
     assert in_threads(6, work) == [2.0, 2.0, 20.0, 20.0, 200.0, 200.0]
+    for collective in made:
+        collective.close()
 
 
 def test_keys_of_another_attempt_are_not_seen() -> None:
