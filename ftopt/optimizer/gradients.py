@@ -72,11 +72,15 @@ class Gradients(FlatView):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A peer's model, inner state and, unless it had been applied there, the last agreed gradient."""
+    """A peer's model, inner state and, unless it had been applied there, the last agreed gradient.
+
+    ``tensors``: all of it as it came, to be served on until the training thread has taken it up.
+    """
 
     params: Tensor
     inner: Mapping[str, Tensor]
     gradient: Tensor | None
+    tensors: Mapping[str, Tensor]
 
 
 class Live:
@@ -134,7 +138,7 @@ class Live:
                 "fetch it again"
             )
         inner = {name: t for name, t in own.items() if name.startswith(_INNER)}
-        return Fetched(own[_PARAMS], inner, own.get(_GRADIENT))
+        return Fetched(own[_PARAMS], inner, own.get(_GRADIENT), own)
 
     @torch.no_grad()
     def put(self, fetched: Fetched) -> None:

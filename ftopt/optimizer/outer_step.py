@@ -561,7 +561,10 @@ class OuterStep:
         if not live.hold():
             raise LookupError("an inner step is being applied")
         try:
-            return live.serve(None if f.applied is f.state else f.state.outer[GRADIENT])
+            state = f.state
+            if state.live is not None and f.applied is not state:  # the model here is still of another version
+                return state.digest, dict(state.live.tensors)
+            return live.serve(None if f.applied is state else state.outer[GRADIENT])
         finally:
             live.lock.release()
 

@@ -234,7 +234,9 @@ class CoordinatorServer:
                     turned_away = True
                     self._refused["message"] += 1
                     _log.warning("a hello is refused: %s", ascii(str(error))[:300])
-                    connection.send(m.encode(m.Refused("final", f"the coordinator cannot read the hello: {error}")))
+                    connection.send(
+                        m.encode(m.Refused("unreadable", f"the coordinator cannot read the hello: {error}"))
+                    )
                     connection.close()
                     continue
                 if job is None:

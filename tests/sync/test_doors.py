@@ -251,7 +251,7 @@ async def _unreadable_hello() -> None:
     async with coordinator() as url, touchstone(url) as stone, scripted(url, identity(initial="i" * 1000)) as replica:
         await replica.send(replica.machine.hello(), replica.machine.hello())
         got = await replica.receive()
-        assert isinstance(got, m.Refused) and got.kind == "final"
+        assert isinstance(got, m.Refused) and got.kind == "unreadable"
         assert "initial: 1000 characters; at most 256" in got.reason
         assert await replica.ended()
         await stone.check()

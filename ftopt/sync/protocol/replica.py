@@ -258,6 +258,8 @@ class Replica:
                 return self._welcome(message)
             case m.Refused(kind="gone", reason=reason):
                 return self._die(reason)
+            case m.Refused(kind="unreadable", reason=reason) if self.incarnation:
+                return [Notice(reason)]  # It was let in before: it trains on, and comes again.
             case m.Refused(reason=reason):
                 return [GiveUp(reason)]
             case m.Hold(text=text):
