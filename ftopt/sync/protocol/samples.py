@@ -1,0 +1,82 @@
+"""What a job's sample ledger counts: units of one batch, in one order through all epochs.
+
+A *unit* is ``batch_size`` samples. Units are numbered 0, 1, 2, ... through all epochs, so an epoch is no barrier: unit
+``n`` stands for ``positions(n)`` of the ``epoch_of(n)``-th permutation of the samples. Which sample a position is, is
+not the ledger's: ``ftopt.data`` maps positions to samples, from ``seed`` and the epoch.
+
+    per epoch = floor(samples / batch_size) with drop_last, ceil(samples / batch_size) without
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ftopt.sync.protocol.limits import MAX_INT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The settings of a ledger. They are part of what must agree among the replicas of a job.
+
+    Args:
+        samples: in the data set, at least 1.
+        batch_size: samples of a unit: what a replica draws for one micro-batch.
+        seed: of the order of the samples. Default 0.
+        drop_last: whether the samples of an epoch that fill no unit are left out. Default False: an epoch's last unit
+            is short then.
+        epochs: after so many the data has ended. Default None: without end.
+
+    Raises:
+        ValueError: a value out of range; the message says which one, what is allowed and what to do.
+    """
+
+    samples: int
+    batch_size: int
+    seed: int = 0
+    drop_last: bool = False
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= MAX_INT:
+            raise ValueError(f"samples={self.samples}; must be from 1 to {MAX_INT:,}")
+        if not 1 <= self.batch_size <= MAX_INT:
+            raise ValueError(f"batch_size={self.batch_size}; must be from 1 to {MAX_INT:,}")
+        if not 0 <= self.seed <= MAX_INT:
+            raise ValueError(f"seed={self.seed}; must be from 0 to {MAX_INT:,}")
+        if self.epochs is not None and not 1 <= self.epochs <= MAX_INT // self.samples:
+            raise ValueError(f"epochs={self.epochs}; must be null (without end) or from 1 on")
+        if self.drop_last and self.samples < self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} with {self.samples} samples and drop_last leaves no batch at all; "
+                "use a smaller batch_size, or drop_last=false"
+            )
+
+    @cached_property
+    def units_per_epoch(self) -> int:
+        return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
+
+    @cached_property
+    def units(self) -> int | None:
+        """Of all epochs; None: without end."""
+        return None if self.epochs is None else self.epochs * self.units_per_epoch
+
+    def epoch_of(self, unit: int) -> int:
+        """The epoch of a unit; the first is 0."""
+        return unit // self.units_per_epoch
+
+    def positions(self, unit: int) -> range:
+        """The unit's positions in its epoch's order: ``batch_size`` of them, fewer in an epoch's last unit."""
+        start = unit % self.units_per_epoch * self.batch_size
+        return range(start, min(start + self.batch_size, self.samples))
+
+    def count(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """Samples in ranges ``(start, stop)`` of units."""
+        return sum(self._before(stop) - self._before(start) for start, stop in ranges)
+
+    def _before(self, unit: int) -> int:
+        """Samples in the units before ``unit``."""
+        epochs, rest = divmod(unit, self.units_per_epoch)
+        per_epoch = min(self.samples, self.units_per_epoch * self.batch_size)
+        return epochs * per_epoch + rest * self.batch_size
