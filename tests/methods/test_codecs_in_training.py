@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ftopt.codecs import Codec, codec_named, roundtrip
 from ftopt.connect import local_groups
-from ftopt.methods import SGD, DiLoCo, LocalSGD, Method, SyncSGD
+from ftopt.methods import DiLoCo, LocalSGD, Method, SyncSGD
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
-from tests.reference.codecs import mean_encoded
+from tests.reference.codecs import Mean
+from tests.reference.diloco import diloco
+from tests.reference.local_sgd import local_sgd
 
 H, STEPS = 10, 100
 SLOW = pytest.mark.slow
@@ -37,44 +38,8 @@ def _train(task: Problem, method: Method, codec: str, *, replicas: int, feedback
     return together([lambda m=m: replica(m) for m in range(replicas)])
 
 
-def _load(model: nn.Module, values: Tensor) -> None:
-    torch.nn.utils.vector_to_parameters(values.clone(), model.parameters())
-
-
-def _naive(task: Problem, outer: SGD | None, codec: Codec, *, replicas: int, feedback: float) -> Tensor:
-    """DiLoCo, or with ``outer=None`` local SGD, on differences, both hops encoded."""
-    models = [task.model(0) for _ in range(replicas)]
-    inner = [task.inner(model.parameters()) for model in models]
-    anchor = flat(models[0])
-    velocity = torch.zeros_like(anchor)
-    left = [torch.zeros_like(anchor) for _ in range(replicas)]
-    for step in range(STEPS):
-        for m in range(replicas):
-            inner[m].zero_grad()
-            task.backward(models[m], m, step)
-            inner[m].step()
-        if (step + 1) % H:
-            continue
-        offers = []
-        for m in range(replicas):
-            offer = anchor - flat(models[m])
-            if feedback:
-                offer = offer + left[m]
-                left[m] = offer - roundtrip(codec, offer, torch.empty_like(offer))
-            offers.append(offer)
-        mean = mean_encoded(offers, codec, [1 / replicas] * replicas)
-        if outer is None:
-            anchor = anchor - mean
-        else:
-            velocity = velocity * outer.momentum
-            velocity = velocity + mean
-            ahead = velocity * outer.momentum
-            ahead = ahead + mean
-            ahead = ahead * outer.lr
-            anchor = anchor - ahead
-        for model in models:
-            _load(model, anchor)
-    return anchor
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
 
 
 @pytest.mark.parametrize(
@@ -83,16 +48,16 @@ def _naive(task: Problem, outer: SGD | None, codec: Codec, *, replicas: int, fee
 @pytest.mark.parametrize("codec", NAMES)
 def test_diloco_through_a_codec_equals_the_loop_bit_for_bit(codec: str, replicas: int, feedback: float) -> None:
     task = problem("mlp", "adamw")
-    outer = SGD(lr=0.7, momentum=0.9, nesterov=True)
-    expected = _naive(task, outer, codec_named(codec), replicas=replicas, feedback=feedback)
-    for ours in _train(task, DiLoCo(sync_every=H, outer=outer), codec, replicas=replicas, feedback=feedback):
+    mean = Mean(codec, feedback=feedback)
+    expected = _flat(diloco(task, replicas=replicas, sync_every=H, steps=STEPS, mean=mean))
+    for ours in _train(task, DiLoCo(sync_every=H), codec, replicas=replicas, feedback=feedback):
         assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
 
 
 @pytest.mark.parametrize("codec", NAMES)
 def test_local_sgd_sends_differences_through_a_codec(codec: str) -> None:
     task = problem("mlp", "sgd")
-    expected = _naive(task, None, codec_named(codec), replicas=2, feedback=1.0)
+    expected = _flat(local_sgd(task, replicas=2, sync_every=H, steps=STEPS, mean=Mean(codec)))
     for ours in _train(task, LocalSGD(sync_every=H), codec, replicas=2, feedback=1.0):
         assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
 

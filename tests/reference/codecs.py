@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ftopt.codecs import Codec, Int8, TopK
+from ftopt.codecs import Codec, Int8, TopK, codec_named, roundtrip
 
 BF16_MAX = (2 - 2**-7) * 2.0**127
 FP32_MAX = (2 - 2**-23) * 2.0**127
@@ -97,7 +97,9 @@ def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float])
     contributors = sum(share > 0 for share in shares)
     for_sum: Codec = codec
     if isinstance(codec, TopK):
-        for_sum = TopK(codec.fraction, 8, contributors) if contributors * codec.fraction < 0.4 else Int8()
+        kept = min(4096, contributors * math.ceil(codec.fraction * 4096))
+        sparse, dense = 4 + math.ceil(kept * (12 + 8) / 8), 16 * (4 + 256)  # bytes of 4096 values
+        for_sum = TopK(codec.fraction, 8, contributors) if sparse < dense else Int8()
     gathered = []
     for r in range(size):
         span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))
@@ -108,3 +110,53 @@ def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float])
                 total = total + received * shares[m]
         gathered.append(for_sum.decode(for_sum.encode(total), torch.empty(total.shape)))
     return torch.cat(gathered)
+
+
+class Mean:
+    """The mean of what all replicas bring, as each of them gets it: encoded and with error feedback, if asked for.
+
+    Letters as in `ftopt.optimizer.error_feedback`: a replica brings Delta, offers ``v = beta * e + Delta``, and keeps
+    what was left out as its residual e. Sums run in the order of the replicas, shares first.
+
+    Args:
+        codec: by its name.
+        feedback: beta.
+    """
+
+    def __init__(self, codec: str = "fp32", *, feedback: float = 1.0) -> None:
+        self._codec = codec_named(codec)
+        self._feedback = feedback
+        self._residuals: dict[int, list[Tensor]] = {}
+
+    @property
+    def lossy(self) -> bool:
+        """Parameters are then sent as differences."""
+        return not self._codec.exact
+
+    def __call__(
+        self, brought: Sequence[Sequence[Tensor]], shares: Sequence[float] | None = None, *, place: int = 0
+    ) -> list[Tensor]:
+        """The mean, tensor by tensor; they travel together, one behind the other.
+
+        Args:
+            brought: each replica's tensors.
+            shares: of the replicas. Default: the same for all.
+            place: what has residuals of its own: a fragment, or gradients.
+        """
+        flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in brought]
+        mean = self._of(flats, shares or [1 / len(flats)] * len(flats), place)
+        parts = mean.split([t.numel() for t in brought[0]])
+        return [part.view(t.shape) for part, t in zip(parts, brought[0], strict=True)]
+
+    def _of(self, deltas: list[Tensor], shares: Sequence[float], place: int) -> Tensor:
+        if not self.lossy:
+            mean = deltas[0] * shares[0]
+            for delta, share in zip(deltas[1:], shares[1:], strict=True):
+                mean = mean + delta * share
+            return mean
+        if len(deltas) == 1 or not self._feedback:
+            return mean_encoded(deltas, self._codec, shares)
+        residuals = self._residuals.get(place, [torch.zeros_like(delta) for delta in deltas])
+        offers = [delta + e * self._feedback for delta, e in zip(deltas, residuals, strict=True)]
+        self._residuals[place] = [v - roundtrip(self._codec, v, torch.empty_like(v)) for v in offers]
+        return mean_encoded(offers, self._codec, shares)

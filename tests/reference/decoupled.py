@@ -1,11 +1,19 @@
-"""Decoupled DiLoCo (arXiv 2604.21428): its average of displacements, written plainly. The rest is streaming's."""
+"""Decoupled DiLoCo (arXiv 2604.21428): its average of displacements. The rest is streaming's.
+
+`rda` is the paper's formula. `radial` is the same in the order in which it is computed over a sum-reduction: directions
+are averaged (and, with a codec, encoded), lengths are exchanged.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
+
+from tests.reference.codecs import Mean
+from tests.reference.streaming import Combine
 
 
 def phi(x: Tensor) -> Tensor:
@@ -22,3 +30,29 @@ def rda(displacements: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     for w, v in zip(weights, displacements, strict=True):
         direction = direction + w * phi(v) / total
     return length * phi(direction)
+
+
+def radial(embeddings: Collection[str] = ()) -> Combine:
+    """For replicas of one weight; of ``embeddings`` the plain mean."""
+
+    def combine(mean: Mean, fragment: int, names: Sequence[str], displacements: list[list[Tensor]]) -> list[Tensor]:
+        if len(displacements) == 1:
+            return mean(displacements, place=fragment)
+        directed = [name not in embeddings for name in names]
+        lengths = [[_length(v) for v in vs] for vs in displacements]
+        sent = [
+            [v * (1 / length) if yes and length else v for v, yes, length in zip(vs, directed, own, strict=True)]
+            for vs, own in zip(displacements, lengths, strict=True)
+        ]
+        found = mean(sent, place=fragment)
+        for i, direction in enumerate(found):
+            if directed[i]:
+                length, short = math.fsum(own[i] * (1 / len(lengths)) for own in lengths), _length(direction)
+                found[i] = direction * (length / short if short >= 1e-3 else length)
+        return found
+
+    return combine
+
+
+def _length(x: Tensor) -> float:
+    return math.sqrt(math.fsum(value * value for value in x.reshape(-1).tolist()))

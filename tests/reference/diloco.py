@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.problems import Problem
+from tests.reference.codecs import Mean
 from tests.reference.start import start
 
 
@@ -23,16 +24,18 @@ def diloco(
     outer: Callable[[list[Tensor]], Optimizer] | None = None,
     also: Callable[[Sequence[nn.Module]], None] = lambda models: None,
     outer_start: int = 0,
+    mean: Mean | None = None,
 ) -> list[Tensor]:
     """Trains; returns theta, the outer parameters, tensor by tensor.
 
     Args:
-        outer: makes torch's outer optimizer; None: the equations of Nesterov SGD, one operation a line, on sums in the
-            order of the replicas.
+        outer: makes torch's outer optimizer; None: the equations of Nesterov SGD, one operation a line.
         also: called with the replicas' models at the end of each round.
         outer_start: steps of plain averaging at the beginning.
+        mean: how they average. Default: exactly.
     """
-    models, inner = start(problem, replicas=replicas, steps=outer_start)
+    mean = mean or Mean()
+    models, inner = start(problem, mean, replicas=replicas, steps=outer_start)
     theta = [p.detach().clone() for p in models[0].parameters()]
     velocity = [torch.zeros_like(t) for t in theta]
     theirs = None if outer is None else outer(theta)
@@ -44,11 +47,8 @@ def diloco(
         if (step + 1 - outer_start) % sync_every:
             continue
         with torch.no_grad():
-            copies = list(zip(*(model.parameters() for model in models), strict=True))
-            for i, t in enumerate(theta):
-                delta = (t - copies[i][0]) * (1 / replicas)
-                for copy in copies[i][1:]:
-                    delta = delta + (t - copy) * (1 / replicas)
+            deltas = mean([[t - p for t, p in zip(theta, model.parameters(), strict=True)] for model in models])
+            for i, (t, delta) in enumerate(zip(theta, deltas, strict=True)):
                 if theirs is not None:
                     t.grad = delta
                     continue
@@ -60,8 +60,8 @@ def diloco(
                 t.sub_(ahead)
             if theirs is not None:
                 theirs.step()
-            for i, t in enumerate(theta):
-                for copy in copies[i]:
-                    copy.copy_(t)
+            for model in models:
+                for p, t in zip(model.parameters(), theta, strict=True):
+                    p.copy_(t)
             also(models)
     return theta

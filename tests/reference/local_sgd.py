@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.problems import Problem
+from tests.reference.codecs import Mean
 from tests.reference.start import start
 
 
@@ -19,16 +20,18 @@ def local_sgd(
     steps: int,
     also: Callable[[Sequence[nn.Module]], None] = lambda models: None,
     outer_start: int = 0,
+    mean: Mean | None = None,
 ) -> list[Tensor]:
     """Trains; returns the parameters of the average, tensor by tensor.
-
-    Sums run in the order of the replicas, each summand multiplied by its share first.
 
     Args:
         also: called with the replicas' models at the end of each round.
         outer_start: steps that are each followed by an average, at the beginning.
+        mean: how they average; a lossy one gets the differences from the last average. Default: exactly.
     """
-    models, inner = start(problem, replicas=replicas, steps=outer_start, whole=True)
+    mean = mean or Mean()
+    models, inner = start(problem, mean, replicas=replicas, steps=outer_start, whole=not mean.lossy)
+    theta = [p.detach().clone() for p in models[0].parameters()]
     for step in range(outer_start, steps):
         for m in range(replicas):
             inner[m].zero_grad()
@@ -36,11 +39,13 @@ def local_sgd(
             inner[m].step()
         if (step + 1 - outer_start) % sync_every == 0:
             with torch.no_grad():
-                for copies in zip(*(model.parameters() for model in models), strict=True):
-                    mean = copies[0] * (1 / replicas)
-                    for copy in copies[1:]:
-                        mean = mean + copy * (1 / replicas)
-                    for copy in copies:
-                        copy.copy_(mean)
+                if mean.lossy:
+                    deltas = mean([[t - p for t, p in zip(theta, m.parameters(), strict=True)] for m in models])
+                    theta = [t - delta for t, delta in zip(theta, deltas, strict=True)]
+                else:
+                    theta = mean([list(m.parameters()) for m in models])
+                for model in models:
+                    for p, t in zip(model.parameters(), theta, strict=True):
+                        p.copy_(t)
             also(models)
     return [p.detach().clone() for p in models[0].parameters()]

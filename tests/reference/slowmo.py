@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.problems import Problem
+from tests.reference.codecs import Mean
 from tests.reference.start import start
 
 
@@ -22,6 +23,7 @@ def slowmo(
     buffers: str = "keep",
     rate: Callable[[int], float] | None = None,
     outer_start: int = 0,
+    mean: Mean | None = None,
 ) -> list[Tensor]:
     """Trains; returns x_0, tensor by tensor.
 
@@ -29,8 +31,10 @@ def slowmo(
         buffers: of the base optimizers at each round: ``keep``, ``reset`` (they are made anew), or ``average``.
         rate: the inner rate after so many steps; None: the optimizer's own.
         outer_start: steps of plain averaging at the beginning.
+        mean: how they average. Default: exactly. (Averaging buffers through a codec is not written down here.)
     """
-    models, base = start(problem, replicas=replicas, steps=outer_start)
+    mean = mean or Mean()
+    models, base = start(problem, mean, replicas=replicas, steps=outer_start)
     x = [p.detach().clone() for p in models[0].parameters()]
     u = [torch.zeros_like(t) for t in x]
     for step in range(outer_start, steps):
@@ -44,26 +48,22 @@ def slowmo(
             continue
         gamma = base[0].param_groups[0]["lr"]
         with torch.no_grad():
-            for i, copies in enumerate(zip(*(model.parameters() for model in models), strict=True)):
-                delta = (x[i] - copies[0]) * (1 / replicas)
-                for copy in copies[1:]:
-                    delta = delta + (x[i] - copy) * (1 / replicas)
+            deltas = mean([[t - p for t, p in zip(x, model.parameters(), strict=True)] for model in models])
+            for i, delta in enumerate(deltas):
                 if gamma == 0:
                     x[i] = x[i] - delta * alpha
                 else:
                     u[i] = u[i] * beta
                     u[i] = u[i] + delta * (1 / gamma)
                     x[i] = x[i] - u[i] * (alpha * gamma)
-                for copy in copies:
-                    copy.copy_(x[i])
+                for model in models:
+                    list(model.parameters())[i].copy_(x[i])
         if buffers == "reset":
             base = [problem.inner(model.parameters()) for model in models]
         elif buffers == "average":
             for copies in zip(*(optimizer.state.values() for optimizer in base), strict=True):
                 for key in copies[0].keys() - {"step"}:
-                    mean = copies[0][key] * (1 / replicas)
-                    for copy in copies[1:]:
-                        mean = mean + copy[key] * (1 / replicas)
+                    (average,) = mean([[copy[key]] for copy in copies])
                     for copy in copies:
-                        copy[key].copy_(mean)
+                        copy[key].copy_(average)
     return x

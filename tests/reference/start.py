@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from tests.problems import Problem
+from tests.reference.codecs import Mean
 
 
 def start(
-    problem: Problem, *, replicas: int, steps: int, whole: bool = False
+    problem: Problem,
+    mean: Mean,
+    *,
+    replicas: int,
+    steps: int,
+    whole: bool = False,
+    fragments: Sequence[Sequence[str]] | None = None,
 ) -> tuple[list[nn.Module], list[Optimizer]]:
     """Models and inner optimizers after ``steps`` steps, each followed by an average of the parameters.
 
     Args:
+        mean: how they average.
         whole: the parameters are averaged; else their differences from the last average are.
+        fragments: names of the parameters that travel together. Default: all.
     """
     models = [problem.model(0) for _ in range(replicas)]
     inner = [problem.inner(model.parameters()) for model in models]
-    theta = [p.detach().clone() for p in models[0].parameters()]
+    named = [dict(model.named_parameters()) for model in models]
+    theta = {name: p.detach().clone() for name, p in named[0].items()}
     for step in range(steps):
         for m in range(replicas):
             inner[m].zero_grad()
             problem.backward(models[m], m, step)
             inner[m].step()
         with torch.no_grad():
-            for i, copies in enumerate(zip(*(model.parameters() for model in models), strict=True)):
-                parts = [copy if whole else theta[i] - copy for copy in copies]
-                mean = parts[0] * (1 / replicas)
-                for part in parts[1:]:
-                    mean = mean + part * (1 / replicas)
-                theta[i] = mean if whole else theta[i] - mean
-                for copy in copies:
-                    copy.copy_(theta[i])
+            for place, names in enumerate([list(theta)] if fragments is None else fragments):
+                brought = [[one[name] if whole else theta[name] - one[name] for name in names] for one in named]
+                for name, average in zip(names, mean(brought, place=place), strict=True):
+                    theta[name] = average if whole else theta[name] - average
+                    for one in named:
+                        one[name].copy_(theta[name])
     return models, inner

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from tests.problems import Problem
+from tests.reference.codecs import Mean
 from tests.reference.start import start
+
+Combine = Callable[[Mean, int, Sequence[str], list[list[Tensor]]], list[Tensor]]
+"""(how they average, fragment, names, each replica's displacements) -> the outer gradient, tensor by tensor."""
 
 
 def streaming(
@@ -24,7 +28,8 @@ def streaming(
     lr: float = 0.4,
     momentum: float = 0.9,
     outer_start: int = 0,
-    combine: Callable[[str, list[Tensor]], Tensor] | None = None,
+    combine: Combine | None = None,
+    mean: Mean | None = None,
 ) -> tuple[dict[str, Tensor], list[list[Tensor]]]:
     """Trains; returns the outer parameters by name, and each replica's own, tensor by tensor.
 
@@ -32,9 +37,11 @@ def streaming(
         fragments: the names of each fragment's parameters; fragment p is due at ceil(p H / P) + k H, p = 0 at k H.
         alpha: mixes; None rebases, which keeps the overlapped steps.
         outer_start: steps of plain averaging at the beginning; fragments are due at so many steps later.
-        combine: (name, the replicas' displacements) -> the outer gradient; None: their mean.
+        combine: makes the outer gradient of a fragment. Default: the mean.
+        mean: how they average. Default: exactly.
     """
-    models, inner = start(problem, replicas=replicas, steps=outer_start)
+    mean = mean or Mean()
+    models, inner = start(problem, mean, replicas=replicas, steps=outer_start, fragments=fragments)
     theta = {name: p.detach().clone() for name, p in models[0].named_parameters()}
     velocity = {name: torch.zeros_like(t) for name, t in theta.items()}
     under_way: dict[tuple[int, int], list[dict[str, Tensor]]] = {}  # (step, fragment) -> snapshots
@@ -49,8 +56,9 @@ def streaming(
             if step - outer_start >= first and (step - outer_start - first) % sync_every == 0:
                 snapshots = [{name: one[name].detach().clone() for name in names} for one in local]
                 under_way[step, p] = snapshots
-                for name in names:
-                    delta = (combine or _mean)(name, [theta[name] - snapshot[name] for snapshot in snapshots])
+                displacements = [[theta[name] - snapshot[name] for name in names] for snapshot in snapshots]
+                deltas = combine(mean, p, names, displacements) if combine else mean(displacements, place=p)
+                for name, delta in zip(names, deltas, strict=True):
                     velocity[name] = velocity[name] * momentum
                     velocity[name] = velocity[name] + delta
                     ahead = velocity[name] * momentum
@@ -67,10 +75,3 @@ def streaming(
                         else:
                             one[name].mul_(alpha).add_(theta[name] * (1 - alpha))
     return theta, [[p.detach().clone() for p in model.parameters()] for model in models]
-
-
-def _mean(name: str, displacements: list[Tensor]) -> Tensor:
-    mean = displacements[0] * (1 / len(displacements))
-    for displacement in displacements[1:]:
-        mean = mean + displacement * (1 / len(displacements))
-    return mean

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from tests.problems import Problem
+from tests.reference.codecs import Mean
 
 
-def sync_sgd(problem: Problem, *, replicas: int, steps: int, max_norm: float | None = None) -> list[Tensor]:
-    """Trains; returns the parameters, tensor by tensor. Sums run in the order of the replicas, shares first."""
+def sync_sgd(
+    problem: Problem, *, replicas: int, steps: int, max_norm: float | None = None, mean: Mean | None = None
+) -> list[Tensor]:
+    """Trains; returns the parameters, tensor by tensor. ``mean``: how gradients are averaged. Default: exactly."""
+    mean = mean or Mean()
     model = problem.model(0)
     inner = problem.inner(model.parameters())
     for step in range(steps):
@@ -18,11 +22,8 @@ def sync_sgd(problem: Problem, *, replicas: int, steps: int, max_norm: float | N
             inner.zero_grad()
             problem.backward(model, m, step)
             gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        for i, p in enumerate(model.parameters()):
-            mean = gradients[0][i] * (1 / replicas)
-            for gradient in gradients[1:]:
-                mean = mean + gradient[i] * (1 / replicas)
-            p.grad = mean
+        for p, g in zip(model.parameters(), mean(gradients), strict=True):
+            p.grad = g
         if max_norm is not None:
             norm = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
             norm = norm.double().norm().float()
