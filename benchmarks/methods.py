@@ -1,8 +1,9 @@
 """Every method and codec against SyncSGD and one replica: held-out loss at equal tokens, and bytes.
 
 The byte GPT of ``diloco_bytes``, 4 replicas, AdamW with a cosine schedule. Each family takes the best point of one
-small grid of inner and outer rates (`GRID`, seed 0); then all rows run with every seed. Runs are kept, so that the
-can be stopped and goes on where it was.
+small grid of inner and outer rates (`GRID`, seed 0); then all rows run with every seed. Printed: the table, how the gap
+to SyncSGD moves with the number of steps, and with the outer rate and momentum; drawn: ``results/methods/methods.png``.
+Runs are kept, so that it can be stopped and goes on where it was.
 """
 
 from __future__ import annotations
@@ -13,16 +14,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ftopt
-from benchmarks.training import Book, Case, Outcome
+from benchmarks import pictures
+from benchmarks.training import RESULTS, Book, Case, Outcome
 from ftopt.cli.output import say
 from ftopt.methods import Method
 
 RECIPE = "diloco_bytes"
 STEPS = 600
 H = 50
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
 OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.5))
 """Outer rate and Nesterov momentum."""
+LENGTHS = (300, 600, 1200)
+"""Inner steps, for the question how the gap moves with them."""
+DRAWN = (
+    "SyncSGD",
+    "one replica",
+    f"LocalSGD, H {H}",
+    f"DiLoCo, H {H}",
+    "DiLoCo, fp4",
+    "Streaming, delay 5",
+    f"SlowMo, H {H}",
+)
 THREE = ftopt.Strided(n=3)
 
 
@@ -41,7 +54,7 @@ GRID: dict[str, list[Case]] = {
     "diloco": [_case(ftopt.DiLoCo(sync_every=H, outer=_outer(*outer)), lr) for lr in RATES for outer in OUTER],
     "slowmo": [_case(ftopt.SlowMo(sync_every=H, slow_momentum=beta), lr) for lr in RATES for beta in (0.4, 0.6)],
 }
-"""Family -> its grid. Streaming DiLoCo and the codecs take DiLoCo's best point."""
+"""Family -> its grid. Streaming and Decoupled DiLoCo and the codecs take DiLoCo's best point, PAFT SyncSGD's."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +92,19 @@ def rows(point: dict[str, Case]) -> list[Row]:
         )
         return replace(diloco, method=method)
 
+    decoupled = ftopt.DecoupledDiLoCo(
+        sync_every=H, fragments=ftopt.Balanced(n=3), delay=5, outer=outer, patience_s=600.0
+    )
     local = point["local_sgd"]
+    adacomm = ftopt.LocalSGD(sync_every=H, trigger=ftopt.AdaComm(initial=H, most=H))
     return [
         Row("SyncSGD", point["sync_sgd"]),
         Row("one replica", point["one replica"]),
+        Row(f"PAFT, H {H}", replace(point["sync_sgd"], method=ftopt.PAFT(sync_every=H, max_norm=1.0))),
         Row("LocalSGD, H 10", replace(local, method=ftopt.LocalSGD(sync_every=10))),
         Row(f"LocalSGD, H {H}", local),
+        Row(f"LocalSGD, AdaComm from H {H}", replace(local, method=adacomm)),
+        Row("DiLoCo, H 10", replace(diloco, method=replace(diloco.method, sync_every=10))),
         Row(f"DiLoCo, H {H}", diloco),
         Row("DiLoCo, bf16", replace(diloco, codec="bf16")),
         Row("DiLoCo, int8", replace(diloco, codec="int8")),
@@ -99,6 +119,7 @@ def rows(point: dict[str, Case]) -> list[Row]:
         Row("Streaming, delay 5", streaming(5)),
         Row("Streaming, delay 5, mixed 0.5", streaming(5, merge="mix", alpha=0.5)),
         Row("Streaming, delay 5, fp4", replace(streaming(5), codec="fp4")),
+        Row(f"Decoupled, H {H}, delay 5", replace(diloco, method=decoupled)),
         Row(f"SlowMo, H {H}", point["slowmo"]),
     ]
 
@@ -117,6 +138,49 @@ def table(found: Sequence[tuple[Row, list[Outcome]]]) -> list[str]:
     return lines
 
 
+def lengths(book: Book, point: dict[str, Case], seeds: int) -> list[str]:
+    """How the gap to SyncSGD moves with the number of inner steps, as markdown."""
+    lines = ["| inner steps | SyncSGD | one replica | DiLoCo | DiLoCo to SyncSGD | DiLoCo to one replica |"]
+    lines.append("|---|---|---|---|---|---|")
+    families = ("sync_sgd", "one replica", "diloco")
+    book.all(
+        replace(point[family], steps=steps, seed=seed)
+        for steps in LENGTHS
+        for family in families
+        for seed in range(seeds)
+    )
+    for steps in LENGTHS:
+        sync, alone, diloco = (
+            [outcome.loss for outcome in book.all(replace(point[family], steps=steps, seed=s) for s in range(seeds))]
+            for family in families
+        )
+        gaps = [statistics.mean(a / b - 1 for a, b in zip(diloco, other, strict=True)) for other in (sync, alone)]
+        means = " | ".join(f"{statistics.mean(losses):.3f}" for losses in (sync, alone, diloco))
+        lines.append(f"| {steps} | {means} | {gaps[0]:+.1%} | {gaps[1]:+.1%} |")
+    return lines
+
+
+def grids(book: Book) -> list[str]:
+    """The grids' losses at seed 0, as markdown."""
+    lines = ["| | " + " | ".join(f"{lr:g}" for lr in RATES) + " |", "|---" * (len(RATES) + 1) + "|"]
+    for family, cases in GRID.items():
+        by_setting: dict[str, list[float]] = {}
+        for case, outcome in zip(cases, book.all(cases), strict=True):
+            by_setting.setdefault(_setting(family, case.method), []).append(outcome.loss)
+        lines += [
+            f"| {name} | " + " | ".join(f"{loss:.3f}" for loss in losses) + " |" for name, losses in by_setting.items()
+        ]
+    return lines
+
+
+def _setting(family: str, method: Method) -> str:
+    if isinstance(method, ftopt.DiLoCo) and isinstance(method.outer, ftopt.SGD):
+        return f"{family}, outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g}"
+    if isinstance(method, ftopt.SlowMo):
+        return f"{family}, slow momentum {method.slow_momentum:g}"
+    return family
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """[--seeds N] [--workers N]"""
     parser.add_argument("--seeds", type=int, default=3, help="seeds a row (default: %(default)s)")
@@ -124,7 +188,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the table."""
+    """Prints the tables, draws the picture."""
     book = Book("methods", arguments.workers)
     point = best(book)
     for family, case in point.items():
@@ -133,4 +197,15 @@ def run(arguments: argparse.Namespace) -> int:
     book.all(replace(row.case, seed=seed) for seed in range(arguments.seeds) for row in every)
     found = [(row, book.all(replace(row.case, seed=seed) for seed in range(arguments.seeds))) for row in every]
     say("\n".join(table(found)))
+    say("\n".join(lengths(book, point, arguments.seeds)))
+    say("\n".join(grids(book)))
+    curves = {row.name: [outcome.curve for outcome in outcomes] for row, outcomes in found if row.name in DRAWN}
+    points = {
+        row.name: (statistics.mean(o.sent_bytes for o in outcomes) / 1e6, statistics.mean(o.loss for o in outcomes))
+        for row, outcomes in found
+        if row.name != "one replica"
+    }
+    path = RESULTS / "methods" / "methods.png"
+    pictures.methods(curves, points, path)
+    say(f"drawn: {path}")
     return 0

@@ -161,7 +161,9 @@ def train(case: Case) -> Outcome:
             for step in range(case.steps):
                 for parameters in optimizer.param_groups:
                     parameters["lr"] = case.lr * factor(_schedule(recipe), step, case.steps)
-                task.loss(*batches.batch()).backward()
+                loss = task.loss(*batches.batch())
+                loss.backward()
+                optimizer.count(loss=loss.detach())
                 if clip is not None:
                     nn.utils.clip_grad_norm_(task.model.parameters(), clip)
                 optimizer.step()

@@ -81,7 +81,11 @@ class DecoupledDiLoCo(StreamingDiLoCo):
     def payload(self, mine: Mine, out: Tensor) -> Tensor:
         """``phi(v)`` of each tensor, ``v`` of embeddings; ``v`` of all from a replica that is alone, or to average."""
         v = super().payload(mine, out)
-        return v if mine.alone or mine.averages else directions_(v, mine.layout)
+        return directions_(v, mine.layout) if self.units(mine) == "directions" else v
+
+    def units(self, mine: Mine) -> str:
+        """Directions are no displacements."""
+        return "" if mine.alone or mine.averages else "directions"
 
     def aggregate(self, mean: Tensor, round: Round) -> Tensor:
         """``Delta``."""

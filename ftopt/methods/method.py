@@ -289,6 +289,11 @@ class Method:
         """The outer state at version 0. Here: none."""
         return {}
 
+    def units(self, mine: Mine) -> str:
+        """What the payload's values mean, in a word: error feedback goes from one payload to the next of these. The
+        same on all members of a round. Here: always the same."""
+        return ""
+
     def aggregate(self, mean: Tensor, round: Round) -> Tensor:
         """What `outer_step` gets as ``mean``, from the weighted mean of the payloads. May overwrite ``mean``.
 

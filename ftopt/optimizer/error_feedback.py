@@ -10,22 +10,41 @@ With beta = 1 nothing is lost, only late: after any number of rounds the sum of 
 of all Deltas by e, the last round's error (and fp32 rounding). beta < 1 forgets old residuals.
 
 Both are pure, and meant to be computed once, when a contribution is frozen: an attempt may fail and be tried again with
-the same v, and the new e counts only when the contribution is counted. One that is dropped leaves e as it was. The
-second hop of a reduction, the encoded sum, is the same for all members and has no residual.
+the same v, and the new e counts only when the contribution is counted. One that is dropped leaves e as it was.
 
-e is a replica's own, like its inner optimizer's state; a newcomer begins with zero. It has the outer gradient's units,
-so a rebase or a fetched anchor does not change it.
+The second hop of a reduction, the encoded sum, is treated alike by the member that sends it (rank r, its span of the
+sum S): it sends C(S + beta * o) and keeps o <- S + beta * o - C(S + beta * o), what it owes. Without that, values that
+C makes zero in the sum would never move, however often they are sent.
+
+e and o are a replica's own, like its inner optimizer's state; a newcomer begins with zero. They have the payload's
+units, so a rebase or a fetched anchor does not change them, and payloads of other units (`Method.units`) leave them as
+they are.
 
 Source: SparseLoCo (arXiv 2508.15706): e <- beta * e + Delta, send C(e), e <- e - C(e). Its e before the subtraction is
-our v.
+our v. On both hops: DoubleSqueeze (arXiv 1905.05957), there with one server for the sum.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ftopt.codecs import Codec, roundtrip
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """What was left out of all that was counted.
+
+    Args:
+        own: e, of this replica's payloads, flat fp32; None: nothing yet.
+        owed: o, of the sums that this replica sent on: the first element, and values from there on, fp32.
+    """
+
+    own: Tensor | None
+    owed: tuple[int, Tensor]
 
 
 def offered(residual: Tensor, delta: Tensor, *, out: Tensor, beta: float = 1.0) -> Tensor:

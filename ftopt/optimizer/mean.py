@@ -12,7 +12,7 @@ from torch import Tensor
 from ftopt.codecs import Codec
 from ftopt.methods import Mine, Round
 from ftopt.optimizer.buffers import of, payload
-from ftopt.optimizer.error_feedback import left_out, offered
+from ftopt.optimizer.error_feedback import Residual, left_out, offered
 from ftopt.optimizer.gauge import pack, seen_of
 from ftopt.optimizer.state import Fragment, Snapshot, State
 from ftopt.sync.group import Attempt, Collective
@@ -50,7 +50,7 @@ class Mean:
             layout=layout,
             steps=snapshot.contribution.steps,
             lr=snapshot.lr,
-            alone=attempt.contributors == 1 and attempt.weight > 0,
+            alone=attempt.contributors == 1,
             lossy=not self._codec.exact,
             averages=attempt.inner_step < method.outer_start_step,
         )
@@ -66,8 +66,7 @@ class Mean:
         else:
             work.zero_()
         if mine.lossy:
-            self._feed_back(attempt, fragment, work)
-            collective.mean_encoded_(work, self._codec, shares)
+            self._encoded(attempt, fragment, collective, work, shares, method.units(mine))
         else:
             if attempt.weight > 0 and not mine.alone:
                 work.mul_(attempt.weight / attempt.total_weight)
@@ -79,20 +78,35 @@ class Mean:
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))
         return at
 
-    def _feed_back(self, attempt: Attempt, fragment: Fragment, payload: Tensor) -> None:
-        """Error feedback: what was left out so far goes along, and what will be left out now is kept for the next."""
-        left = None
-        if self._beta and attempt.weight > 0:
-            if fragment.residual is not None:
-                offered(fragment.residual, payload, out=payload, beta=self._beta)
-            left = fragment.view.empty()
+    def _encoded(
+        self,
+        attempt: Attempt,
+        fragment: Fragment,
+        collective: Collective,
+        payload: Tensor,
+        shares: Sequence[float],
+        units: str,
+    ) -> None:
+        """The mean through the codec. With error feedback: what was left out so far goes along, and what is left out
+        now is kept for the next round in which this one is counted."""
+        if not self._beta:
+            collective.mean_encoded_(payload, self._codec, shares)
+            return
+        before = fragment.residuals.get(units) or Residual(None, (0, payload.new_empty(0)))
+        after = before.own
+        if attempt.weight > 0:
+            if before.own is not None:
+                offered(before.own, payload, out=payload, beta=self._beta)
+            after = fragment.view.empty()
             if attempt.size > 1:
-                left_out(payload, self._codec, out=left)
+                left_out(payload, self._codec, out=after)
             else:
-                left.zero_()  # One member alone sends nothing, and loses nothing.
+                after.zero_()  # One member alone sends nothing, and loses nothing.
+        first, values = before.owed
+        owed = collective.mean_encoded_(payload, self._codec, shares, (first, values * self._beta))
         with self._lock:
-            if fragment.snapshot is not None:
-                fragment.left_out = left
+            if fragment.snapshot is not None and owed is not None:
+                fragment.left_out = {**fragment.residuals, units: Residual(after, owed)}
 
 
 def _bits(values: Sequence[float]) -> list[int]:

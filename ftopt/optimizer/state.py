@@ -25,6 +25,7 @@ from torch import Tensor
 from ftopt.methods import Method
 from ftopt.methods.triggers import Seen
 from ftopt.optimizer.digest import damage, digest_and_sums
+from ftopt.optimizer.error_feedback import Residual
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.gauge import Gauge, Tally
 from ftopt.optimizer.gradients import Fetched
@@ -155,9 +156,10 @@ class Fragment:
         self.base_tokens = 0
         self.base_tally = Tally()
         self.base_version = state.meta.version
-        # Error feedback: what the codec left out of all that was counted, and of what is on its way. Under the lock.
-        self.residual: Tensor | None = None
-        self.left_out: Tensor | None = None
+        # Error feedback, by the payload's units: what the codec left out of all that was counted, and what it will have
+        # left out when that on its way is. Under the lock.
+        self.residuals: Mapping[str, Residual] = {}
+        self.left_out: Mapping[str, Residual] | None = None
         self.reborn = False
         # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
         self.tried = 0
@@ -186,5 +188,5 @@ class Fragment:
             self.base_tally = snapshot.tally
             self.base_version = state.meta.version
             if self.left_out is not None:
-                self.residual, self.left_out = self.left_out, None
+                self.residuals, self.left_out = self.left_out, None
         self.state = state

@@ -277,7 +277,7 @@ class OuterOptimizer(Optimizer):
             "local_steps": outer.local_steps,
             "tokens": outer.tokens,
             "fragments": [
-                {"base": fragment.base, "base_step": fragment.base_step, "residual": fragment.residual}
+                {"base": fragment.base, "base_step": fragment.base_step, "residuals": dict(fragment.residuals)}
                 for fragment in outer.fragments
             ],
         }

@@ -73,6 +73,10 @@ class Damaged(Exception):
     """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
 
 
+Owed = tuple[int, Tensor]
+"""What a member owes of earlier encoded sums: the first element that it is about, and fp32 values."""
+
+
 class Codec(Protocol):
     """How a payload travels; `ftopt.codecs.Codec` says what holds for one."""
 
@@ -109,12 +113,17 @@ class Collective(Protocol):
     def all_reduce_(self, flat: Tensor) -> None:
         """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members."""
 
-    def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
+    def mean_encoded_(
+        self, flat: Tensor, codec: Codec, shares: Sequence[float], owed: Owed | None = None
+    ) -> Owed | None:
         """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
 
         Not multiplied by the shares, which are those of all members in rank order. Each payload travels encoded and is
         decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload of a member of
         share 0 is not looked at. One member alone keeps what it has.
+
+        Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
+        alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
 
         Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
         """

@@ -5,7 +5,8 @@ The payload is cut into one span a member, nearly equal, on the codec's blocks; 
 1. **First hop**, all to all: everybody sends its span r, encoded, to rank r. Rank r decodes them and adds them up in
    fp32, in rank order: ``sum over m of share_m * decode(encode(flat_m))``. Its own part goes the same way.
 2. **Second hop**, all to all: rank r sends its sum, encoded with ``codec.for_sum`` (mostly the same codec), to
-   everybody, who decodes it.
+   everybody, who decodes it. What that leaves out of the sum rank r owes: it adds it to the sum the next time that it
+   answers for those elements.
 
 Everybody decodes the same bytes, so the results are bit-equal. Where the spans lie does not show in them: a span is
 whole blocks. Both hops are encoded, or of fp4's 7.9 times fewer bytes than fp32 less than 2 would be left.
@@ -26,6 +27,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+Owed = tuple[int, Tensor]
+"""What a member owes of earlier sums: the first element that it is about, and fp32 values in the mean's units."""
 
 
 class Codec(Protocol):
@@ -58,6 +62,27 @@ class Exchange:
     received_sizes: list[int]
 
 
+def over(owed: Owed, start: int, stop: int) -> Tensor:
+    """A copy of what is owed for the elements ``start`` to ``stop``.
+
+    What lies outside is given up: another member answers there now, and one rounding of one mean is lost.
+    """
+    first, values = owed
+    out = values.new_zeros(stop - start)
+    low, high = max(start, first), min(stop, first + values.numel())
+    if low < high:
+        out[low - start : high - start] = values[low - first : high - first]
+    return out
+
+
+def paid(owed: Owed | None, flat: Tensor) -> Owed | None:
+    """A member alone: ``flat`` (changed) gets all that is owed, nothing is any more."""
+    if owed is None:
+        return None
+    flat += over(owed, 0, flat.numel())
+    return 0, flat.new_empty(0)
+
+
 def spans(numel: int, size: int, block: int) -> list[tuple[int, int]]:
     """Start and stop of each rank's span of ``numel`` elements: whole blocks, numbers of them that differ by 1."""
     blocks = -(-numel // block)
@@ -86,9 +111,19 @@ class EncodedMean:
         shares: of all members, in rank order.
         rank: this member.
         piece_bytes: bytes that one exchange sends, at most (but a block to each member at least).
+        owed: what this member owes of earlier sums; None: nobody pays.
     """
 
-    def __init__(self, flat: Tensor, codec: Codec, shares: Sequence[float], *, rank: int, piece_bytes: int) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        codec: Codec,
+        shares: Sequence[float],
+        *,
+        rank: int,
+        piece_bytes: int,
+        owed: Owed | None = None,
+    ) -> None:
         self._flat = flat
         self._codec = codec
         self._sum_codec = sum_codec(codec, shares)
@@ -99,6 +134,12 @@ class EncodedMean:
         blocks = max(1, piece_bytes // (len(shares) * block_bytes))
         self._step = blocks * codec.block
         self.pieces = max(-(-(stop - start) // self._step) for start, stop in self._spans)
+        self._owed = over(owed, *self._spans[rank]) if owed is not None else None
+
+    @property
+    def owed(self) -> Owed | None:
+        """What this member owes afterwards."""
+        return None if self._owed is None else (self._spans[self._rank][0], self._owed)
 
     def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> None:
         """All of it: ``start`` puts an exchange on the wire, ``finish`` waits for the one that started first."""
@@ -125,7 +166,13 @@ class EncodedMean:
             if share:
                 total += self._codec.decode(encoded, term).mul_(share)
         sizes = [self._sum_codec.encoded_bytes(self._part(rank, piece).numel()) for rank in self._ranks()]
-        return self._exchange([self._sum_codec.encode(total)] * len(self._shares), sizes)
+        if self._owed is None:
+            encoded = self._sum_codec.encode(total)
+        else:
+            owed = self._owed[piece * self._step : (piece + 1) * self._step]
+            encoded = self._sum_codec.encode(total.add_(owed))
+            torch.sub(total, self._sum_codec.decode(encoded, term), out=owed)
+        return self._exchange([encoded] * len(self._shares), sizes)
 
     def take(self, piece: int, second: Exchange) -> None:
         """The result, into ``flat``."""

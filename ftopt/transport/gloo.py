@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
-from ftopt.transport.encoded import Codec, EncodedMean, Exchange
+from ftopt.transport.encoded import Codec, EncodedMean, Exchange, Owed, paid
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.store import RendezvousStore, StoreOps
 
@@ -210,7 +210,9 @@ class GlooCollective:
             self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
             self._reduce(torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size())))
 
-    def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
+    def mean_encoded_(
+        self, flat: Tensor, codec: Codec, shares: Sequence[float], owed: Owed | None = None
+    ) -> Owed | None:
         """The weighted mean over the members, in place; what travels is encoded, in both hops. See `EncodedMean`.
 
         The result is bit-equal on all members, and the one that `LocalCollective` gives. One member alone keeps its
@@ -221,6 +223,10 @@ class GlooCollective:
                 multiplied by its share.
             codec: the same on all members.
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
+            owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
+
+        Returns:
+            What it owes now.
 
         Raises:
             FloatingPointError: this member's payload is not finite, or the mean is not; the collective is closed.
@@ -231,8 +237,8 @@ class GlooCollective:
         assert len(shares) == self.size, (shares, self.size)
         self.open()
         if self.size == 1 or not flat.numel():
-            return
-        mean = EncodedMean(flat.detach(), codec, shares, rank=self.rank, piece_bytes=self._piece_bytes)
+            return paid(owed, flat.detach())
+        mean = EncodedMean(flat.detach(), codec, shares, rank=self.rank, piece_bytes=self._piece_bytes, owed=owed)
         under_way: deque[Exchange] = deque()
         with self._works() as (box, pending):
 
@@ -246,6 +252,7 @@ class GlooCollective:
                 return under_way.popleft()
 
             mean.run(start, finish)
+        return mean.owed
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.transport.encoded import Codec, sent_bytes, sum_codec
+from ftopt.transport.encoded import Codec, Owed, over, paid, sent_bytes, spans, sum_codec
 
 
 class _Call:
@@ -108,17 +108,23 @@ class LocalCollective:
         flat.detach().copy_(self._meet(flat.detach(), _sum_in_rank_order))
         self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
 
-    def mean_encoded_(self, flat: Tensor, codec: Codec, shares: Sequence[float]) -> None:
+    def mean_encoded_(
+        self, flat: Tensor, codec: Codec, shares: Sequence[float], owed: Owed | None = None
+    ) -> Owed | None:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
 
-        ``flat <- decode(encode(sum over m of shares[m] * decode(encode(flat_m))))``, the sum in fp32, in rank order,
-        encoded with ``codec.for_sum``. One member alone keeps its ``flat`` as it is.
+        ``flat <- decode(encode(sum over m of shares[m] * decode(encode(flat_m)) + owed))``, the sum in fp32, in rank
+        order, encoded with ``codec.for_sum``. One member alone keeps its ``flat``, but for what it owes.
 
         Args:
             flat: 1-D, contiguous, fp32; the same length on all members. What this member offers, not multiplied by its
                 share.
             codec: the same on all members.
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
+            owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
+
+        Returns:
+            What it owes now.
 
         Raises:
             FloatingPointError: this member's payload is not finite, or the mean is not; the collective is closed.
@@ -129,22 +135,31 @@ class LocalCollective:
         assert len(shares) == self.size, (shares, self.size)
         self.open()
         if self.size == 1 or not flat.numel():
-            return
+            return paid(owed, flat.detach())
+        start, stop = spans(flat.numel(), self.size, codec.block)[self.rank]
+        debts = torch.zeros_like(flat)
+        if owed is not None:
+            debts[start:stop] = over(owed, start, stop)
 
         def mean(brought: dict[int, Tensor]) -> Tensor:
             total = torch.zeros_like(flat)
             for rank, share in enumerate(shares):
                 if share:
-                    total += brought[rank] * share
-            return _through(sum_codec(codec, shares), total)
+                    total += brought[rank][0] * share
+            for rank in range(self.size):
+                total += brought[rank][1]
+            sent = _through(sum_codec(codec, shares), total)
+            return torch.stack([sent, total - sent])
 
         try:
             mine = _through(codec, flat.detach()) if shares[self.rank] else torch.zeros_like(flat)
-            flat.detach().copy_(self._meet(mine, mean))
+            result, left = self._meet(torch.stack([mine, debts]), mean)
         except FloatingPointError:
             self.close()
             raise
+        flat.detach().copy_(result)
         self.sent_bytes += sent_bytes(flat.numel(), codec, shares, rank=self.rank)
+        return None if owed is None else (start, left[start:stop].clone())
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""

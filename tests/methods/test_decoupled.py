@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ftopt.connect import solo
-from ftopt.methods import Balanced, DecoupledDiLoCo, Mine, Round, Span, StreamingDiLoCo, Work
+from ftopt.connect import local_groups, solo
+from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, Mine, Round, Span, StreamingDiLoCo, Work
 from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
 from ftopt.optimizer import wrap
 from ftopt.optimizer.flat import parameters
 from ftopt.sync.group import Contribution
-from tests.optimizer.running import train_and_look
-from tests.problems import Problem, problem
+from tests.optimizer.running import PATIENT, together, train_and_look
+from tests.problems import Problem, flat, problem
 from tests.reference.decoupled import radial, rda
 from tests.reference.streaming import streaming
 
@@ -52,6 +52,31 @@ def test_tensor_by_tensor_it_is_the_papers_average_and_of_embeddings_the_mean(me
 def test_of_one_learner_it_is_its_displacement_bit_for_bit() -> None:
     v = torch.randn(120)
     assert torch.equal(_aggregate([v], [7.0]), v)
+
+
+def test_what_fp4_left_out_of_directions_is_not_taken_for_a_displacement() -> None:
+    """When the others leave, the last one's payload is its displacement, which arrives as it is."""
+    task = problem("mlp", "sgd")
+    models = [task.model(0) for _ in range(2)]
+    groups = local_groups(2, sync=replace(PATIENT, codec="fp4"))
+    method = DecoupledDiLoCo(sync_every=5, fragments=Balanced(n=1), delay=0, outer=SGD(lr=1.0))
+    moved = list[float]()
+
+    def replica(m: int) -> None:
+        optimizer = wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m])
+        with optimizer:
+            for step in range(40 if m else 20):
+                optimizer.zero_grad()
+                task.backward(models[m], m, step)
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.05 if step < 20 else 0.0  # then nothing moves but what is left over
+                before = flat(models[m])
+                optimizer.step()
+                if step >= 20:
+                    moved.append(float((flat(models[m]) - before).abs().max()))
+
+    together([lambda m=m: replica(m) for m in range(2)])
+    assert max(moved) == 0.0
 
 
 def test_unlike_directions_keep_their_length() -> None:

@@ -31,8 +31,9 @@ class Lonely:
             flat.fill_(float("nan"))  # A late piece: whoever uses this buffer again is found out.
             raise ConnectionError("a peer is gone")
 
-    def mean_encoded_(self, flat: Tensor, codec: Any, shares: Any) -> None:
+    def mean_encoded_(self, flat: Tensor, codec: Any, shares: Any, owed: Any = None) -> Any:
         self.all_reduce_(flat)
+        return owed
 
     def exchange(self, row: Any) -> list[list[int]]:
         return [list(row)]

@@ -85,14 +85,22 @@ def through(name: str, values: Sequence[float]) -> list[float]:
 
 
 def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float]) -> Tensor:
-    """The weighted mean as all members get it: both hops encoded, sums in fp32 in the order of the ranks.
+    """The weighted mean as all members get it, with nothing owed from before."""
+    return mean_and_owed(flats, codec, shares, torch.zeros_like(flats[0]))[0]
 
-    Span r of each flat goes to rank r, which adds up ``share * decoded`` and gives the sum, encoded, to everybody. Sums
-    of top-k payloads keep as many values as there can be, in 8 bits. One member alone sends nothing and loses nothing.
+
+def mean_and_owed(
+    flats: Sequence[Tensor], codec: Codec, shares: Sequence[float], owed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The weighted mean as all members get it, and what the second hop leaves out of it.
+
+    Both hops are encoded, sums in fp32 in the order of the ranks. Span r of each flat goes to rank r, which adds up
+    ``share * decoded``, adds what is ``owed``, and gives the sum, encoded, to everybody. Sums of top-k payloads keep as
+    many values as there can be, in 8 bits. One member alone sends nothing and loses nothing.
     """
     size, n = len(flats), flats[0].numel()
     if size == 1:
-        return flats[0] * shares[0]
+        return flats[0] * shares[0] + owed, torch.zeros_like(owed)
     blocks = math.ceil(n / codec.block)
     contributors = sum(share > 0 for share in shares)
     for_sum: Codec = codec
@@ -100,7 +108,7 @@ def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float])
         kept = min(4096, contributors * math.ceil(codec.fraction * 4096))
         sparse, dense = 4 + math.ceil(kept * (12 + 8) / 8), 16 * (4 + 256)  # bytes of 4096 values
         for_sum = TopK(codec.fraction, 8, contributors) if sparse < dense else Int8()
-    gathered = []
+    gathered, left = [], []
     for r in range(size):
         span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))
         total = torch.zeros(span.stop - span.start)
@@ -108,8 +116,10 @@ def mean_encoded(flats: Sequence[Tensor], codec: Codec, shares: Sequence[float])
             if shares[m] > 0:
                 received = codec.decode(codec.encode(flats[m][span].clone()), torch.empty(total.shape))
                 total = total + received * shares[m]
+        total = total + owed[span]
         gathered.append(for_sum.decode(for_sum.encode(total), torch.empty(total.shape)))
-    return torch.cat(gathered)
+        left.append(total - gathered[-1])
+    return torch.cat(gathered), torch.cat(left)
 
 
 class Mean:
@@ -127,6 +137,7 @@ class Mean:
         self._codec = codec_named(codec)
         self._feedback = feedback
         self._residuals: dict[int, list[Tensor]] = {}
+        self._owed: dict[int, Tensor] = {}
 
     @property
     def lossy(self) -> bool:
@@ -159,4 +170,6 @@ class Mean:
         residuals = self._residuals.get(place, [torch.zeros_like(delta) for delta in deltas])
         offers = [delta + e * self._feedback for delta, e in zip(deltas, residuals, strict=True)]
         self._residuals[place] = [v - roundtrip(self._codec, v, torch.empty_like(v)) for v in offers]
-        return mean_encoded(offers, self._codec, shares)
+        owed = self._owed.get(place, torch.zeros_like(deltas[0])) * self._feedback
+        mean, self._owed[place] = mean_and_owed(offers, self._codec, shares, owed)
+        return mean

@@ -95,6 +95,48 @@ def counts(numel: int, codec: Codec, size: int) -> list[int]:
     return [sent_bytes(numel, codec, SHARES[size], rank=rank) if size > 1 else 0 for rank in range(size)]
 
 
+def rounds(transport: Any, flats: Sequence[Tensor], codec: Codec, sizes: Sequence[int]) -> list[list[Tensor]]:
+    """The means of many rounds in which the first so many members offer the same again; none loses what it owes."""
+    owed: list[Any] = [(0, torch.empty(0))] * len(flats)
+    means = []
+    for number, size in enumerate(sizes):
+        ops = DictOps()
+        connected = [transport.connect(key=f"round {number}", rank=r, size=size, ops=ops) for r in range(size)]
+
+        def work(rank: int, connected: list[Any] = connected, size: int = size) -> Tensor:
+            flat, before = flats[rank].clone(), owed[rank][1].clone()
+            after = connected[rank].mean_encoded_(flat, codec, [1 / size] * size, owed[rank])
+            assert torch.equal(owed[rank][1], before), "an attempt that fails must find it as it was"
+            owed[rank] = after
+            return flat
+
+        means.append(in_threads(size, work))
+        for collective in connected:
+            collective.close()
+    return means
+
+
+@by_name([BF16(), Int8(), FP4(), TopK(0.3, 2)])
+@pytest.mark.parametrize("sizes", [[3] * 8, [3, 2, 1, 3, 3, 2]], ids=["a steady quorum", "members come and go"])
+def test_gloo_and_threads_owe_the_same_bits(codec: Codec, sizes: list[int]) -> None:
+    flats = payloads(3, 5000)
+    expected = rounds(LocalTransport(), flats, codec, sizes)
+    got = rounds(GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1000), flats, codec, sizes)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert all(torch.equal(flat.view(torch.int32), theirs[0].view(torch.int32)) for flat in [*ours, *theirs])
+
+
+def test_what_the_sums_codec_makes_zero_moves_all_the_same() -> None:
+    """0.005 beside 1 is zero in fp4. Both arrive exactly in the first hop here: only the sum's rounding is at stake."""
+    flat = torch.zeros(512)
+    flat[0], flat[300] = 1.0, 1.0
+    hidden = torch.zeros(512)
+    hidden[1::2] = 2.0**-8
+    means = rounds(LocalTransport(), [flat, hidden], FP4(), [2] * 64)
+    moved = torch.stack([of_round[0] for of_round in means]).double().sum(0)
+    torch.testing.assert_close(moved, 32.0 * (flat + hidden).double(), atol=1 / 64, rtol=0)
+
+
 def test_fp4_sends_over_7_times_fewer_bytes_than_fp32_in_both_hops_together() -> None:
     fp32, fp4 = (sent_bytes(1_000_000, codec, [0.25] * 4, rank=0) for codec in (FP32(), FP4()))
     assert fp32 == 2 * 3 * 1_000_000

@@ -257,8 +257,8 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act), or ``unreadable``: the hello was
-    none (a newcomer gives up; who was let in before trains on and comes again)."""
+    """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act), or ``unreadable``: the hello
+    was none (a newcomer gives up; who was let in before trains on and comes again)."""
 
     kind: str
     reason: str

@@ -1,0 +1,43 @@
+"""Pictures of the tables: all that matplotlib is needed for (``pip install -e '.[bench]'``)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Curve = Sequence[tuple[int, float]]
+
+
+def methods(curves: Mapping[str, Sequence[Curve]], points: Mapping[str, tuple[float, float]], path: Path) -> None:
+    """Held-out loss over inner steps, and over the bytes that a replica has sent at the end.
+
+    Args:
+        curves: method -> a curve a seed, of (inner step, loss); the mean is drawn, and the range over seeds.
+        points: method and codec -> (MB sent, loss), both means over seeds.
+        path: a PNG; written anew.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), dpi=110)
+    for name, of_seeds in curves.items():
+        steps = [step for step, _ in of_seeds[0]]
+        losses = [[curve[i][1] for curve in of_seeds] for i in range(len(steps))]
+        (line,) = left.plot(steps, [statistics.mean(row) for row in losses], label=name, linewidth=1.4)
+        lows, highs = [min(row) for row in losses], [max(row) for row in losses]
+        left.fill_between(steps, lows, highs, color=line.get_color(), alpha=0.15, linewidth=0)
+    left.set(xlabel="inner steps of each replica", ylabel="held-out loss, nats a byte", ylim=(None, 2.6))
+    left.legend(fontsize=8)
+    left.grid(alpha=0.3)
+    for name, (sent, loss) in points.items():
+        right.plot(sent, loss, "o", markersize=5)
+        right.annotate(name, (sent, loss), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    right.set(xscale="log", xlabel="sent by a replica, MB", ylabel="held-out loss at the end")
+    right.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
