@@ -57,7 +57,8 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "all_of": AllOf,
     },
 }
-"""Path of a section -> name -> dataclass. The first name is meant when a recipe gives none; `REQUIRED` ones ask."""
+"""Path of a section -> name -> dataclass. When a recipe gives no name, that of the setting's own default is meant
+(`DecoupledDiLoCo`'s fragments are balanced), else the first; `REQUIRED` ones ask."""
 
 REQUIRED = frozenset({"method", "method.trigger"})
 

@@ -178,7 +178,7 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
             values[key] = _items(value, where, errors)
         elif choices_of(where):
             optional = value is None and fields[key].default is None
-            values[key] = None if optional else _choice(value, where, errors)
+            values[key] = None if optional else _choice(value, where, errors, _default_name(fields[key], where))
         elif dataclasses.is_dataclass(hints[key]):
             assert isinstance(hints[key], type)
             values[key] = _section(hints[key], value, where, errors)
@@ -209,13 +209,20 @@ def _placed(message: str, path: str) -> str:
     return f"{path}: {message}"
 
 
-def _choice(raw: Any, path: str, errors: list[str]) -> Any | None:
+def _default_name(field: dataclasses.Field[Any], path: str) -> str | None:
+    """The name that a section without one has: that of the field's own default, if it has one."""
+    made = field.default_factory
+    return None if made is dataclasses.MISSING else name_of(path, made())
+
+
+def _choice(raw: Any, path: str, errors: list[str], default: str | None = None) -> Any | None:
+    """``default``: the name of a section that gives none; None: the first choice, or it is required."""
     choices = choices_of(path)
     assert choices is not None
     if not isinstance(raw, Mapping):
         errors.append(f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
         return None
-    name = raw.get("name", None if is_required(path) else next(iter(choices)))
+    name = raw.get("name", default or (None if is_required(path) else next(iter(choices))))
     if name not in choices:
         near = difflib.get_close_matches(str(name), choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -35,7 +35,8 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     Args:
         sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 24, the paper's.
-        fragments: which parameters make a fragment. Default ``Balanced(n=24)``, the paper's.
+        fragments: which parameters make a fragment. Default ``Balanced(n=24)``, the paper's; in a recipe ``fragments:
+            {n: 6}`` without a name is balanced, too.
         delay: inner steps from a fragment's snapshot to its take-over (the paper's tau). Default 2, the paper's.
         patience_s: seconds that training waits for a fragment that is not decided by then. Default 0: it is taken up
             when it is there.

@@ -61,22 +61,35 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strided:
-    """Block ``i`` belongs to fragment ``i mod n``: each fragment has blocks of all depths.
+class Dealt:
+    """What the rules share that deal out a model's blocks or tensors to fragments.
 
     Args:
         n: fragments (the paper's P), >= 1. Default 1.
-        embeddings_apart: embeddings make one more fragment, the last.
+        embeddings_apart: embeddings make one more fragment, the last. Default False.
 
-    Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2, its default. The paper deals out transformer blocks; ours
-        deals out what surrounds them (embedding, last norm, head) alike, as blocks of their own.
+    Raises:
+        ValueError: ``n`` is no whole number of fragments.
     """
 
     n: int = 1
     embeddings_apart: bool = False
 
     def __post_init__(self) -> None:
-        _check_count(self.n)
+        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
+            raise ValueError(f"fragments.n={self.n!r}; must be a whole number of fragments, at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strided(Dealt):
+    """Block ``i`` belongs to fragment ``i mod n``: each fragment has blocks of all depths.
+
+    Args:
+        all: see `Dealt`.
+
+    Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2, its default. The paper deals out transformer blocks; ours
+        deals out what surrounds them (embedding, last norm, head) alike, as blocks of their own.
+    """
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """See `Partition`."""
@@ -86,21 +99,14 @@ class Strided:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sequential:
+class Sequential(Dealt):
     """Runs of neighbouring blocks, as equal in number as can be.
 
     Args:
-        n: fragments, >= 1. Default 1.
-        embeddings_apart: embeddings make one more fragment, the last.
+        all: see `Dealt`.
 
     Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2.
     """
-
-    n: int = 1
-    embeddings_apart: bool = False
-
-    def __post_init__(self) -> None:
-        _check_count(self.n)
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """See `Partition`."""
@@ -111,21 +117,14 @@ class Sequential:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Balanced:
+class Balanced(Dealt):
     """Fragments of nearly equal size: greedy bin packing of single tensors, the largest first.
 
     Args:
-        n: fragments, >= 1. Default 1.
-        embeddings_apart: embeddings make one more fragment, the last.
+        all: see `Dealt`.
 
     Source: Decoupled DiLoCo (arXiv 2604.21428): 24 fragments balanced by greedy bin packing of tensors.
     """
-
-    n: int = 1
-    embeddings_apart: bool = False
-
-    def __post_init__(self) -> None:
-        _check_count(self.n)
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """See `Partition`."""
@@ -180,11 +179,6 @@ class Named:
             if not names:
                 raise ValueError(f"fragments.patterns: nothing is left for {pattern!r}; remove it, or put it first")
         return found
-
-
-def _check_count(n: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"fragments.n={n!r}; must be a whole number of fragments, at least 1")
 
 
 def _apart(parameters: Sequence[Parameter], apart: bool) -> tuple[list[Parameter], list[list[str]]]:

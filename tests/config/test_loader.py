@@ -9,7 +9,22 @@ from ftopt.config.schema import AdamW, Cosine, Factory, Muon, Sgd, Text
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
-from ftopt.methods import Adam, AllOf, AnyOf, CosineRate, DiLoCo, Every, EveryStaged, LinearFDA, LocalSGD, Torch
+from ftopt.methods import (
+    Adam,
+    AllOf,
+    AnyOf,
+    Balanced,
+    CosineRate,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Every,
+    EveryStaged,
+    LinearFDA,
+    LocalSGD,
+    StreamingDiLoCo,
+    Strided,
+    Torch,
+)
 
 
 def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:
@@ -119,6 +134,14 @@ def test_another_choice_drops_the_settings_that_it_does_not_have() -> None:
     recipe = load("diloco_bytes", ["inner.name=sgd", "inner.lr=0.1", "method.name=local_sgd"])
     assert isinstance(recipe.inner, Sgd)
     assert recipe.method == LocalSGD(sync_every=50)
+
+
+def test_fragments_without_a_name_are_cut_by_the_methods_own_rule() -> None:
+    few = ["method={fragments: {n: 6}}", "method.sync_every=24"]
+    decoupled = load("diloco_bytes", ["method.name=decoupled_diloco", *few]).method
+    streaming = load("diloco_bytes", ["method.name=streaming_diloco", *few]).method
+    assert isinstance(decoupled, DecoupledDiLoCo) and decoupled.fragments == Balanced(n=6)
+    assert isinstance(streaming, StreamingDiLoCo) and streaming.fragments == Strided(n=6)
 
 
 def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
