@@ -55,6 +55,11 @@ class SyncSGD(Method):
                 f"trigger={type(self.trigger).__name__}; sync_sgd exchanges gradients every sync_every steps, with no "
                 "trigger; paft takes one for its parameters"
             )
+        if self.outer_start_step:
+            raise ValueError(
+                f"outer_start_step={self.outer_start_step}; sync_sgd averages gradients from the first step on, and "
+                "has no parameters to average before that; leave it at 0"
+            )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm!r}; must be null or above 0; 1.0 is usual")
 
@@ -84,7 +89,3 @@ class SyncSGD(Method):
             norm = float(torch.linalg.vector_norm(mean, dtype=torch.float64).float())
             mean = mean.mul_(min(1.0, self.max_norm / (norm + 1e-6)))
         return anchor, {GRADIENT: mean}
-
-    def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
-        """Not used: gradients are averaged in every step anyway."""
-        return anchor

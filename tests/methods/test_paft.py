@@ -74,6 +74,15 @@ def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool
             assert torch.equal(a, b), f"off by {float((a - b).abs().max())}"
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
+def test_until_the_outer_start_step_parameters_are_averaged_after_every_step(overlap: bool) -> None:
+    task = problem("mlp", "sgd")
+    settings = {"sync_every": 10, "overlap": overlap}
+    expected = paft(task, replicas=REPLICAS, steps=STEPS, noise=white, outer_start=23, **settings)  # type: ignore[arg-type]
+    for ours, theirs in zip(train(task, PAFT(**settings, outer_start_step=23)), expected, strict=True):  # type: ignore[arg-type]
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
 def wide(seed: int) -> nn.Module:
     """Enough elements for their squares to have a mean."""
     torch.manual_seed(seed)

@@ -25,6 +25,11 @@ def test_the_mean_gradient_is_clipped() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours.params, expected, strict=True))
 
 
+def test_gradients_have_no_time_before_they_are_averaged() -> None:
+    with pytest.raises(ValueError, match=r"outer_start_step=5; sync_sgd averages gradients .* leave it at 0"):
+        SyncSGD(outer_start_step=5)
+
+
 def test_local_sgd_that_averages_every_step_of_plain_sgd_is_sync_sgd() -> None:
     plain = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     ours = train_and_look(plain, SyncSGD(), replicas=4, steps=STEPS)
