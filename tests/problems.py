@@ -31,7 +31,18 @@ def deep_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(*layers[:2], nn.Tanh(), *layers[2:])
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"linear": linear_model, "mlp": mlp_model, "deep": deep_model}
+def wide_model(seed: int = 0) -> nn.Module:
+    """1496 parameters: each of two fragments is several codec blocks of 256 and a shorter one."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 48), nn.Tanh(), nn.Linear(48, 20), nn.Linear(20, 4))
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "linear": linear_model,
+    "mlp": mlp_model,
+    "deep": deep_model,
+    "wide": wide_model,
+}
 
 INNER: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),

@@ -1,4 +1,4 @@
-"""Each codec inside training, against a plain loop that encodes both hops and feeds back what was left out."""
+"""Numbers of replicas and strengths of error feedback that `test_every_method_with_every_codec` does not have."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 
 from ftopt.connect import local_groups
-from ftopt.methods import DiLoCo, LocalSGD, Method, SyncSGD
+from ftopt.methods import DiLoCo, Method
 from ftopt.optimizer import wrap
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
 from tests.reference.codecs import Mean
 from tests.reference.diloco import diloco
-from tests.reference.local_sgd import local_sgd
 
 H, STEPS = 10, 100
-SLOW = pytest.mark.slow
 NAMES = ["bf16", "int8", "fp4", "top_k:0.1:4"]
 
 
@@ -42,30 +40,14 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-@pytest.mark.parametrize(
-    ("replicas", "feedback"), [(2, 0.0), (3, 1.0), pytest.param(2, 1.0, marks=SLOW), pytest.param(3, 0.0, marks=SLOW)]
-)
+@pytest.mark.parametrize(("replicas", "feedback"), [(2, 0.0), (3, 0.5)])
 @pytest.mark.parametrize("codec", NAMES)
-def test_diloco_through_a_codec_equals_the_loop_bit_for_bit(codec: str, replicas: int, feedback: float) -> None:
+def test_diloco_with_less_error_feedback_equals_its_loop(codec: str, replicas: int, feedback: float) -> None:
     task = problem("mlp", "adamw")
     mean = Mean(codec, feedback=feedback)
     expected = _flat(diloco(task, replicas=replicas, sync_every=H, steps=STEPS, mean=mean))
     for ours in _train(task, DiLoCo(sync_every=H), codec, replicas=replicas, feedback=feedback):
         assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
-
-
-@pytest.mark.parametrize("codec", NAMES)
-def test_local_sgd_sends_differences_through_a_codec(codec: str) -> None:
-    task = problem("mlp", "sgd")
-    expected = _flat(local_sgd(task, replicas=2, sync_every=H, steps=STEPS, mean=Mean(codec)))
-    for ours in _train(task, LocalSGD(sync_every=H), codec, replicas=2, feedback=1.0):
-        assert torch.equal(ours, expected), f"off by {float((ours - expected).abs().max())}"
-
-
-@pytest.mark.parametrize("codec", NAMES)
-def test_gradients_go_through_a_codec_and_replicas_stay_alike(codec: str) -> None:
-    ours = _train(problem("mlp", "sgd"), SyncSGD(), codec, replicas=3, feedback=1.0)
-    assert all(torch.equal(ours[0], other) for other in ours[1:])
 
 
 def test_a_lone_replica_loses_nothing_to_its_codec() -> None:

@@ -11,12 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
+from ftopt.events import Event
 from ftopt.methods import Method
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.sync.protocol.settings import Sync
 from tests.problems import Problem
 
 T = TypeVar("T")
+
+Noise = Callable[[int, int, list[Tensor]], None]
+"""(replica, step, gradients): changes the gradients in place. Steps count from 1."""
 
 PATIENT = Sync(grace_s=60.0, dead_after_s=60.0)
 """Nobody is called in and nobody is lost, however busy the machine is: what comes out depends on the steps alone."""
@@ -61,10 +65,22 @@ def train_and_look(
     dtype: torch.dtype = torch.float32,
     rate: Callable[[int], float] | None = None,
     codec: str = "fp32",
+    noise: Noise | None = None,
 ) -> list[Trained]:
-    """Trains replicas on their own batches; ``rate`` is the inner rate after so many steps, else the optimizer's."""
+    """Trains replicas on their own batches.
+
+    Args:
+        rate: the inner rate after so many steps. Default: the optimizer's.
+        noise: of a method that exchanges gradients: spoils a replica's copy of the agreed one.
+    """
     models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
-    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec))
+
+    def on_event(event: Event) -> None:
+        if noise is not None and event.event == "aggregated":
+            m = int(event.replica[1:])
+            noise(m, event.inner_step, [p.grad for p in models[m].parameters() if p.grad is not None])
+
+    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec), on_event=on_event)
 
     def replica(m: int) -> Trained:
         model = models[m]

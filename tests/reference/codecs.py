@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -136,8 +136,8 @@ class Mean:
     def __init__(self, codec: str = "fp32", *, feedback: float = 1.0) -> None:
         self._codec = codec_named(codec)
         self._feedback = feedback
-        self._residuals: dict[int, list[Tensor]] = {}
-        self._owed: dict[int, Tensor] = {}
+        self._residuals: dict[Hashable, list[Tensor]] = {}
+        self._owed: dict[Hashable, Tensor] = {}
 
     @property
     def lossy(self) -> bool:
@@ -145,21 +145,21 @@ class Mean:
         return not self._codec.exact
 
     def __call__(
-        self, brought: Sequence[Sequence[Tensor]], shares: Sequence[float] | None = None, *, place: int = 0
+        self, brought: Sequence[Sequence[Tensor]], shares: Sequence[float] | None = None, *, place: Hashable = 0
     ) -> list[Tensor]:
         """The mean, tensor by tensor; they travel together, one behind the other.
 
         Args:
             brought: each replica's tensors.
             shares: of the replicas. Default: the same for all.
-            place: what has residuals of its own: a fragment, or gradients.
+            place: what has residuals of its own: a fragment, gradients, payloads of other units.
         """
         flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in brought]
         mean = self._of(flats, shares or [1 / len(flats)] * len(flats), place)
         parts = mean.split([t.numel() for t in brought[0]])
         return [part.view(t.shape) for part, t in zip(parts, brought[0], strict=True)]
 
-    def _of(self, deltas: list[Tensor], shares: Sequence[float], place: int) -> Tensor:
+    def _of(self, deltas: list[Tensor], shares: Sequence[float], place: Hashable) -> Tensor:
         if not self.lossy:
             mean = deltas[0] * shares[0]
             for delta, share in zip(deltas[1:], shares[1:], strict=True):

@@ -44,7 +44,7 @@ def radial(embeddings: Collection[str] = ()) -> Combine:
             [v * (1 / length) if yes and length else v for v, yes, length in zip(vs, directed, own, strict=True)]
             for vs, own in zip(displacements, lengths, strict=True)
         ]
-        found = mean(sent, place=fragment)
+        found = mean(sent, place=("directions", fragment))
         for i, direction in enumerate(found):
             if directed[i]:
                 length, short = math.fsum(own[i] * (1 / len(lengths)) for own in lengths), _length(direction)
