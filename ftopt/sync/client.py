@@ -356,8 +356,9 @@ class Client:
         if self._fetcher.defers(contribution):
             return
         effects = machine.propose(contribution, now=self._now[contribution.fragment])
-        with self._changed:
+        with self._changed:  # at once: between the two it would look decided to the training thread
             self._offered[contribution.fragment] -= 1
+            self._mirror()
         self.run(effects)
 
     def _leave(self) -> None:
