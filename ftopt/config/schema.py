@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
 from ftopt.sync.protocol.settings import Sync
 
@@ -354,9 +355,14 @@ class Recipe:
         if isinstance(self.model, Convnet) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
         from ftopt.codecs import codec_named  # here: it brings torch, which `ftopt ls` does without
+        from ftopt.optimizer.moments import check_exact
 
         try:
-            codec_named(self.sync.codec)
+            codec = codec_named(self.sync.codec)
+            if self.method.inner_buffers == "average":
+                check_exact(codec)
+        except UserError as error:
+            found.append(str(error))
         except ValueError as error:
             found.append(f"sync.codec: {error}")
         for key in ("min_replicas", "start_replicas"):

@@ -36,7 +36,7 @@ class PAFT(LocalSGD):
             Default False (PAFT-Sync).
         max_norm: the averaged gradient is clipped to this L2 norm; None (default): not.
         moments: average the inner optimizer's moments with the parameters (SGD with momentum, the Adam family, Muon):
-            two or three times the payload. Default False.
+            two or three times the payload, fp32 only. Default False.
         outer_start_step: until then parameters are averaged after every step, without ``overlap``; gradients are
             averaged in every step all along. Default 0.
         others: see `Method`.

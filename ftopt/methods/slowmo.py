@@ -41,7 +41,7 @@ class SlowMo(Method):
         inner_buffers: the inner optimizer's state when a round is taken up. ``keep`` (default): each replica keeps its
             own, the paper's choice for Adam. ``reset``: forgotten, as before the first step (Adam's step count too);
             the paper's choice for Nesterov SGD. ``average``: moments and momentum buffers are averaged with the
-            parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload.
+            parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload, fp32 only.
         others: see `Method`.
 
     Raises:

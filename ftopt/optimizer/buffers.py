@@ -2,7 +2,8 @@
 
 They lie behind the parameters in a fragment's flat tensors (`FlatView`), so that anchor, digests, joins and rebases
 hold them like parameters. The method sees the parameters alone: buffers are averaged as `LocalSGD` averages, whatever
-the method, and have no outer optimizer.
+the method, and have no outer optimizer. No codec sees them either, they travel in fp32: a variance that one has rounded
+may be negative.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
 
 
 def payload(method: Method, mine: Mine, out: Tensor, *, trained: int) -> Tensor:
-    """`Method.payload` for the first ``trained`` elements, what `LocalSGD` sends for the buffers behind them."""
+    """`Method.payload` for the first ``trained`` elements, what `LocalSGD` sends through fp32 for those behind."""
     method.payload(of(mine, slice(0, trained)), part(out, slice(0, trained)))
     if trained < out.numel():
-        _PLAIN.payload(of(mine, slice(trained, None)), out[trained:])
+        _PLAIN.payload(replace(of(mine, slice(trained, None)), lossy=False), out[trained:])
     return out
 
 
@@ -90,7 +91,7 @@ def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
     if trained == mean.numel():
         return made
     mean[:trained].copy_(made)
-    mean[trained:].copy_(_PLAIN.average(anchor[trained:], mean[trained:], round))
+    mean[trained:].copy_(_PLAIN.average(anchor[trained:], mean[trained:], replace(round, lossy=False)))
     return mean
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ftopt.codecs import Codec, codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.buffers import averaged, shared_out
@@ -167,7 +168,7 @@ class Core:
         if self.closed:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
         check_covered(self.model, self.inner.param_groups)
-        views = self._views(self.model, self.method)
+        views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
         outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
         fetched = outer.start()
         self.outer = outer
@@ -175,14 +176,14 @@ class Core:
         outer.report("training")
         return fetched
 
-    def _views(self, model: nn.Module, method: Method) -> list[FlatView]:
+    def _views(self, model: nn.Module, method: Method, codec: Codec) -> list[FlatView]:
         try:
             fragments = method.partition(parameters(model))
         except ValueError as error:
             raise UserError(f"method {method.name}: {error}") from None
         kept = averaged(model) if method.buffers == "mean" else []
         buffers = shared_out(kept, fragments)
-        more = moments(model, self.inner) if method.inner_buffers == "average" else []
+        more = moments(model, self.inner, codec) if method.inner_buffers == "average" else []
         return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
 
     def started(self) -> OuterStep:

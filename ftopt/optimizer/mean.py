@@ -7,11 +7,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ftopt.codecs import Codec
 from ftopt.methods import Mine, Round
-from ftopt.optimizer.buffers import of, payload
+from ftopt.optimizer.buffers import of, part, payload
 from ftopt.optimizer.error_feedback import Residual, left_out, offered
 from ftopt.optimizer.gauge import pack, seen_of
 from ftopt.optimizer.state import Fragment, Snapshot, State
@@ -65,12 +66,15 @@ class Mean:
             payload(method, mine, work, trained=fragment.view.trained)
         else:
             work.zero_()
+        exact = work
         if mine.lossy:
-            self._encoded(attempt, fragment, collective, work, shares, method.units(mine))
-        else:
+            trained = slice(0, fragment.view.trained)
+            self._encoded(attempt, fragment, collective, part(work, trained), shares, method.units(mine))
+            exact = work[fragment.view.trained :]  # What is no direction of descent but a statistic is not rounded.
+        if exact.numel():
             if attempt.weight > 0 and not mine.alone:
-                work.mul_(attempt.weight / attempt.total_weight)
-            collective.all_reduce_(work)
+                exact.mul_(attempt.weight / attempt.total_weight)
+            collective.all_reduce_(exact)
         if fragment.gauge.learns:
             distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
@@ -97,7 +101,7 @@ class Mean:
         if attempt.weight > 0:
             if before.own is not None:
                 offered(before.own, payload, out=payload, beta=self._beta)
-            after = fragment.view.empty()
+            after = torch.empty_like(payload)
             if attempt.size > 1:
                 left_out(payload, self._codec, out=after)
             else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ftopt.codecs import Codec
 from ftopt.errors import UserError
 from ftopt.optimizer.flat import trainable
 from ftopt.optimizer.inner import Inner
@@ -19,6 +20,7 @@ from ftopt.optimizer.inner import Inner
 Source = tuple[str, Callable[[], Tensor]]
 """A tensor's name, and where it is at the moment."""
 
+_INSTEAD = "PAFT's moments=false or SlowMo's inner_buffers=keep"
 _MOMENTS = {
     "SGD": ("momentum_buffer",),
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
@@ -26,12 +28,13 @@ _MOMENTS = {
 }
 
 
-def moments(model: nn.Module, inner: Inner) -> Sequence[Source]:
+def moments(model: nn.Module, inner: Inner, codec: Codec) -> Sequence[Source]:
     """The moments of all parameters that train. One that is not there yet, before the first step, is read as zeros.
 
     Raises:
-        UserError: an inner optimizer of a class whose moments are not known, or that keeps none.
+        UserError: an inner optimizer of a class whose moments are not known, or that keeps none; `check_exact`'s.
     """
+    check_exact(codec)
     named = {id(p): name for name, p in trainable(model)}
     found: list[Source] = []
     for optimizer in inner.optimizers:
@@ -40,7 +43,7 @@ def moments(model: nn.Module, inner: Inner) -> Sequence[Source]:
         if not keys or (kind == "SGD" and not optimizer.defaults.get("momentum")):
             raise UserError(
                 f"the method averages moments, but {kind} keeps none that are known; allowed: "
-                f"{', '.join(_MOMENTS)} (SGD with momentum); use PAFT's moments=false or SlowMo's inner_buffers=keep"
+                f"{', '.join(_MOMENTS)} (SGD with momentum); use {_INSTEAD}"
             )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -48,6 +51,20 @@ def moments(model: nn.Module, inner: Inner) -> Sequence[Source]:
                     place = named[id(parameter)]
                     found += [(f"{place}/{key}", partial(_moment, optimizer, parameter, key)) for key in keys]
     return found
+
+
+def check_exact(codec: Codec) -> None:
+    """Moments do not go through a codec that rounds: a second moment that comes out too small, or negative, makes steps
+    of any length.
+
+    Raises:
+        UserError: ``codec`` rounds.
+    """
+    if not codec.exact:
+        raise UserError(
+            f"sync.codec={codec.name} with a method that averages moments; moments must not be rounded, or steps "
+            f"explode; use sync.codec=fp32, {_INSTEAD}"
+        )
 
 
 def _moment(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:

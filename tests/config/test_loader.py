@@ -144,6 +144,11 @@ def test_fragments_without_a_name_are_cut_by_the_methods_own_rule() -> None:
     assert isinstance(streaming, StreamingDiLoCo) and streaming.fragments == Strided(n=6)
 
 
+def test_averaged_moments_and_a_codec_that_rounds_are_refused() -> None:
+    said = errors_of("method.name=slowmo", "method.inner_buffers=average", "sync.codec=fp4")
+    assert "sync.codec=fp4 with a method that averages moments" in said and "use sync.codec=fp32" in said
+
+
 def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
     assert "inner.momentum: unknown key" in errors_of("inner.momentum=0.9")
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.methods import PAFT, Method, SignalToNoise
+from ftopt.methods import PAFT, Method, SignalToNoise, SlowMo
 from ftopt.optimizer import wrap
-from tests.optimizer.running import PATIENT, together
+from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, problem
 from tests.reference.paft import paft
 
@@ -127,6 +127,13 @@ def test_moments_of_an_optimizer_without_any_are_refused() -> None:
     task = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     with pytest.raises(UserError, match="use PAFT's moments=false"):
         train(task, PAFT(sync_every=10, moments=True), steps=1)
+
+
+@pytest.mark.parametrize("method", [PAFT(sync_every=10, moments=True), SlowMo(inner_buffers="average")])
+def test_moments_are_not_rounded(method: Method) -> None:
+    """A second moment that a codec has made negative, or nearly 0, made parameters of 1e23."""
+    with pytest.raises(UserError, match=r"sync.codec=int8 .* use sync.codec=fp32, PAFT's moments=false"):
+        train_and_look(problem("mlp", "adamw"), method, replicas=1, steps=1, codec="int8")
 
 
 def test_paft_averages_by_the_noise_it_finds_when_asked_to() -> None:
