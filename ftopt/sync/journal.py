@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ftopt.errors import UserError
-from ftopt.sync.protocol.effects import Decided, Epoch, Gone, Journalled, Known, Rollback, Saved
+from ftopt.sync.protocol.effects import Cursor, Decided, Epoch, Gone, Journalled, Known, Rollback, Saved
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.rounds import Rounds
 
 _SCHEMA = """
@@ -24,6 +25,8 @@ CREATE TABLE IF NOT EXISTS decided (
     job TEXT, fragment INTEGER, version INTEGER, attempt INTEGER, digest TEXT, chain TEXT, inner_step INTEGER,
     members TEXT, PRIMARY KEY (job, fragment, version)
 );
+CREATE TABLE IF NOT EXISTS cursor (job TEXT PRIMARY KEY, unit INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS done (job TEXT, version INTEGER, ranges TEXT, PRIMARY KEY (job, version));
 """
 
 
@@ -76,11 +79,14 @@ class Journal:
             "ORDER BY fragment, version",
             (job,),
         )
+        done = dict(self._db.execute("SELECT version, ranges FROM done WHERE job = ?", (job,)).fetchall())
+        cursor = self._db.execute("SELECT unit FROM cursor WHERE job = ?", (job,)).fetchone()
         return Saved(
             epoch=row[0],
             roster=marks[0],
             gone=marks[1],
-            decided=tuple(_decided(*row) for row in decided),
+            decided=tuple(_decided(done.get(row[1], "[]") if row[0] == 0 else "[]", *row) for row in decided),
+            cursor=cursor[0] if cursor is not None else 0,
         )
 
     def write(self, job: str, entries: Sequence[Journalled]) -> None:
@@ -122,6 +128,10 @@ class Journal:
                     "DELETE FROM decided WHERE job = ? AND fragment = ? AND version > ?",
                     (job, fragment, version),
                 )
+                if fragment == 0:
+                    run("DELETE FROM done WHERE job = ? AND version > ?", (job, version))
+            case Cursor(unit=unit):
+                run("INSERT OR REPLACE INTO cursor VALUES (?, ?)", (job, unit))
             case Decided():
                 run(
                     "INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -134,6 +144,9 @@ class Journal:
                     "DELETE FROM decided WHERE job = ? AND fragment = ? AND version <= ?",
                     (job, entry.fragment, entry.version - Rounds.HISTORY),
                 )
+                if entry.done:
+                    run("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", (job, entry.version, json.dumps(entry.done)))
+                    run("DELETE FROM done WHERE job = ? AND version <= ?", (job, entry.version - Rounds.HISTORY))
 
     def size(self) -> int:
         """Bytes of its files, 0 without one."""
@@ -148,7 +161,11 @@ class Journal:
 
 
 def _decided(
-    fragment: int, version: int, attempt: int, digest: str, chain: str, inner_step: int, members: str
+    done: str, fragment: int, version: int, attempt: int, digest: str, chain: str, inner_step: int, members: str
 ) -> Decided:
     rows = tuple(tuple(row) for row in json.loads(members))
-    return Decided(fragment, version, attempt, digest, chain, inner_step, rows)
+    return Decided(fragment, version, attempt, digest, chain, inner_step, rows, _pairs(done))
+
+
+def _pairs(text: str) -> Ranges:
+    return tuple((start, stop) for start, stop in json.loads(text))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.samples import Samples
 
 CONTRIBUTION = m.Contribution(0, 3, 5, 25, 5.0, 1000, 0.5, True, ((0, 8), (16, 24)))
 POSITION = m.Position(0, 3, "c" * 32)
@@ -33,15 +34,21 @@ HELLO = m.Hello(
     roster=(("r0", 2), ("r1", 1)),
     gone=(("r0", 1),),
     inner_step=75,
+    samples=Samples(samples=100, batch_size=4, drop_last=True, epochs=2),
+    claim=((10, 20), (40, 41)),
+    done=((0, 8),),
+    cursor=1024,
+    wants=30,
 )
 SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     HELLO,
-    m.Propose(CONTRIBUTION, True),
+    m.Propose(CONTRIBUTION, True, 30),
     m.Prepared(0, 7, "d"),
     m.Failed(0, 7, "no piece for 3 s", "r1"),
     m.Progress("training", 10, 0.25, (m.Reading(0, 3, (1.0, -2.5)),)),
     m.Holds(POSITION),
     m.Lacks(0),
+    m.Ask(12),
     m.Leaving(),
     m.Bye(),
     m.StoreSet("k", "dmFsdWU="),
@@ -56,9 +63,10 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Means(0, 3, 2, (1.5, -2.0)),
     m.TrainOn(0),
     m.Void(0),
-    m.Quorum(0, 4, 7, 7, 0, 2, 25, 10.0, 2, 5, (("r0", 2), ("r1", 1)), (), (("r0", 1),)),
+    m.Quorum(0, 4, 7, 7, 0, 2, 25, 10.0, 2, 5, (("r0", 2), ("r1", 1)), (), (("r0", 1),), "", ((0, 8),)),
     m.Abort(0, 7, "r1 was lost"),
     m.Commit(0, 4, 7, "d", "c" * 32),
+    m.Grant(((0, 30),), 1024, False, False),
     m.StoreValue("k", "dmFsdWU="),
 ]
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.effects import Decided
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.roster import Member, Roster
 
 
@@ -60,7 +62,7 @@ class Attempt:
 
     ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone marks whose
     COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step. ``reported_s``:
-    when a member has prepared last.
+    when a member has prepared last. ``ranges``: all units that its contributions have used.
     """
 
     attempt: int
@@ -73,6 +75,7 @@ class Attempt:
     reported_s: float = -math.inf
     prepared: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
+    ranges: Ranges = ()
 
     def verdict(self) -> Agreed | Failure | Disagreement | None:
         """Step 5. None: wait for the members that have not prepared yet."""
@@ -114,6 +117,21 @@ class Attempt:
             left=tuple(sorted(set(before) - set(self.members))),
             drop=self.drop,
             outlier=outlier,
+            ranges=self.ranges,
+        )
+
+    def decided(self, at: m.Position, digest: str, inner_step: int, done: Ranges) -> Decided:
+        """Step 5: what a commit on ``at`` is; ``inner_step``: of ``at``."""
+        rows = ((mark, self.contributions[mark[0]]) for mark in self.members)
+        return Decided(
+            fragment=at.fragment,
+            version=self.version,
+            attempt=self.attempt,
+            digest=digest,
+            chain=m.next_chain(at.chain, at.fragment, self.version, digest),
+            inner_step=inner_step + self.advance,
+            members=tuple((*mark, c.steps, c.last_step, c.weight, c.finite) for mark, c in rows),
+            done=done,
         )
 
     def silent(self, roster: Roster) -> list[Member]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence, Sized
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.limits import MAX_INT, MAX_STEPS
 
 _BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
@@ -33,8 +34,9 @@ def check(message: m.FromReplica) -> None:
     match message:
         case m.Hello():
             _hello(message)
-        case m.Propose(contribution=contribution):
+        case m.Propose(contribution=contribution, wants=wants):
             _contribution(contribution)
+            _within("wants", wants, limits.MAX_WANTS)
         case m.Prepared():
             _fragment(message.fragment)
             _within("attempt", message.attempt, MAX_INT)
@@ -59,6 +61,8 @@ def check(message: m.FromReplica) -> None:
             _position(position)
         case m.Lacks(fragment=fragment):
             _fragment(fragment)
+        case m.Ask(units=units):
+            _within("units", units, limits.MAX_WANTS)
         case m.StoreSet():
             _text("key", message.key, limits.MAX_KEY)
             _text("value", message.value, limits.MAX_VALUE)
@@ -104,6 +108,10 @@ def _hello(hello: m.Hello) -> None:
         _word("prepared.digest", mark.digest)
     _marks("roster", hello.roster, limits.MAX_REPLICAS)
     _marks("gone", hello.gone, limits.MAX_GONE)
+    _ranges("claim", hello.claim, limits.MAX_RANGES)
+    _ranges("done", hello.done, limits.MAX_DONE)
+    _within("cursor", hello.cursor, limits.MAX_UNIT)
+    _within("wants", hello.wants, limits.MAX_WANTS)
 
 
 def _contribution(c: m.Contribution) -> None:
@@ -118,10 +126,17 @@ def _contribution(c: m.Contribution) -> None:
         raise m.MessageError(f"weight: {c.weight:g} for what has no steps or is not finite; 0 is needed")
     _within("overlap_s", c.overlap_s, limits.MAX_OVERLAP_S)
     _within("grace", c.grace, limits.MAX_GRACE)
-    _few("ranges", c.ranges, limits.MAX_RANGES)
-    for start, stop in c.ranges:
-        _within("ranges", stop, MAX_INT)
-        _within("ranges", start, stop)
+    _ranges("ranges", c.ranges, limits.MAX_RANGES)
+
+
+def _ranges(what: str, ranges: Ranges, most: int) -> None:
+    _few(what, ranges, most)
+    last = -1
+    for start, stop in ranges:
+        _within(what, stop, limits.MAX_UNIT)
+        if not last < start < stop:
+            raise m.MessageError(f"{what}: ({start}, {stop}) after {last}; ranges must be sorted, and not touch")
+        last = stop
 
 
 def _position(position: m.Position) -> None:

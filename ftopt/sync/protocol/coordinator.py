@@ -28,6 +28,7 @@ from ftopt.sync.protocol.effects import (
     Tell,
 )
 from ftopt.sync.protocol.gathering import Gathering
+from ftopt.sync.protocol.lending import Lending
 from ftopt.sync.protocol.members import Members
 from ftopt.sync.protocol.roster import Member
 from ftopt.sync.protocol.rounds import Rounds
@@ -73,6 +74,11 @@ class Coordinator:
     def rounds(self) -> list[Rounds]:
         return self.members.rounds
 
+    @property
+    def lending(self) -> Lending | None:
+        """The sample ledger; None in a job without one."""
+        return self.members.lending
+
     # ------------------------------------------------------------ inputs
 
     def receive(self, now: float, conn: int, message: m.FromReplica) -> list[Effect]:
@@ -108,8 +114,9 @@ class Coordinator:
             if now >= member.heard_s + self.sync.dead_after_s:
                 effects += self.members.away(now, member, close=True)
         for member in self._forgettable():
-            if now >= member.lost_s + self.sync.forget_s:
-                effects += self.members.gone(member.mark, "away for longer than forget_s")
+            limit, limit_s = self._absence(member)
+            if now >= member.lost_s + limit_s:
+                effects += self.members.gone(member.mark, f"away for longer than {limit}")
         return effects + self._step(now)
 
     def deadline_s(self) -> float:
@@ -117,7 +124,7 @@ class Coordinator:
         if self.halted:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
-        due += [x.lost_s + self.sync.forget_s for x in self._forgettable()]
+        due += [x.lost_s + self._absence(x)[1] for x in self._forgettable()]
         if self.gathering is not None and not math.isinf(self._stepped_s):
             end_s = self.gathering.deadline_s()
             due += [end_s] if end_s > self._stepped_s else []
@@ -133,7 +140,7 @@ class Coordinator:
     # ------------------------------------------------------------ hellos
 
     def _hello(self, now: float, conn: int, hello: m.Hello) -> list[Effect]:
-        if refusal := misfit(self.job, self.lines, hello):
+        if refusal := misfit(self.job, self.lines, hello, self.lending.samples if self.lending else None):
             return self._refuse(conn, hello, "final", refusal)
         if self.lines is None:
             self._define(hello)
@@ -161,7 +168,7 @@ class Coordinator:
         self.lines, self.sync = dict(hello.lines), settings_of(hello)
         assert self.gathering is not None
         self.gathering.sync = self.sync
-        self.members.define(hello.fragments, self.sync, self._numbers)
+        self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
 
     def _identify(self, now: float, conn: int, hello: m.Hello) -> list[Effect]:
         """Which incarnation says hello: one that is gone, a known one, or a newcomer."""
@@ -236,6 +243,8 @@ class Coordinator:
             Send(conn, m.Welcome(self.epoch, member.incarnation, marks, gone)),
             Tell(name, *member.mark, inner_step=top.inner_step, version=top.at.version),
         ]
+        if self.lending is not None:
+            effects += self.lending.admit(member, hello)
         for r in self.rounds:
             effects += self._place(member, r, hello, founder=founder)
         return effects
@@ -272,6 +281,7 @@ class Coordinator:
     def _from_member(self, now: float, member: Member, message: m.FromReplica) -> list[Effect]:
         match message:
             case m.Propose(contribution=c) if self._has(c.fragment):
+                member.wants = message.wants
                 return self.rounds[c.fragment].propose(member, c, now=message.now)
             case m.Progress(readings=readings):
                 known = [x for x in readings if self._has(x.fragment)]
@@ -286,6 +296,8 @@ class Coordinator:
                 self.rounds[p.fragment].fetched(member, p)
             case m.Lacks(fragment=f) if self._has(f):
                 self.rounds[f].lacks(now, member)
+            case m.Ask(units=units) if self.lending is not None:
+                self.lending.ask(member, units)
             case m.Leaving():
                 member.leaving = True
             case m.Bye():
@@ -317,6 +329,13 @@ class Coordinator:
         away = self.roster.away()
         return away if self.gathering is None else [x for x in away if not self.gathering.heard(x.mark)]
 
+    def _absence(self, member: Member) -> tuple[str, float]:
+        """How long a member may be away, and by which setting: shorter when the rest of the data waits for it."""
+        tail_s = self.sync.tail_s
+        if tail_s is not None and self.running and self.lending is not None and self.lending.waits_for(member.mark):
+            return "tail_s", tail_s
+        return "forget_s", self.sync.forget_s
+
     # ------------------------------------------------------------ phases
 
     def _step(self, now: float) -> list[Effect]:
@@ -335,6 +354,8 @@ class Coordinator:
                 return effects + self._rollback(now)
             for r in self.rounds:
                 effects += r.step(now)
+            if self.lending is not None:
+                effects += self.lending.step()
         return effects
 
     def _open(self, now: float, gathering: Gathering) -> list[Effect]:
@@ -346,7 +367,11 @@ class Coordinator:
             effects += self._restore(r, gathering) if veterans else self._cold(r, gathering.hellos[founder])
         top = self.rounds[0]
         name = "recover" if veterans else "start"
-        data = {"epoch": self.epoch}
+        data: dict[str, object] = {"epoch": self.epoch}
+        if self.lending is not None:
+            unheard = [x.mark for x in self.roster.away() if not gathering.heard(x.mark)]
+            effects += self.lending.open(gathering.done(top.at), gathering.cursor(), unheard)
+            data["samples"] = self.lending.settings()
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
             if hello.incarnation == 0:
@@ -367,7 +392,8 @@ class Coordinator:
         r.restore(at, inner_step, last=last)
         if last is not None:
             return []
-        found = Decided(r.fragment, at.version, 0, "", at.chain, inner_step, ())
+        done = () if r.fragment else gathering.done(at)
+        found = Decided(r.fragment, at.version, 0, "", at.chain, inner_step, (), done)
         return [Rollback(r.fragment, at.version - 1), found]
 
     def _cold(self, r: Rounds, founder: m.Hello) -> list[Effect]:

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_FRAGMENTS
+from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -18,8 +19,11 @@ def settings_of(hello: m.Hello) -> Sync:
         raise ValueError(f"replica {hello.replica} brings settings of a wrong type: {error}") from None
 
 
-def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello) -> str:
-    """Why a replica can't be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
+def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
+    """Why a replica can't be part of this job, "" when it can.
+
+    ``lines``: the job's, None before there are any. ``samples``: the job's ledger's.
+    """
     if hello.protocol != m.PROTOCOL:
         return (
             f"replica {hello.replica} speaks protocol {hello.protocol}, the coordinator {m.PROTOCOL}; "
@@ -40,6 +44,8 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello) -> str:
         for name in sorted(lines.keys() | hello.lines.keys())
         if hello.lines.get(name) != lines.get(name)
     ]
+    if hello.samples != samples:
+        wrong.append(f"samples: {hello.samples or 'no ledger'} here, {samples or 'no ledger'} in the job")
     if not wrong:
         return ""
     return (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Journal: a version was committed. ``members``: replica, incarnation, steps, last_step, weight, finite."""
+    """Journal: a version was committed. ``members``: replica, incarnation, steps, last_step, weight, finite.
+
+    ``done``: fragment 0, with a ledger: all units that are done by now.
+    """
 
     fragment: int
     version: int
@@ -35,6 +39,7 @@ class Decided:
     chain: str
     inner_step: int
     members: tuple[tuple[str, int, int, int, float, bool], ...]
+    done: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,13 @@ class Rollback:
 
 
 @dataclass(frozen=True, slots=True)
+class Cursor:
+    """Journal: units below ``unit`` may have been granted (CURSOR)."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tell:
     """An event for telemetry."""
 
@@ -89,7 +101,7 @@ class Halt:
     reason: str
 
 
-Journalled = Decided | Known | Gone | Epoch | Rollback
+Journalled = Decided | Known | Gone | Epoch | Rollback | Cursor
 Effect = Send | Close | Journalled | Tell | Halt
 
 
@@ -102,6 +114,7 @@ class Saved:
     gone: tuple[m.Mark, ...] = ()
     decided: tuple[Decided, ...] = ()
     """The last decisions of each fragment, oldest first."""
+    cursor: int = 0
 
 
 HISTORY = 1000
@@ -110,7 +123,7 @@ HISTORY = 1000
 
 def replay(entries: Iterable[Journalled]) -> Saved:
     """What a journal's entries, in the order in which they were written, add up to."""
-    epoch, roster, gone = 0, dict[str, int](), dict[str, int]()
+    epoch, cursor, roster, gone = 0, 0, dict[str, int](), dict[str, int]()
     decided: dict[int, list[Decided]] = {}
     for entry in entries:
         match entry:
@@ -120,6 +133,8 @@ def replay(entries: Iterable[Journalled]) -> Saved:
                 roster[replica] = max(incarnation, roster.get(replica, 0))
             case Gone(replica=replica, incarnation=incarnation):
                 gone[replica] = max(incarnation, gone.get(replica, 0))
+            case Cursor(unit=unit):
+                cursor = max(cursor, unit)
             case Rollback(fragment=fragment, version=version):
                 decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
             case Decided():
@@ -129,4 +144,5 @@ def replay(entries: Iterable[Journalled]) -> Saved:
         roster=tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone))),
         gone=tuple(sorted(gone.items())),
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
+        cursor=cursor,
     )

@@ -14,6 +14,7 @@ from collections import Counter
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Close, Decided, Effect, Saved, Send
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
@@ -26,6 +27,7 @@ class Gathering:
         self.sync = Sync()
         self._roster = roster
         self._decided = saved.decided if saved else ()
+        self._cursor = saved.cursor if saved else 0
         self._first_s: float | None = None
 
     # ------------------------------------------------------------ hellos
@@ -152,6 +154,16 @@ class Gathering:
         votes = Counter(p for p, _ in reports if p.version == top)
         at = min(votes, key=lambda p: (-votes[p], p.chain))
         return at, max(inner_step for p, inner_step in reports if p == at)
+
+    def done(self, at: m.Position) -> Ranges:
+        """Units that are in the committed state ``at`` of fragment 0."""
+        told = [d.done for d in self.saved(0) if d.chain == at.chain]
+        told += [h.done for h in self.hellos.values() if at in h.positions]
+        return told[0] if told else ()
+
+    def cursor(self) -> int:
+        """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
+        return max(self._cursor, *(h.cursor for h in self.hellos.values()))
 
 
 def _highest(veterans: list[m.Hello], fragment: int) -> int:

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import union
+from ftopt.sync.protocol.lease import Lease
 from ftopt.sync.protocol.orders import Fetch
+from ftopt.sync.protocol.samples import Samples
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Identity:
     address: str = ""
     rank: int = 0
     size: int = 1
+    samples: Samples | None = None
 
 
 def greeting(
@@ -75,6 +79,7 @@ def greeting(
     inner_step: int,
     roster: Mapping[str, int],
     gone: Mapping[str, int],
+    lease: Lease,
 ) -> m.Hello:
     """The hello of a replica that holds ``held`` soundly; ``fresh``: it has held nothing yet."""
     return m.Hello(
@@ -100,13 +105,18 @@ def greeting(
         roster=tuple(sorted(roster.items())),
         gone=tuple(sorted(gone.items())),
         inner_step=inner_step,
+        samples=identity.samples,
+        claim=lease.held,
+        done=next((f.record.done for f in held if f.record and f.record.fragment == 0), ()),
+        cursor=lease.cursor,
+        wants=lease.wants,
     )
 
 
 def agree(
     record: m.Record, quorum: m.Quorum, members: Sequence[m.Mark], rows: list[list[int]], digest: str
 ) -> tuple[str, m.Record]:
-    """The digest that members report, and the record that a commit of ``quorum`` makes current (COUNT, CHAIN).
+    """The digest that members report, and the record that a commit of ``quorum`` makes current (COUNT, CHAIN, DONE).
 
     Args:
         record: the current one.
@@ -120,7 +130,9 @@ def agree(
     counted |= {mark: row[0] for mark, row in zip(members, rows, strict=True)}
     table = tuple(sorted((replica, life, step) for (replica, life), step in counted.items()))
     inner_step = record.inner_step + quorum.advance
-    agreed = hashlib.sha256(f"{digest}|{table}|{inner_step}".encode()).hexdigest()[:32]
+    done = union(record.done, quorum.ranges) if quorum.ranges else record.done
+    text = f"{digest}|{table}|{inner_step}" + (f"|{done}" if done else "")
+    agreed = hashlib.sha256(text.encode()).hexdigest()[:32]
     chain = m.next_chain(record.chain, record.fragment, quorum.version, agreed)
-    made = replace(record, version=quorum.version, chain=chain, inner_step=inner_step, counted=table)
+    made = replace(record, version=quorum.version, chain=chain, inner_step=inner_step, counted=table, done=done)
     return agreed, made

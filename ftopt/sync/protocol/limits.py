@@ -18,8 +18,14 @@ MAX_GONE = 1 << 15
 """Gone marks in a message; each is an id that was used once."""
 MAX_RANKS = 4096
 """Ranks of a replica."""
-MAX_RANGES = 1 << 15
-"""Sample ranges of a contribution."""
+MAX_RANGES = 1 << 10
+"""Sample ranges of a contribution, and of all that a replica holds: it has a few."""
+MAX_DONE = 1 << 14
+"""Ranges of the units that are done: holes are what a job of 4096 replicas holds."""
+MAX_UNIT = 1 << 52
+"""Units of a job: what is granted stays below `MAX_INT`."""
+MAX_WANTS = 1 << 30
+"""Units that a replica asks for."""
 MAX_VALUES = 8
 """Numbers in a reading."""
 MAX_READING = 1e150

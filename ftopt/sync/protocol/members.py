@@ -6,8 +6,10 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Numbers
 from ftopt.sync.protocol.cuts import Cuts
 from ftopt.sync.protocol.effects import Close, Effect, Gone, Known, Send, Tell
+from ftopt.sync.protocol.lending import Lending
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
+from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -17,13 +19,15 @@ class Members:
     def __init__(self) -> None:
         self.roster = Roster()
         self.rounds: list[Rounds] = []
+        self.lending: Lending | None = None
         self._cuts = Cuts()
 
-    def define(self, fragments: int, sync: Sync, numbers: Numbers) -> None:
+    def define(self, fragments: int, sync: Sync, numbers: Numbers, samples: Samples | None) -> None:
         """The first replica of a job defines it."""
         self.rounds = [Rounds(f, self.roster, sync, numbers, self._cuts) for f in range(fragments)]
         for r in self.rounds:
             r.undropped = dict(self.roster.gone)
+        self.lending = self.rounds[0].lending = Lending(samples, self.roster) if samples is not None else None
 
     def know(self, now: float, mark: m.Mark) -> list[Effect]:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""
@@ -32,6 +36,8 @@ class Members:
             return []
         effects = self.gone(known.mark, "superseded") if known is not None else []
         self.roster.know(mark, now)
+        if self.lending is not None:
+            self.lending.expect(mark)
         return [*effects, Known(*mark), *self.broadcast(m.Roster((mark,), ()))]
 
     def away(self, now: float, member: Member, *, close: bool = False) -> list[Effect]:
@@ -55,6 +61,8 @@ class Members:
             r.undropped[mark[0]] = max(mark[1], r.undropped.get(mark[0], 0))
             if mark[0] not in self.roster.members:
                 r.lose(mark[0])
+        if self.lending is not None:
+            self.lending.gone(mark)
         effects: list[Effect] = [Gone(*mark), Tell("gone", mark[0], mark[1], data={"reason": reason})]
         if conn is not None:
             effects += [Send(conn, m.Refused("gone", reason)), Close(conn)]

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.wire import MessageError as MessageError
 from ftopt.sync.protocol.wire import build, parse, plain
 
@@ -37,7 +39,8 @@ class Contribution:
         tokens: tokens in it, 0 when not counted.
         norm: L2 norm of its outer gradient, 0 when not finite.
         finite: False when a NaN or Inf is in it (its weight is then 0).
-        ranges: sample ranges ``(start, stop)`` used for it; empty without a ledger.
+        ranges: units ``(start, stop)`` that its steps have used, and steps before them that came to nothing; empty
+            without a ledger, and of any fragment but 0.
         overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
         grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
     """
@@ -50,7 +53,7 @@ class Contribution:
     tokens: int = 0
     norm: float = 0.0
     finite: bool = True
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: Ranges = ()
     overlap_s: float = 0.0
     grace: float = 0.0
 
@@ -84,8 +87,7 @@ class Record:
         chain: hash chain over all results (CHAIN).
         inner_step: the fragment's committed inner step; fragment 0's is the job's.
         counted: COUNT: ``(replica, incarnation, last inner step included)``, sorted.
-        ledger: the sample ledger, opaque here.
-        ledger_commit: the ledger's own commit number.
+        done: fragment 0, with a ledger: units that are in the committed state.
     """
 
     fragment: int
@@ -93,8 +95,7 @@ class Record:
     chain: str
     inner_step: int
     counted: tuple[tuple[str, int, int], ...] = ()
-    ledger: str = ""
-    ledger_commit: int = 0
+    done: Ranges = ()
 
     @property
     def position(self) -> Position:
@@ -135,7 +136,9 @@ def is_gone(mark: Mark, gone: Mapping[str, int]) -> bool:
 class Hello:
     """The first message of each connection: everything the sender is, holds and knows.
 
-    ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds.
+    ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
+    ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the position of
+    fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold.
     """
 
     protocol: int
@@ -156,14 +159,20 @@ class Hello:
     roster: tuple[Mark, ...]
     gone: tuple[Mark, ...]
     inner_step: int
+    samples: Samples | None = None
+    claim: Ranges = ()
+    done: Ranges = ()
+    cursor: int = 0
+    wants: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """``now``: its trigger means now, the others are called in at once."""
+    """``now``: its trigger means now, the others are called in at once. ``wants``: units to hold after the commit."""
 
     contribution: Contribution
     now: bool = False
+    wants: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +226,13 @@ class Lacks:
     """A fetch failed at every source named; ask for others."""
 
     fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The sender will soon have used all that it holds; it wants so many units more. Answered by `Grant`."""
+
+    units: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +348,7 @@ class Quorum:
 
     ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone marks whose COUNT entries
     the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why that one
-    weighs nothing and is not counted, "" when it is taken.
+    weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have used.
     """
 
     fragment: int
@@ -349,6 +365,7 @@ class Quorum:
     left: tuple[Mark, ...]
     drop: tuple[Mark, ...]
     outlier: str = ""
+    ranges: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +385,20 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Grant:
+    """Units that the receiver holds from now on, beside what it has.
+
+    ``cursor``: no unit from there on is granted before all are told of another one. ``dry``: there is nothing more to
+    grant for now. ``ended``: every unit of the job is done.
+    """
+
+    ranges: Ranges
+    cursor: int
+    dry: bool = False
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StoreValue:
     """Answer to `StoreGet`; ``value`` is base64."""
 
@@ -376,11 +407,11 @@ class StoreValue:
 
 
 FromReplica = (
-    Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Leaving | Bye | StoreSet | StoreGet
+    Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Ask | Leaving | Bye | StoreSet | StoreGet
 )  # fmt: skip
 FromCoordinator = (
     Welcome | Refused | Hold | Start | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort | Commit
-    | StoreValue
+    | Grant | StoreValue
 )  # fmt: skip
 
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}

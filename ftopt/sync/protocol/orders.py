@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,22 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """More units to use; ``dry``: no more for now, ``ended``: never again."""
+
+    ranges: Ranges
+    dry: bool
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """All units that are in the held committed state."""
+
+    done: Ranges
+
+
+@dataclass(frozen=True, slots=True)
 class Reborn:
     """This incarnation is gone: pending work is void. Hang up, and connect anew as a newcomer."""
 
@@ -88,4 +105,6 @@ class Notice:
     text: str
 
 
-Effect = Send | StartReduce | StopReduce | Adopt | Fetch | Begin | Reborn | GiveUp | Disconnect | Notice
+Effect = (
+    Send | StartReduce | StopReduce | Adopt | Fetch | Begin | Granted | Settled | Reborn | GiveUp | Disconnect | Notice
+)

@@ -18,15 +18,19 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import HISTORY
 from ftopt.sync.protocol.holding import Holding, Prepared, agree, greeting
 from ftopt.sync.protocol.holding import Identity as Identity
+from ftopt.sync.protocol.intervals import contains
+from ftopt.sync.protocol.lease import Lease
 from ftopt.sync.protocol.orders import Adopt as Adopt
 from ftopt.sync.protocol.orders import Begin as Begin
 from ftopt.sync.protocol.orders import Disconnect as Disconnect
 from ftopt.sync.protocol.orders import Effect as Effect
 from ftopt.sync.protocol.orders import Fetch as Fetch
 from ftopt.sync.protocol.orders import GiveUp as GiveUp
+from ftopt.sync.protocol.orders import Granted as Granted
 from ftopt.sync.protocol.orders import Notice as Notice
 from ftopt.sync.protocol.orders import Reborn as Reborn
 from ftopt.sync.protocol.orders import Send as Send
+from ftopt.sync.protocol.orders import Settled as Settled
 from ftopt.sync.protocol.orders import StartReduce as StartReduce
 from ftopt.sync.protocol.orders import StopReduce as StopReduce
 from ftopt.sync.protocol.outliers import withheld
@@ -44,6 +48,7 @@ class Replica:
     leaving: bool = False
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
+    lease: Lease = field(default_factory=Lease)
 
     def __post_init__(self) -> None:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
@@ -134,11 +139,12 @@ class Replica:
             inner_step=first.inner_step if first else 0,
             roster=self.roster,
             gone=self.gone,
+            lease=self.lease,
         )
 
     def connect(self) -> list[Effect]:
         """A connection is open. The hello waits until it is known what this replica holds."""
-        self.connected, self.welcomed, self._greeted = True, False, False
+        self.connected, self.welcomed, self._greeted, self.lease.asked = True, False, False, False
         for f in self._fragments:
             # The coordinator may be another one, on another branch: what it wants fetched it says anew.
             f.fetching, f.told = None, []
@@ -167,7 +173,7 @@ class Replica:
         f = self._fragments[contribution.fragment]
         if f.contribution is not None or f.fetching is not None or f.unhealed or f.reborn:
             return []
-        if f.record is None or f.record.version != contribution.version:
+        if f.record is None or f.record.version != contribution.version or not self.lease.covers(contribution.ranges):
             return []
         f.contribution, f.called_in, f.released, f.offered = contribution, False, not self.welcomed, False
         f.now = now
@@ -177,6 +183,10 @@ class Replica:
         """From now on nobody waits for this replica."""
         self.leaving = True
         return [Send(m.Leaving())] if self.welcomed else []
+
+    def ask(self) -> list[Effect]:
+        """The trainer will soon have used all its units."""
+        return self.lease.ask() if self.welcomed else []
 
     # ------------------------------------------------------------ the reducer and the fetcher
 
@@ -224,7 +234,7 @@ class Replica:
         if not mine:
             return self._die("another process has had this incarnation too")
         f.released = f.unhealed = f.reborn = False
-        return [*self._answer(m.Holds(record.position)), *self._fetch(f)]
+        return [*self.lease.settle(record), *self._answer(m.Holds(record.position)), *self._fetch(f)]
 
     def fetch_failed(self, fragment: int) -> list[Effect]:
         """No source had a state that is wanted, or it could not be installed."""
@@ -297,6 +307,8 @@ class Replica:
                 return self._stop(index) if f.quorum and f.quorum.attempt == attempt else []
             case m.Commit():
                 return self._commit(message)
+            case m.Grant():
+                return self.lease.granted(message)
         return []
 
     def _welcome(self, message: m.Welcome) -> list[Effect]:
@@ -315,7 +327,7 @@ class Replica:
             sound = not f.unsure and not f.unhealed and f.fetching is None
             if self.welcomed and f.contribution is not None and not f.offered and sound:
                 f.offered = True
-                effects.append(Send(m.Propose(f.contribution, f.now)))
+                effects.append(Send(m.Propose(f.contribution, f.now, self.lease.wants)))
         return effects
 
     def _learn(self, known: tuple[m.Mark, ...], gone: tuple[m.Mark, ...]) -> None:
@@ -326,7 +338,7 @@ class Replica:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def _die(self, reason: str) -> list[Effect]:
-        self.incarnation, self.welcomed = 0, False
+        self.incarnation, self.welcomed, self.lease.held = 0, False, ()
         effects: list[Effect] = []
         for index, f in enumerate(self._fragments):
             effects += self._stop(index)
@@ -377,6 +389,7 @@ class Replica:
         own = (self.identity.replica, self.incarnation)
         fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
         c = f.contribution if f.contribution and f.contribution.last_step == q.last_step else None
+        fits = fits and c is not None and (bool(q.outlier) or contains(q.ranges, c.ranges))
         if not fits or c is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
             failed = m.Failed(q.fragment, q.attempt, "the quorum does not fit what this replica holds", "")
             return [*effects, Send(failed), *self._lacks(q.fragment)]
@@ -397,7 +410,7 @@ class Replica:
             return [] if known or f.fetching else self._lacks(message.fragment)
         f.record, f.prepared, f.contribution = p.record, None, None
         f.called_in = f.released = False
-        return [Adopt(p.attempt, p.record)]
+        return [Adopt(p.attempt, p.record), *self.lease.settle(p.record)]
 
     def _lacks(self, fragment: int) -> list[Effect]:
         """It does not hold what it should; both ends begin with an empty member list again."""

@@ -40,6 +40,8 @@ class Member:
     """An attempt with it was over then, and it has not said since that its reducer is free; None: it is."""
     late: int = 0
     """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
+    wants: int = 0
+    """Units of the sample ledger that it wants to hold after a commit."""
     told: dict[int, tuple[m.Mark, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 

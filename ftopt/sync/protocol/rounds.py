@@ -17,6 +17,8 @@ from ftopt.sync.protocol.attempts import Agreed, Attempt, Failure, Numbers
 from ftopt.sync.protocol.catch_up import CatchUp
 from ftopt.sync.protocol.cuts import Cuts, Seats
 from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
+from ftopt.sync.protocol.intervals import Ranges, low_water
+from ftopt.sync.protocol.lending import Lending
 from ftopt.sync.protocol.outliers import outliers, withheld
 from ftopt.sync.protocol.pace import Pace
 from ftopt.sync.protocol.readings import Readings
@@ -49,6 +51,7 @@ class Rounds:
         self.attempts = 0
         self.aborted = 0
         self.catch_up = CatchUp(fragment, roster)
+        self.lending: Lending | None = None  # the sample ledger, of fragment 0
         self._cuts = cuts
         self._seats = Seats(cuts, roster)
         self._readings = Readings(fragment)
@@ -250,11 +253,14 @@ class Rounds:
             advance=max(c.steps for c in contributors),
             started_s=now,
         )
+        effects: list[Effect] = []
+        if self.lending is not None:
+            a.ranges, effects = self.lending.hold(chosen.values())
         key = tuple((x.mark, x.conn) for x in members)
         if key != self._group_key:
             self._group, self._group_key = a.attempt, key
         data = {"members": [list(x) for x in a.members], "retry": self._retry}
-        effects = [self._tell("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
+        effects.append(self._tell("quorum", a, **data, steps=[c.steps for c in chosen.values()]))
         for x in members:
             if reason := odd.get(x.replica):
                 data = {"reason": reason, "norm": self.proposals[x.replica].norm}
@@ -340,30 +346,22 @@ class Rounds:
             x.busy_since_s = now if x.busy_since_s is None else x.busy_since_s
         self.attempt, self._retry, self._group_key = None, True, None
         self.aborted += 1
+        if self.lending is not None:
+            self.lending.release()
         message = m.Abort(self.fragment, a.attempt, reason)
         return [self._tell("abort", a, reason=reason), *self._send(a.members, message)]
 
     def _commit(self, digest: str) -> list[Effect]:
         a = self.attempt
         assert a is not None
-        chain = m.next_chain(self.at.chain, self.fragment, a.version, digest)
-        d = Decided(
-            fragment=self.fragment,
-            version=a.version,
-            attempt=a.attempt,
-            digest=digest,
-            chain=chain,
-            inner_step=self.inner_step + a.advance,
-            members=tuple(
-                (r, i, c.steps, c.last_step, c.weight, c.finite) for r, i in a.members for c in (a.contributions[r],)
-            ),
-        )
+        granted, done = self._mark_done(a)
+        d = a.decided(self.at, digest, self.inner_step, done)
         self.attempt, self.last, self.inner_step = None, d, d.inner_step
         self._usual_s = a.reported_s - a.started_s
         if not self._retry:
             self._pace.learn(self._waiting.quorum_s, self._usual_s)
-        self.at = m.Position(self.fragment, a.version, chain)
-        self.history[a.version] = chain
+        self.at = m.Position(self.fragment, a.version, d.chain)
+        self.history[a.version] = d.chain
         self.history.pop(a.version - HISTORY, None)
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
         holders = [mark for mark in a.members if a.prepared[mark[0]] == digest]
@@ -379,9 +377,26 @@ class Rounds:
         self._cuts.met(a.members)
         self._seats.taken(a.members, self.proposals)
         self._new_round()
-        data = {"members": [list(x) for x in d.members], "digest": digest, "chain": chain, "away": sorted(a.lost)}
-        message = m.Commit(self.fragment, a.version, a.attempt, digest, chain)
-        return [d, self._tell("decide", a, inner_step=d.inner_step, **data), *self._send(tuple(holders), message)]
+        data: dict[str, Any] = {
+            "members": [list(x) for x in d.members],
+            "digest": digest,
+            "chain": d.chain,
+            "away": sorted(a.lost),
+        }
+        if self.lending is not None:
+            data["ranges"] = {r: list(c.ranges) for r, c in a.contributions.items() if c.ranges}
+            data["done_to"] = low_water(done)
+        message = m.Commit(self.fragment, a.version, a.attempt, digest, d.chain)
+        tell = self._tell("decide", a, inner_step=d.inner_step, **data)
+        return [d, tell, *self._send(tuple(holders), message), *granted]
+
+    def _mark_done(self, a: Attempt) -> tuple[list[Effect], Ranges]:
+        """DONE: what follows, and all units that are done by now."""
+        if self.lending is None:
+            return [], ()
+        found = [self.roster.members.get(replica) for replica, _ in a.members]
+        effects = self.lending.commit([x for x in found if x is not None and x.mark in a.members], a.ranges)
+        return effects, self.lending.ledger.done
 
     def _send(self, marks: tuple[m.Mark, ...], message: m.FromCoordinator) -> list[Effect]:
         found = [(self.roster.members.get(mark[0]), mark) for mark in marks]

@@ -23,6 +23,8 @@ class Sync:
             after which an attempt fails. Default 3; at least 3 heartbeats.
         recovery_s: seconds that a coordinator without its journal waits for the replicas it hears of. Default 30.
         forget_s: seconds after which a replica that is away is gone for good. Default 600.
+        tail_s: seconds after which a replica that is away is gone for good when the data is at its end and only what
+            that one holds is left of it. Default None: ``forget_s``.
         norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
             steps stay pending. Counts with two peers at least. Default 100: a spoilt replica, no noisy one; None: off.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4`` or
@@ -43,6 +45,7 @@ class Sync:
     dead_after_s: float = 3.0
     recovery_s: float = 30.0
     forget_s: float = 600.0
+    tail_s: float | None = None
     norm_limit: float | None = 100.0
     codec: str = "fp32"
     error_feedback: float = 1.0
@@ -66,6 +69,10 @@ class Sync:
             )
         if self.forget_s < self.dead_after_s:
             raise ValueError(f"sync.forget_s={self.forget_s:g}; must be at least dead_after_s={self.dead_after_s:g}")
+        if self.tail_s is not None and self.tail_s < self.dead_after_s:
+            raise ValueError(
+                f"sync.tail_s={self.tail_s:g}; must be null or at least dead_after_s={self.dead_after_s:g}"
+            )
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise ValueError(f"sync.norm_limit={self.norm_limit:g}; must be null or above 1; 100 is generous")
         if self.codec.partition(":")[0] not in CODECS:

@@ -54,7 +54,11 @@ def build(kind: Any, value: Any, where: str) -> Any:
             raise MessageError(f"{where}: unknown field {extra[0]!r:.80}")
         if missing := sorted(name for name, (_, needed) in hints.items() if needed and name not in value):
             raise MessageError(f"{where}: field {missing[0]!r} is missing")
-        return kind(**{name: build(hints[name][0], v, f"{where}.{name}") for name, v in value.items()})
+        parts = {name: build(hints[name][0], v, f"{where}.{name}") for name, v in value.items()}
+        try:
+            return kind(**parts)
+        except ValueError as error:  # a part that makes no sense by itself
+            raise MessageError(f"{where}: {error}") from None
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple:
         if not isinstance(value, list):

@@ -1,0 +1,165 @@
+"""The coordinator's side of the sample ledger: which units are done, which are leased, and which may be granted.
+
+A unit from 0 up to the *cursor* is in exactly one of four sets. The functions below keep three of them, the fourth is
+what remains:
+
+    free = [0, cursor) - done - leases of incarnations that are not gone - what the attempt under way holds
+
+- DONE: `commit` marks what an attempt's contributions have used, and nothing else does.
+- HOLD: what an undecided attempt has used is not free, even if its owner is gone.
+- TOTAL: `claim` replaces what was believed of an incarnation: also what it was granted and never heard of.
+- GONE: only `gone` releases.
+- LIMBO: after a start nobody knows who holds what; until each incarnation on the roster is heard or gone, nothing
+  below the cursor is granted.
+- CURSOR: never a unit from ``promised`` on is granted: that is what the journal and the replicas know. A restart goes
+  on there.
+
+Sizes are bounded: a lease has `MAX_PARTS` ranges at most, and ``done`` as many holes as there are leases and returned
+pieces of them; with `MAX_HOLES` no new ground is broken until some have closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ftopt.sync.protocol.intervals import Ranges, end, first, intersect, size, subtract, union
+from ftopt.sync.protocol.limits import MAX_DONE, MAX_RANGES
+from ftopt.sync.protocol.messages import Mark
+from ftopt.sync.protocol.samples import Samples
+
+STRIDE = 1024
+"""Units that the cursor is promised ahead, at least: one journal entry for as many."""
+MAX_PIECES = 16
+"""Ranges of one grant."""
+MAX_PARTS = MAX_RANGES // 2
+"""Ranges of one lease: beyond that a replica must get something counted before it is granted more."""
+MAX_HOLES = MAX_DONE // 2
+
+
+@dataclass
+class Ledger:
+    """The units of one job; see the module's text.
+
+    Args:
+        samples: what is counted.
+        done: units in the committed state.
+        cursor: no unit from here on was ever granted.
+        promised: where the journalled stride ends.
+        leases: what each incarnation holds that is not gone: granted, and in no commit.
+        under_way: what the contributions of the undecided attempt have used.
+        unheard: incarnations that may hold anything (LIMBO).
+    """
+
+    samples: Samples
+    done: Ranges = ()
+    cursor: int = 0
+    promised: int = 0
+    leases: dict[Mark, Ranges] = field(default_factory=dict)
+    under_way: Ranges = ()
+    unheard: set[Mark] = field(default_factory=set)
+
+    def open(self, done: Ranges, cursor: int, unheard: Sequence[Mark]) -> None:
+        """A coordinator begins, or begins anew after a rollback; what is leased it learns from `claim`.
+
+        Args:
+            done: units in the committed state that it goes on from.
+            cursor: the highest that it knows of: of the journal, of the replicas, of itself.
+            unheard: whoever is on the roster and has not said yet what it holds.
+        """
+        self.done, self.under_way, self.leases = done, (), {}
+        self.unheard = set(unheard)
+        self._reach(max(cursor, end(done)))
+
+    def claim(self, mark: Mark, ranges: Ranges) -> Ranges:
+        """TOTAL: all that an incarnation holds. Returns what another one holds too: outside of what is promised."""
+        self.unheard.discard(mark)
+        self._reach(end(ranges))
+        held = subtract(ranges, self.done)
+        others = union(*(lease for other, lease in self.leases.items() if other != mark)) if held else ()
+        self.leases[mark] = held
+        return intersect(held, others)
+
+    def expect(self, mark: Mark) -> None:
+        """LIMBO: an incarnation of which nothing is known but its name; a newcomer claims at once."""
+        self.unheard.add(mark)
+
+    def gone(self, mark: Mark) -> None:
+        """GONE: what it held is free, unless an attempt under way holds it."""
+        for known in [x for x in (*self.leases, *self.unheard) if x[0] == mark[0] and x[1] <= mark[1]]:
+            self.leases.pop(known, None)
+            self.unheard.discard(known)
+
+    def hold(self, ranges: Ranges) -> None:
+        """HOLD: an attempt begins."""
+        self.under_way = ranges
+
+    def release(self) -> None:
+        """The attempt was aborted."""
+        self.under_way = ()
+
+    def commit(self, ranges: Ranges) -> None:
+        """DONE: what the attempt under way has used, its dead and weightless members' too."""
+        self.under_way = ()
+        self.done = union(self.done, ranges)
+        self.leases = {mark: subtract(lease, ranges) for mark, lease in self.leases.items()}
+
+    def free(self) -> Ranges:
+        """FREE IS WHAT REMAINS."""
+        return subtract(((0, self.cursor),), union(self.done, self.under_way, *self.leases.values()))
+
+    def grant(self, asks: Sequence[tuple[Mark, int]], *, shares: int = 1) -> dict[Mark, Ranges]:
+        """Leases units, the smallest first; nothing to whom there is none for.
+
+        Near the end of the data nobody takes more than its share of the rest.
+
+        Args:
+            asks: who asks for how many, in the order in which they are served.
+            shares: replicas that are there to use up the rest.
+        """
+        free = self.free() if not self.unheard and self.cursor else ()
+        rest, total = self._fresh(), self.samples.units
+        share = None
+        if total is not None:
+            share = max(1, -(-(size(free) + rest) // max(shares, len(asks), 1)))
+        granted: dict[Mark, Ranges] = {}
+        for mark, count in asks:
+            count = count if share is None else min(count, share)
+            if len(self.leases.get(mark, ())) + MAX_PIECES > MAX_PARTS:
+                continue
+            found = first(free, count, parts=MAX_PIECES - 1)
+            free = subtract(free, found)
+            if fresh := min(count - size(found), rest):
+                found = union(found, ((self.cursor, self.cursor + fresh),))
+                self.cursor, rest = self.cursor + fresh, rest - fresh
+            if found:
+                self.leases[mark] = union(self.leases.get(mark, ()), found)
+                granted[mark] = found
+        return granted
+
+    def promise(self) -> bool:
+        """CURSOR: before a grant is told. Returns whether the end of the stride has moved: it is journalled then."""
+        if self.cursor <= self.promised:
+            return False
+        total = self.samples.units
+        ahead = self.cursor + max(STRIDE, self.cursor - self.promised)
+        self.promised = ahead if total is None else min(ahead, total)
+        return True
+
+    @property
+    def ended(self) -> bool:
+        """Whether every unit of the job is done."""
+        return self.samples.units is not None and self.done == ((0, self.samples.units),)
+
+    def _reach(self, cursor: int) -> None:
+        self.cursor = max(self.cursor, cursor)
+        if self.samples.units is not None:
+            self.cursor = min(self.cursor, self.samples.units)
+        self.promised = max(self.promised, self.cursor)
+
+    def _fresh(self) -> int:
+        """Units from the cursor on that may be granted now."""
+        if len(self.done) > MAX_HOLES:
+            return 0
+        total = self.samples.units
+        return (1 << 40) if total is None else total - self.cursor

@@ -1,0 +1,144 @@
+"""Who is granted units when, coordinator side: the `Ledger`, the questions that wait, and what is told.
+
+With step triggers a fault-free run is deterministic: whoever was a member of a commit is granted as many units as it
+has used, so that it holds what it ``wants`` again, in the order of ids. Who runs short in between asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.effects import Cursor, Effect, Send, Tell
+from ftopt.sync.protocol.intervals import Ranges, low_water, size, subtract, union
+from ftopt.sync.protocol.ledger import Ledger
+from ftopt.sync.protocol.roster import Member, Roster
+from ftopt.sync.protocol.samples import Samples
+
+
+class Lending:
+    """The ledger of a job as its coordinator keeps it.
+
+    Args:
+        samples: what is counted.
+        roster: who is there.
+    """
+
+    def __init__(self, samples: Samples, roster: Roster) -> None:
+        self.samples = samples
+        self.ledger = Ledger(samples)
+        self._roster = roster
+        self._asks: dict[m.Mark, int] = {}
+        self._stuck = False
+        self._told_dry: set[m.Mark] = set()
+
+    # ------------------------------------------------------------ who holds what
+
+    def open(self, done: Ranges, cursor: int, unheard: Iterable[m.Mark]) -> list[Effect]:
+        """See `Ledger.open`; nobody has asked yet."""
+        self.ledger.open(done, max(cursor, self.ledger.cursor), tuple(unheard))
+        self._asks.clear()
+        self._freed()
+        return [Cursor(self.ledger.promised)] if self.ledger.promised else []
+
+    def admit(self, member: Member, hello: m.Hello) -> list[Effect]:
+        """A member is welcomed: what it holds is known, and it is granted what it lacks."""
+        twice = self.ledger.claim(member.mark, hello.claim)
+        self._freed()
+        self.want(member, hello.wants)
+        effects: list[Effect] = [Tell("held_twice", *member.mark, data={"ranges": twice})] if twice else []
+        if self.ledger.ended and member.conn is not None:
+            effects.append(Send(member.conn, m.Grant((), self.ledger.promised, ended=True)))
+        return effects
+
+    def expect(self, mark: m.Mark) -> None:
+        """A new name on the roster."""
+        self.ledger.expect(mark)
+
+    def gone(self, mark: m.Mark) -> None:
+        """GONE."""
+        self.ledger.gone(mark)
+        self._freed()
+
+    def want(self, member: Member, wants: int) -> None:
+        """It shall hold so many units."""
+        member.wants = wants
+        self.ask(member, wants - size(self.ledger.leases.get(member.mark, ())))
+
+    def ask(self, member: Member, units: int) -> None:
+        """It shall be granted so many more as soon as there are any."""
+        if units > 0 and not member.leaving:
+            self._asks[member.mark] = units
+            self._stuck = False
+
+    # ------------------------------------------------------------ attempts
+
+    def hold(self, contributions: Iterable[m.Contribution]) -> tuple[Ranges, list[Effect]]:
+        """HOLD: an attempt begins. Returns all units that it marks done, and an event if some are used twice."""
+        parts = [c.ranges for c in contributions if c.ranges]
+        ranges = union(*parts)
+        self.ledger.hold(ranges)
+        twice = sum(map(size, parts)) - size(subtract(ranges, self.ledger.done))
+        return ranges, [Tell("used_twice", data={"units": twice})] if twice else []
+
+    def release(self) -> None:
+        """The attempt was aborted."""
+        self.ledger.release()
+        self._freed()
+
+    def commit(self, members: Iterable[Member], ranges: Ranges) -> list[Effect]:
+        """DONE: a commit marks what its contributions have used; its members are granted as much again."""
+        ledger, per_epoch = self.ledger, self.samples.units_per_epoch
+        before, ended = low_water(ledger.done) // per_epoch, ledger.ended
+        ledger.commit(ranges)
+        for member in members:
+            self.want(member, member.wants)
+        effects: list[Effect] = [
+            Tell("epoch_done", data={"epoch": epoch}) for epoch in range(before, low_water(ledger.done) // per_epoch)
+        ]
+        if ledger.ended and not ended:
+            self._asks.clear()
+            effects.append(Tell("data_ended", data={"units": ledger.cursor}))
+            effects += self._tell_all(m.Grant((), ledger.promised, ended=True))
+        return effects
+
+    # ------------------------------------------------------------ grants
+
+    def step(self) -> list[Effect]:
+        """Grants what is asked for, the end of the cursor's stride first (CURSOR)."""
+        if not self._asks or self._stuck:
+            return []
+        here = {x.mark: x for x in self._roster.connected() if not x.leaving}
+        self._asks = {mark: units for mark, units in sorted(self._asks.items()) if mark in here}
+        granted = self.ledger.grant(list(self._asks.items()), shares=len(here))
+        effects: list[Effect] = []
+        moved = self.ledger.promise()
+        if moved:
+            effects.append(Cursor(self.ledger.promised))
+        for mark, member in here.items():
+            ranges = granted.get(mark, ())
+            dry = not ranges and mark in self._asks and mark not in self._told_dry
+            if member.conn is not None and (ranges or dry or moved):
+                effects.append(Send(member.conn, m.Grant(ranges, self.ledger.promised, dry)))
+            if ranges:
+                del self._asks[mark]
+            elif dry:
+                self._told_dry.add(mark)
+        self._stuck = bool(self._asks)
+        return effects
+
+    def waits_for(self, mark: m.Mark) -> bool:
+        """Whether somebody has nothing left to use but what that one may hold: the tail of the data."""
+        return self._stuck and (mark in self.ledger.unheard or bool(self.ledger.leases.get(mark)))
+
+    def settings(self) -> dict[str, object]:
+        """For events."""
+        return asdict(self.samples)
+
+    def _freed(self) -> None:
+        self._stuck = False
+        self._told_dry.clear()
+
+    def _tell_all(self, message: m.Grant) -> list[Effect]:
+        return [Send(x.conn, message) for x in self._roster.connected() if x.conn is not None]

@@ -1,0 +1,86 @@
+"""A replica's side of the sample ledger: the units that it was granted, from the grant to the commit.
+
+    queued  --take-->  taken  --draw-->  drawn  --use-->  used  --offer: in a contribution-->  done
+
+A loader *takes* units ahead (QUEUE: in the order of the grants); the training loop *draws* the batches in which they
+come; an inner step *uses* what was drawn. What counts is what was used: a contribution carries all that was used and is
+not done yet.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ftopt.sync.protocol.intervals import Range, Ranges, contains, size, subtract, union
+
+
+class Stock:
+    """The units of one replica's process, whatever its incarnation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Range] = deque()
+        self._taken: set[int] = set()
+        self._drawn: list[int] = []
+        self._used: Ranges = ()
+
+    @property
+    def queued(self) -> int:
+        """Units that can be taken."""
+        return size(self._queue)
+
+    @property
+    def unused(self) -> int:
+        """Units that are taken or drawn and that no step has used yet."""
+        return len(self._taken) + len(self._drawn)
+
+    def grant(self, ranges: Ranges) -> None:
+        """More units."""
+        self._queue.extend(ranges)
+
+    def take(self) -> int | None:
+        """The next unit; None when the queue is empty."""
+        if not self._queue:
+            return None
+        start, stop = self._queue[0]
+        if start + 1 < stop:
+            self._queue[0] = (start + 1, stop)
+        else:
+            self._queue.popleft()
+        self._taken.add(start)
+        return start
+
+    def draw(self, unit: int) -> bool:
+        """The training loop has this unit's batch. False: it is this replica's no more, and must not be used."""
+        if unit not in self._taken:
+            return False
+        self._taken.remove(unit)
+        self._drawn.append(unit)
+        return True
+
+    def use(self) -> None:
+        """An inner step has used all that was drawn."""
+        if self._drawn:
+            self._used = union(self._used, ((unit, unit + 1) for unit in self._drawn))
+            self._drawn.clear()
+
+    def offer(self) -> Ranges:
+        """What was used and is not done: for a contribution of all steps so far."""
+        return self._used
+
+    def redo(self) -> None:
+        """The steps that have used what is not done are void: it is queued again, first."""
+        self._queue.extendleft(reversed(self._used))
+        self._used = ()
+
+    def settle(self, done: Ranges) -> None:
+        """These are done. What another replica has used besides (outside of what is promised) is not used again."""
+        self._used = subtract(self._used, done)
+        self._queue = deque(x for part in self._queue for x in subtract((part,), done))
+        self._taken = {unit for unit in self._taken if not contains(done, ((unit, unit + 1),))}
+
+    def reset(self) -> None:
+        """The incarnation is gone, and all that it held with it."""
+        self._queue.clear()
+        self._taken.clear()
+        self._drawn.clear()
+        self._used = ()
