@@ -173,8 +173,23 @@ class Core:
         fetched = outer.start()
         self.outer = outer
         self.start_step = outer.fragments[0].state.meta.inner_step
+        if self.group.units is not None:
+            self.group.units.when_dry(self._offer_rest)
         outer.report("training")
         return fetched
+
+    def _offer_rest(self) -> None:
+        """While the loader waits for units that other replicas hold: the data's end is near, and nobody can reach it
+        before all steps are offered."""
+        outer = self.started()
+        if self.closed or self._before_outer is not None:
+            return
+        outer.report("dry")
+        outer.take_over()
+        for fragment in outer.fragments:
+            outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
+        self._after_outer_work(outer)
+        self._ended_at = None
 
     def _views(self, model: nn.Module, method: Method, codec: Codec) -> list[FlatView]:
         try:

@@ -133,7 +133,8 @@ class OuterStep:
         initial = self._fragments[0].state.digest
         if len(self._fragments) > 1:
             initial = _short(fragment.state.digest for fragment in self._fragments)
-        return Fingerprint(lines=lines, initial=initial, fragments=len(self._fragments))
+        period = self._fragments[0].method.sync_every
+        return Fingerprint(lines=lines, initial=initial, fragments=len(self._fragments), period=period)
 
     @property
     def fragments(self) -> Sequence[Fragment]:
@@ -191,6 +192,8 @@ class OuterStep:
             loss: the step's, when it is known.
         """
         self.local_steps += 1
+        if self._group.units is not None:
+            self._group.units.used()
         self.tally = self.tally.plus(lr, loss if Number.LOSS in self._method.uses else None)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
@@ -329,6 +332,7 @@ class OuterStep:
             tokens=tokens,
             norm=norm if math.isfinite(norm) else 0.0,
             finite=finite,
+            ranges=self._group.units.offer() if self._group.units is not None and not index else (),
             overlap_s=self._tau(fragment) * self.step_s,
             grace=fragment.method.grace,
         )
@@ -393,6 +397,8 @@ class OuterStep:
             elif counted or version != fragment.taken.meta.version:
                 self._rebase(fragment, base, start, self._unknown(fragment, base) if state.fetched else [])
             # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
+            if reborn and self._group.units is not None and not fragment.index:
+                self._group.units.redo()
             fragment.gauge.moved(fragment.taken.anchor, state.anchor, version - fragment.taken.meta.version)
             if counted and not state.fetched:
                 fragment.spare = base  # The counted snapshot of a decided attempt: nobody reads it any more.

@@ -28,9 +28,11 @@ from ftopt.sync.loop import LoopThread
 from ftopt.sync.ports import StateTransfer, Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
-from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WORD
+from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WANTS, MAX_WORD
+from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.reducer import Reducer
+from ftopt.sync.units import Units
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Client:
         network: the loop to live on; released at `close`.
         on_event: is told what happens.
         connect_s: seconds after which `start` gives up when nobody answers. Default 10.
+        samples: what the job's sample ledger counts. Default None: no ledger.
+        accumulate: units that an inner step uses. Default 1.
     """
 
     def __init__(
@@ -62,9 +66,13 @@ class Client:
         network: LoopThread,
         on_event: OnEvent,
         connect_s: float = 10.0,
+        samples: Samples | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.replica = replica
         self.sync = sync
+        self.units = Units(samples) if samples is not None else None
+        self._accumulate = accumulate
         self._job = job
         self._link = link
         self._network = network
@@ -110,6 +118,9 @@ class Client:
         self._outstanding, self._released, self._called_in = [False] * count, [False] * count, [False] * count
         self._offered, self._failed = [0] * count, [0] * count
         self._now, self._means = [False] * count, [None] * count
+        if self.units is not None:
+            steps = fingerprint.period
+            self.units.begin(self._run_short, round_units=steps * self._accumulate if steps else None)
         self._reducer.start()
         self._network.submit(self._open(fingerprint)).result()
         try:
@@ -197,6 +208,8 @@ class Client:
                 return
             self._closed = True
             self._changed.notify_all()
+        if self.units is not None:
+            self.units.close()
         if self._host is None:
             return
         self._reducer.stop()
@@ -246,8 +259,10 @@ class Client:
             initial=fingerprint.initial,
             fragments=fingerprint.fragments,
             address=address,
+            samples=self.units.samples if self.units is not None else None,
         )
         self._machine = p.Replica(identity)
+        self._want()
         self._tasks = [asyncio.create_task(self._session()), asyncio.create_task(self._beat())]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
@@ -355,11 +370,21 @@ class Client:
         machine = self.machine
         if self._fetcher.defers(contribution):
             return
+        self._want()
         effects = machine.propose(contribution, now=self._now[contribution.fragment])
         with self._changed:  # at once: between the two it would look decided to the training thread
             self._offered[contribution.fragment] -= 1
             self._mirror()
         self.run(effects)
+
+    def _want(self) -> None:
+        """How many units it wants to hold: by what its rounds have taken."""
+        if self.units is not None:
+            self.machine.lease.wants = min(self.units.wants, MAX_WANTS)
+
+    def _run_short(self) -> None:
+        """Units run short. Any thread."""
+        self._network.soon(lambda: self.run(self.machine.ask()))
 
     def _leave(self) -> None:
         if self._machine is not None:
@@ -396,7 +421,13 @@ class Client:
                     self.host.install(self.committed(record), digest, tensors, reborn=True)
             case p.Fetch():
                 self._fetcher.begin(effect, self._on_task_end)
+            case p.Granted(ranges=ranges, dry=dry, ended=ended) if self.units is not None:
+                self.units.grant(ranges, dry=dry, ended=ended)
+            case p.Settled(done=done) if self.units is not None:
+                self.units.settle(done)
             case p.Reborn(reason=reason):
+                if self.units is not None:
+                    self.units.reset()
                 self.emit("reborn", data={"reason": reason})
                 self._hang_up()
             case p.GiveUp(reason=reason):

@@ -22,7 +22,9 @@ from torch import Tensor
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
 from ftopt.sync.protocol.messages import Reading as Reading
+from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
+from ftopt.sync.units import Units as Units
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +177,13 @@ class Fingerprint:
         lines: name -> value, e.g. ``{"model": "28 tensors, 135,424 parameters, 9f3c..", "method.sync_every": "50"}``.
         initial: digest of the initial committed state (version 0), to spare the fetch where it is equal.
         fragments: number of fragments.
+        period: inner steps from one outer step of fragment 0 to the next, at most; None: not known. Need not agree.
     """
 
     lines: Mapping[str, str]
     initial: str
     fragments: int = 1
+    period: int | None = None
 
 
 class ReplicaGroup(Protocol):
@@ -187,6 +191,8 @@ class ReplicaGroup(Protocol):
 
     replica: str
     sync: Sync
+    units: Units | None
+    """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
 
     @property
     def incarnation(self) -> int:
@@ -230,8 +236,9 @@ class ReplicaGroup(Protocol):
     def report(self, *, state: str, inner_step: int, step_s: float) -> None:
         """What the training thread is doing: goes out with the next heartbeat. Free to call every step.
 
-        ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving`` or a state of the user's (``busy``,
-        ``evaluating``, ...); ``step_s`` is a moving average of the seconds an inner step takes.
+        ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving``, ``dry`` (no units to train on: called in at
+        the first proposal) or a state of the user's (``busy``, ``evaluating``, ...); ``step_s`` is a moving average of
+        the seconds an inner step takes.
         """
 
     def leave(self, *, timeout_s: float) -> None:

@@ -57,6 +57,7 @@ class Scripted:
         self.chance = chance
         self.replica = "r0"
         self.sync = Sync()
+        self.units = None
         self.incarnation = 1
         self.committed = Committed(0, 0, 0, 0)
         self.anchor = torch.zeros(size, dtype=torch.float64)

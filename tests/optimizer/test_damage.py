@@ -25,6 +25,7 @@ class Silent:
     """A group that only listens."""
 
     sync = ftopt.Sync()
+    units = None
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []

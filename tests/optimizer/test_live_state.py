@@ -15,6 +15,7 @@ from ftopt.sync.group import Committed
 
 class Silent:
     sync = ftopt.Sync()
+    units = None
 
     def emit(self, event: str, **fields: Any) -> None:
         """Listens."""

@@ -196,6 +196,9 @@ LIES: list[Callable[[random.Random], dict[str, Any]]] = [
     },
     lambda chance: {"initial": chance.choice(("", "i", "j"))},
     lambda chance: {"inner_step": chance.choice((0, 5, 1 << 40))},
+    lambda chance: {"samples": {"samples": 40, "batch_size": 4, "epochs": chance.choice((None, 1))}, "wants": 5},
+    lambda chance: {"claim": [[chance.choice((0, 3, 9)), chance.choice((3, 12, 1 << 40))]], "wants": 7},
+    lambda chance: {"done": [[0, chance.choice((3, 40))]], "cursor": chance.choice((0, 50, 1 << 50))},
 ]
 
 
@@ -218,7 +221,8 @@ def sensible(value: Any, chance: random.Random) -> Any:
         case {"steps": _}:
             steps = chance.choice((0, 5, 5))
             wrong = {"fragment": 0, "steps": steps, "last_step": chance.choice((5, 10)), "weight": float(steps)}
-            return value | wrong | {"version": chance.choice((0, 0, 1, 2)), "finite": True, "ranges": []}
+            ranges = chance.choice(([], [], [[0, 5]], [[2, 3], [5, 9]]))
+            return value | wrong | {"version": chance.choice((0, 0, 1, 2)), "finite": True, "ranges": ranges}
         case {"fragment": _}:
             return value | {"fragment": 0}
         case {"type": "StoreSet"}:

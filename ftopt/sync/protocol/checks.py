@@ -134,6 +134,7 @@ def _ranges(what: str, ranges: Ranges, most: int) -> None:
     last = -1
     for start, stop in ranges:
         _within(what, stop, limits.MAX_UNIT)
+        _within(what, start, stop)
         if not last < start < stop:
             raise m.MessageError(f"{what}: ({start}, {stop}) after {last}; ranges must be sorted, and not touch")
         last = stop

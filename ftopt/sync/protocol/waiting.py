@@ -80,7 +80,8 @@ class Waiting:
         self._late_s = min(self._opened_s + self._grace_s, soonest_s)
         late = now >= self._late_s
         for x in missing:
-            if x.replica not in self._deadline and (late or (self._fragment in x.newcomer and holds(x))):
+            soon = (self._fragment in x.newcomer or x.state == "dry") and holds(x)
+            if x.replica not in self._deadline and (late or soon):
                 self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
                 effects += self.call_in(x, version) if holds(x) else []
         if any(now < self._deadline.get(x.replica, math.inf) for x in missing):
