@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -81,6 +82,7 @@ def train_and_look(
             noise(m, event.inner_step, [p.grad for p in models[m].parameters() if p.grad is not None])
 
     groups = local_groups(replicas, sync=replace(PATIENT, codec=codec), on_event=on_event)
+    all_have_looked = threading.Barrier(replicas, timeout=60.0)
 
     def replica(m: int) -> Trained:
         model = models[m]
@@ -96,6 +98,7 @@ def train_and_look(
             for index in range(len(optimizer.versions)):
                 groups[m].wait(index)
             last = anchor(optimizer, model)
+            all_have_looked.wait()  # who leaves sooner hands in its pending steps
         return Trained(params, last, anchor(optimizer, model))
 
     return together([lambda m=m: replica(m) for m in range(replicas)])

@@ -462,6 +462,37 @@ def test_22_a_leaver_waits_for_the_round_and_calls_nobody_in() -> None:
     assert table.coordinator.roster.gone == {"a": 1}
 
 
+def test_who_leave_together_hand_in_together() -> None:
+    table = Table()
+    seats = table.start("a", "b", "c")
+    for seat in seats:
+        seat.do(seat.machine.leave())
+    seats[0].propose(3)
+    table.tick(0.1)
+    seats[1].propose(4)
+    assert not seats[0].got(m.Quorum)
+    seats[2].say(m.Bye())  # it has nothing left
+    for seat in seats[:2]:
+        seat.reduce()
+    seats[0].take()
+    seats[1].take()
+    assert [seat.machine.counted_step(seat.record) for seat in seats[:2]] == [3, 4]
+
+
+def test_a_leaver_that_hands_nothing_in_holds_the_others_up_for_half_a_second() -> None:
+    table = Table()
+    a, b = table.start("a", "b")
+    b.do(b.machine.leave())
+    a.do(a.machine.leave())
+    a.propose(3)
+    table.tick(0.4)
+    assert not a.got(m.Quorum)
+    table.wait(0.2)
+    a.reduce()
+    a.take()
+    assert a.machine.counted_step(a.record) == 3
+
+
 def test_a_leaver_that_alone_holds_the_newest_version_stays_until_another_one_has_it() -> None:
     table = Table()
     a, b = table.start("a", "b")

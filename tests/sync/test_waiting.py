@@ -9,8 +9,9 @@ import pytest
 
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.methods import LocalSGD
+from ftopt.methods import LocalSGD, Method, StreamingDiLoCo, Strided
 from ftopt.optimizer import wrap
+from ftopt.optimizer.flat import parameters
 from ftopt.sync.client import Client
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
@@ -27,22 +28,35 @@ def test_a_proposal_that_the_network_thread_is_busy_with_is_outstanding(monkeypa
         perform(client, effect)
 
     monkeypatch.setattr(Client, "_perform", slowly)
-    task, steps = problem("mlp", "sgd"), list[Any]()
+    assert _contributions(2, LocalSGD(sync_every=H), H * ROUNDS) == [[H, H]] * ROUNDS
+
+
+@pytest.mark.parametrize("method", [LocalSGD(sync_every=H), StreamingDiLoCo(sync_every=H, fragments=Strided(n=2))])
+def test_all_that_is_pending_when_a_job_ends_is_in_its_last_outer_step(method: Method) -> None:
+    fragments = len(method.partition(parameters(problem("mlp", "sgd").model(0))))
+    found = _contributions(3, method, H + 2)
+    assert all(len(steps) == 3 for steps in found)
+    assert sum(map(sum, found)) == 3 * fragments * (H + 2)
+
+
+def _contributions(replicas: int, method: Method, steps: int) -> list[list[int]]:
+    """Trains; returns what the members of each quorum brought."""
+    task, found = problem("mlp", "sgd"), list[list[int]]()
 
     def on_event(event: Event) -> None:
         if event.event == "quorum":
-            steps.append(event.data["steps"])
+            found.append(event.data["steps"])
 
-    groups = local_groups(2, sync=PATIENT, on_event=on_event)
+    groups = local_groups(replicas, sync=PATIENT, on_event=on_event)
 
     def replica(m: int) -> None:
         model = task.model(0)
-        optimizer = wrap(task.inner(model.parameters()), model, LocalSGD(sync_every=H), group=groups[m])
+        optimizer = wrap(task.inner(model.parameters()), model, method, group=groups[m])
         with optimizer:
-            for step in range(H * ROUNDS):
+            for step in range(steps):
                 optimizer.zero_grad()
                 task.backward(model, m, step)
                 optimizer.step()
 
-    together([lambda m=m: replica(m) for m in range(2)])  # type: ignore[misc]
-    assert steps == [[H, H]] * ROUNDS
+    together([lambda m=m: replica(m) for m in range(replicas)])  # type: ignore[misc]
+    return found

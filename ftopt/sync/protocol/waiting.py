@@ -11,7 +11,7 @@ from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5
-"""Newcomers have at least so long after the first proposal."""
+"""Newcomers have at least so long after the first proposal, and leavers to hand in with the others that leave."""
 
 
 class Waiting:
@@ -25,6 +25,7 @@ class Waiting:
         self._opened_s: float | None = None
         self._quorate_s: float | None = None
         self._late_s = math.inf
+        self._last_s: float | None = None
         self._deadline: dict[str, float] = {}
         self._hurried = False
         self._asked: set[str] = set()
@@ -36,7 +37,7 @@ class Waiting:
 
     def close(self) -> None:
         """Nobody has proposed any more: the next proposal opens the round."""
-        self._opened_s = self._quorate_s = None
+        self._opened_s = self._quorate_s = self._last_s = None
         self._hurried = False
         self._asked.clear()
 
@@ -68,7 +69,7 @@ class Waiting:
             self._opened_s = now
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed, holds)]
         if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
-            return [] if missing else None
+            return [] if missing or self._leave_together(now, proposed, holds) else None
         effects: list[Effect] = []
         for x in missing:
             if self._hurried and x.replica not in self._asked and holds(x):
@@ -87,6 +88,13 @@ class Waiting:
         if any(now < self._deadline.get(x.replica, math.inf) for x in missing):
             return effects
         return None
+
+    def _leave_together(self, now: float, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
+        """Whether the last round, of leavers alone, waits for others that have not handed in their remaining steps."""
+        if self._last_s is None:
+            self._last_s = now
+        others = (x for x in self._roster.connected() if x.leaving and not x.said_bye and x.replica not in proposed)
+        return now < self._last_s + PATIENCE_S and any(holds(x) for x in others)
 
     def hung(self, proposed: Container[str], holds: Callable[[Member], bool]) -> list[Member]:
         """Trainers at work that have let their call-in pass."""
@@ -113,6 +121,8 @@ class Waiting:
         due = [t for replica, t in self._deadline.items() if replica not in proposed]
         if self._opened_s is not None:
             due.append(self._late_s)
+        elif self._last_s is not None:
+            due.append(self._last_s + PATIENCE_S)
         return min((t for t in due if t > now), default=math.inf)
 
     def _awaited(self, member: Member, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
