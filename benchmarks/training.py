@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.cli.output import say
 from ftopt.config.loader import load
-from ftopt.data.windows import seed_of
+from ftopt.data.seeds import seed_of
 from ftopt.events import Event
 from ftopt.job.harm import spoil
 from ftopt.job.schedule import factor

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
 from ftopt.data.corpus import Bytes
 from ftopt.errors import UserError
-
-
-def seed_of(*parts: object) -> int:
-    """A seed of 63 bits from anything that prints, e.g. seed, replica and incarnation; no two are near each other."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
 class Windows:

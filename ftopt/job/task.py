@@ -15,7 +15,8 @@ from torch.nn import functional
 from ftopt.config.schema import Digits, Recipe, Text
 from ftopt.data.corpus import Bytes, stdlib_bytes, text
 from ftopt.data.digits import Draws, digits
-from ftopt.data.windows import Windows, seed_of
+from ftopt.data.seeds import seed_of
+from ftopt.data.windows import Windows
 from ftopt.job.model import build
 
 _EVALUATION_WINDOWS = 128

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ftopt
 from ftopt.config.schema import Recipe
-from ftopt.data.windows import seed_of
+from ftopt.data.seeds import seed_of
 from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor

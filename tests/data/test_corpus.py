@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ftopt.data import corpus
-from ftopt.data.windows import Windows, seed_of
+from ftopt.data.seeds import seed_of
+from ftopt.data.windows import Windows
 from ftopt.errors import UserError
 
 
