@@ -1,8 +1,8 @@
-"""One global order of the samples: for each epoch a seeded permutation, computed place by place.
+"""One global order of the samples: for each epoch a seeded permutation, computed position by position.
 
-No list of indices is kept: the sample at a place is the place's number through a small block cipher on [0, n), so a
-data set of a billion samples needs as much memory as one of ten, and every replica computes the same order from the
-seed alone, on any machine (integer arithmetic only).
+No list of indices is kept: the sample at a position is the position's number through a small block cipher on [0, n).
+So a data set of a billion samples needs as much memory as one of ten, and every replica computes the same order from
+the seed alone, on any machine (integer arithmetic only).
 
 The cipher is a generalised Feistel network. With a = ceil(sqrt(n)) and b = ceil(n / a) a number x < a b is written as
 x = l b + r. Rounds go in turn ::
@@ -40,7 +40,7 @@ _HALF = np.uint64(32)
 
 
 class Order:
-    """Which sample stands at which place.
+    """Which sample stands at which position.
 
     Args:
         samples: how many there are, n; 1 to 2^62.
@@ -59,23 +59,25 @@ class Order:
         self._columns = -(-samples // self._rows)
         self._last: tuple[int, int, Indices] = (-1, -1, np.empty(0, np.int64))
 
-    def indices(self, epoch: int, places: range) -> Indices:
-        """The samples at the consecutive ``places`` of ``epoch``, int64, 1-D. Cheap when one call goes on from another.
+    def indices(self, epoch: int, positions: range) -> Indices:
+        """The samples at the consecutive ``positions`` of ``epoch``, int64, 1-D. Cheap when calls follow each other.
 
         Raises:
-            IndexError: a place is outside of the epoch.
+            IndexError: a position is outside of the epoch.
         """
-        if not 0 <= places.start <= places.stop <= self.samples:
-            raise IndexError(f"places {places.start} to {places.stop - 1} of an epoch of {self.samples} samples")
-        first, last = places.start // BLOCK, max(places.start, places.stop - 1) // BLOCK
+        if not 0 <= positions.start <= positions.stop <= self.samples:
+            raise IndexError(
+                f"positions {positions.start} to {positions.stop - 1} of an epoch of {self.samples} samples"
+            )
+        first, last = positions.start // BLOCK, max(positions.start, positions.stop - 1) // BLOCK
         parts = [self._block(epoch, block) for block in range(first, last + 1)]
-        at = places.start - first * BLOCK
-        return (np.concatenate(parts) if len(parts) > 1 else parts[0])[at : at + len(places)]
+        at = positions.start - first * BLOCK
+        return (np.concatenate(parts) if len(parts) > 1 else parts[0])[at : at + len(positions)]
 
-    def at(self, epoch: int, places: Indices) -> Indices:
-        """The samples at any ``places`` of ``epoch``, int64, 1-D, each at least 0 and below `samples`."""
+    def at(self, epoch: int, positions: Indices) -> Indices:
+        """The samples at any ``positions`` of ``epoch``, int64, 1-D, each at least 0 and below `samples`."""
         keys = _keys(self.seed, epoch)
-        found = self._through(places.astype(np.uint64), keys)
+        found = self._through(positions.astype(np.uint64), keys)
         limit = np.uint64(self.samples)
         outside = np.flatnonzero(found >= limit)
         while outside.size:
@@ -85,8 +87,8 @@ class Order:
 
     def _block(self, epoch: int, block: int) -> Indices:
         if self._last[:2] != (epoch, block):
-            places = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.samples))
-            self._last = (epoch, block, self.at(epoch, places))
+            positions = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.samples))
+            self._last = (epoch, block, self.at(epoch, positions))
         return self._last[2]
 
     def _through(self, x: _Words, keys: _Words) -> _Words:

@@ -28,17 +28,17 @@ def test_each_epoch_is_a_permutation(sizes: Iterable[int]) -> None:
 
 
 @pytest.mark.parametrize("samples", [10**9 + 7, 2**32, 2**32 + 1, 3**30, 2**53 + 1, MAX_SAMPLES])
-def test_billions_of_samples_have_no_two_places_in_common(samples: int) -> None:
+def test_billions_of_samples_have_no_two_positions_in_common(samples: int) -> None:
     order = Order(samples, seed=3)
-    places = np.unique(
+    positions = np.unique(
         np.concatenate(
             [np.arange(20_000), samples - 1 - np.arange(20_000), np.linspace(0, samples - 1, 20_000).astype(np.int64)]
         )
     )
-    places = places[(places >= 0) & (places < samples)]
-    found = order.at(7, places)
+    positions = positions[(positions >= 0) & (positions < samples)]
+    found = order.at(7, positions)
     assert found.min() >= 0 and found.max() < samples
-    assert len(np.unique(found)) == len(places)
+    assert len(np.unique(found)) == len(positions)
     assert abs(found.mean() / samples - 0.5) < 0.01  # of 60,000 uniform ones: a standard deviation of 0.0012
 
 
@@ -65,7 +65,7 @@ def test_all_orders_of_four_samples_are_equally_likely() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 11), (5, 6)])
-def test_the_samples_at_two_places_are_independent(one: int, other: int) -> None:
+def test_the_samples_at_two_positions_are_independent(one: int, other: int) -> None:
     """Over many seeds, 100 samples in ten bins: a table of 10 x 10 counts against what a fair shuffle gives."""
     seeds, samples, bins = 3000, 100, 10
     seen = np.zeros((bins, bins))
@@ -92,10 +92,10 @@ def test_parts_of_the_order_are_the_whole_one_s() -> None:
     assert order.indices(2, range(5, 5)).size == 0
 
 
-@pytest.mark.parametrize("places", [range(-1, 3), range(8, 11), range(4000, 4002)])
-def test_places_outside_of_an_epoch_are_no_samples(places: range) -> None:
+@pytest.mark.parametrize("positions", [range(-1, 3), range(8, 11), range(4000, 4002)])
+def test_positions_outside_of_an_epoch_are_no_samples(positions: range) -> None:
     with pytest.raises(IndexError, match="an epoch of 10 samples"):
-        Order(10, seed=0).indices(0, places)
+        Order(10, seed=0).indices(0, positions)
 
 
 @pytest.mark.parametrize("samples", [0, -1, MAX_SAMPLES + 1])

@@ -1,0 +1,215 @@
+"""Batches of granted units, loaded on the training thread or ahead of it by worker processes.
+
+A loader of torch's asks its sampler for the next index whenever it hands out a batch. But the next unit may be granted
+only when the batch at hand has been trained on (at the next outer step), so waiting for it then would be waiting for
+ever. `_Feed` therefore puts a *blank* into the pipeline when nothing is granted and something is still under way;
+blanks come out at the other end as nothing. Only a pipeline without any unit waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import Dataset
+
+from ftopt.data.batches import Batches
+from ftopt.data.seeds import seed_of
+from ftopt.data.units import Units
+from ftopt.data.workers import Pool, PoolSettings
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A data set that keeps a state of its own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Here:
+    """Loads on the training thread, when asked to."""
+
+    def __init__(self, batches: Batches, units: Units) -> None:
+        self._batches = batches
+        self._units = units
+        self._unit: int | None = None
+
+    def next(self) -> tuple[int, Any] | None:
+        """A unit and its batch; None as `Units.take` says it. A unit that raised comes again."""
+        if self._unit is None:
+            self._unit = self._units.take()
+        if self._unit is None:
+            return None
+        unit, batch = self._unit, self._batches[self._unit]
+        self._unit = None
+        return unit, batch
+
+    def forget(self) -> None:
+        """What was taken and not given out is not this loader's any more."""
+        self._unit = None
+
+    def state(self) -> Any:
+        """Of the data set, None if it has none."""
+        return self._batches.dataset.state_dict() if isinstance(self._batches.dataset, Stateful) else None
+
+    def load(self, state: Any) -> None:
+        """Gives the data set its ``state``."""
+        if state is not None:
+            assert isinstance(self._batches.dataset, Stateful)
+            self._batches.dataset.load_state_dict(state)
+
+
+class Ahead:
+    """Loads in worker processes.
+
+    Args:
+        batches: unit -> batch.
+        units: which.
+        settings: of the processes, at least one.
+        seed: of torch's worker seeds; what a unit draws does not depend on it.
+    """
+
+    def __init__(self, batches: Batches, units: Units, settings: PoolSettings, *, seed: int) -> None:
+        self._stateful = isinstance(batches.dataset, Stateful)
+        self._batches = _StatefulOrBlank(batches) if self._stateful else _OrBlank(batches)
+        self._settings = settings
+        self._seed = seed_of("workers", seed)
+        self._feed = _Feed(units)
+        self._pool: Pool | None = None
+        self._last: Any = None
+        self._start()
+
+    def next(self) -> tuple[int, Any] | None:
+        """A unit and its batch; None as `Units.take` says it. After an error it goes on with the unit that failed."""
+        if self._pool is None:
+            self._start()
+        assert self._pool is not None
+        while True:
+            try:
+                batch = self._pool.next()
+            except StopIteration:
+                return None
+            except BaseException:
+                self._stop()
+                raise
+            unit = self._feed.out()
+            if unit is not None:
+                return unit, batch
+
+    def state(self) -> Any:
+        """Of the data set's copies in the workers, None if they have none."""
+        return self._pool.state() if self._pool is not None and self._stateful else self._last
+
+    def forget(self) -> None:
+        """What was taken and not given out is not this loader's any more."""
+        self._stop()
+        self._feed.forget()
+
+    def load(self, state: Any) -> None:
+        """Gives the data set's copies in the workers their ``state``; what is under way is loaded anew."""
+        self._stop()
+        self._last = state
+        self._start()
+
+    def _start(self) -> None:
+        self._feed.closed = True  # the first ones are blanks: this replica may not be connected yet
+        self._pool = Pool(
+            self._batches,
+            self._settings,
+            seed=self._seed,
+            sampler=self._feed,
+            collate=_as_it_is,
+            stateful=self._stateful,
+            state=self._last,
+        )
+        self._feed.closed = False
+
+    def _stop(self) -> None:
+        if self._pool is not None:
+            self._last = self.state()
+            self._pool.close()
+            self._pool = None
+        self._feed.again()
+
+
+class _Feed:
+    """What the workers shall load, in order: units, and blanks (-1) where none is granted."""
+
+    def __init__(self, units: Units) -> None:
+        self._units = units
+        self._again: deque[int] = deque()
+        self._under_way: deque[int] = deque()
+        self.closed = False
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        unit = self._unit()
+        if unit is None:
+            raise StopIteration
+        self._under_way.append(unit)
+        return unit
+
+    def _unit(self) -> int | None:
+        if self.closed:
+            return _BLANK
+        if self._again:
+            return self._again.popleft()
+        if all(unit == _BLANK for unit in self._under_way):
+            return self._units.take()
+        try:
+            unit = self._units.take(0.0)
+        except TimeoutError:
+            return _BLANK
+        return _BLANK if unit is None else unit  # more may come when those under way are done with
+
+    def out(self) -> int | None:
+        """The oldest one is out of the pipeline; None for a blank."""
+        unit = self._under_way.popleft()
+        return None if unit == _BLANK else unit
+
+    def again(self) -> None:
+        """What is under way will be loaded again."""
+        self._again.extendleft(unit for unit in reversed(self._under_way) if unit != _BLANK)
+        self._under_way.clear()
+
+    def forget(self) -> None:
+        """Nothing will be loaded again."""
+        self._again.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: which units come next is the ledger's. (Without it torchdata would skip some on resume.)"""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+
+_BLANK = -1
+
+
+class _OrBlank(Dataset[Any]):
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, unit: int) -> Any:
+        return None if unit == _BLANK else self._batches[unit]
+
+
+class _StatefulOrBlank(_OrBlank):
+    def state_dict(self) -> dict[str, Any]:
+        assert isinstance(self._batches.dataset, Stateful)
+        return self._batches.dataset.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert isinstance(self._batches.dataset, Stateful)
+        self._batches.dataset.load_state_dict(state_dict)
+
+
+def _as_it_is(batch: Any) -> Any:
+    """No default conversion of what the workers send."""
+    return batch

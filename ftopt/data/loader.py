@@ -1,0 +1,307 @@
+"""DataLoader: batches of a job's samples, each sample in one batch of one replica.
+
+The job's ledger grants *units*, each one batch, to replicas. `DataLoader` takes them through the replica's group, maps
+each to samples by the job's order (`ftopt.data.order`) and loads them, ahead of time if it has worker processes. A unit
+counts as used when the loop was given its batch and has taken an inner step after that: what was only loaded ahead is
+somebody else's when this replica is gone.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, TypeGuard, cast
+
+from torch.utils.data import IterableDataset
+
+from ftopt.data.ahead import Ahead, Here
+from ftopt.data.batches import Batches, MapStyle
+from ftopt.data.streams import Stream, StreamSettings
+from ftopt.data.units import Counted, Group, Units
+from ftopt.data.workers import PoolSettings
+from ftopt.errors import UserError
+from ftopt.sync.protocol.samples import Samples
+
+
+class DataLoader:
+    """Iterates over this replica's batches until the data have ended, through all epochs. ::
+
+        loader = ftopt.DataLoader(dataset, batch_size=16, group=group, seed=0, epochs=3, num_workers=2)
+        with optimizer:
+            for inputs, targets in loader:
+                loss(model(inputs), targets).backward()
+                optimizer.step(); optimizer.zero_grad()
+
+    Make the loader before the replica joins (``with optimizer:``). An inner step uses every batch drawn since the step
+    before. Leaving the loop and iterating again goes on with the next batch: there is one pass, not one an epoch.
+
+    What is random in the data set depends on the seed and the unit alone, not on who loads it (`ftopt.data.batches`).
+
+    An iterable data set has no positions: each replica reads all of it and keeps its shard of the samples. That is said
+    once, by a warning and the event ``sharded``; nothing of what ``docs/data.md`` promises holds then.
+
+    Args:
+        dataset: with positions (``len(dataset)`` and ``dataset[index]``; ``dataset.__getitems__(indices)`` is used if
+            it is there), or iterable.
+        batch_size: samples a batch. Default 1.
+        group: who takes part; the same one as the optimizer's. None: this process has all the data.
+        seed: of the order, the same in all replicas. Default 0.
+        epochs: after so many the data have ended. Default 1; None: without end.
+        drop_last: whether the samples of an epoch that fill no batch are left out. Default False.
+        accumulate: batches (micro-batches) that an inner step uses, for `steps`. Default 1.
+        num_workers: processes that load ahead; they start here. Default 0: batches are loaded on the training thread.
+        prefetch_factor: batches that each of them is ahead. Default 2.
+        collate_fn: list of samples to batch. Default torch's ``default_collate``.
+        pin_memory: page-locked batches; needs ``num_workers``. Default False.
+        multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's.
+        shard: (this replica's, how many there are), of an iterable data set. Default: the number at the end of the
+            replica's id, and ``sync.start_replicas``.
+
+    Raises:
+        UserError: an argument is out of range, or says nothing for this kind of data set.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle | Iterable[Any],
+        batch_size: int = 1,
+        *,
+        group: Group | None = None,
+        seed: int = 0,
+        epochs: int | None = 1,
+        drop_last: bool = False,
+        accumulate: int = 1,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        multiprocessing_context: str | None = None,
+        shard: tuple[int, int] | None = None,
+    ) -> None:
+        lowest = (
+            ("accumulate", accumulate, 1),
+            ("num_workers", num_workers, 0),
+            ("prefetch_factor", prefetch_factor, 1),
+        )
+        for name, value, low in lowest:
+            if value < low:
+                raise UserError(f"{name}={value}; must be at least {low}")
+        if pin_memory and not num_workers:
+            raise UserError("pin_memory=True needs worker processes; give num_workers=1 or more")
+        self._accumulate = accumulate
+        pool = PoolSettings(
+            workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            context=multiprocessing_context,
+        )
+        self._source: _FromUnits | _FromStream
+        if _has_positions(dataset):
+            if shard is not None:
+                raise UserError(
+                    f"shard={shard} with a data set that has positions; leave it out: the job shares it out"
+                )
+            samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last)
+            units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else Counted(samples)
+            self._source = _FromUnits(Batches(dataset, samples, collate_fn), samples, units, group, pool)
+        else:
+            index, count = _shard_of(group) if shard is None else shard
+            if not 0 <= index < count:
+                raise UserError(f"shard=({index}, {count}); the first must be 0 to {count - 1}")
+            if group is not None:
+                _tell_sharded(group, index, count)
+            settings = StreamSettings(
+                batch_size=batch_size,
+                drop_last=drop_last,
+                shard=index,
+                shards=count,
+                workers=num_workers,
+                epochs=epochs,
+            )
+            stream = cast(Iterable[Any], dataset)
+            self._source = _FromStream(Stream(stream, settings, pool, seed=seed, collate=collate_fn))
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last batch drawn, from 0."""
+        return self._source.epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._source.check()
+        return self._source.batches()
+
+    def steps(self) -> Iterator[list[Any]]:
+        """The batches of an inner step at a time, ``accumulate`` of them; fewer where the data end. ::
+
+            for micro_batches in loader.steps():
+                for inputs, targets in micro_batches:
+                    (loss(model(inputs), targets) / len(micro_batches)).backward()
+                optimizer.step(); optimizer.zero_grad()
+
+        Better than counting in the loop: at the end of the data one may be left, and no other comes until it is used.
+        """
+        self._source.check()
+        while batches := list(islice(self._source.batches(), self._accumulate)):
+            yield batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs to go on behind the last batch drawn.
+
+        In a job the position is the ledger's and is in the job's checkpoints: this is the settings, to compare them,
+        and the state of a data set that has one of its own (``state_dict``, ``load_state_dict``).
+        """
+        return self._source.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on from `state_dict`, with any number of workers and replicas if the data set has positions.
+
+        Raises:
+            UserError: the state is of other data or settings, or holds what cannot be shared out among another number
+                of workers or shards. Nothing is changed.
+        """
+        kind = "units" if isinstance(self._source, _FromUnits) else "stream"
+        if kind not in state_dict:
+            found = ", ".join(map(str, state_dict)) or "nothing"
+            raise UserError(
+                f"the state holds {found}, and this loader's data set needs {kind}; load what a loader of the same "
+                "kind of data set gave"
+            )
+        self._source.load_state_dict(state_dict)
+
+
+class _FromUnits:
+    """Of a data set with positions."""
+
+    def __init__(
+        self, batches: Batches, samples: Samples, units: Units, group: Group | None, pool: PoolSettings
+    ) -> None:
+        self._samples = samples
+        self._workers = pool.workers
+        self._group = group
+        self._units = units
+        self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
+        self._told = False
+        self.epoch = 0
+
+    def check(self) -> None:
+        if self._told:
+            raise UserError(
+                f"the data have ended: epochs={self._samples.epochs} of {self._samples.samples} samples; one loop goes "
+                "through all epochs: give as many as you need in epochs="
+            )
+        if self._group is not None and not self._group.incarnation:
+            raise UserError(
+                "batches are drawn before this replica has joined the job; iterate over the loader inside of `with "
+                "optimizer:`"
+            )
+
+    def batches(self) -> Iterator[Any]:
+        while (loaded := self._loading.next()) is not None:
+            unit, batch = loaded
+            if self._units.drawn(unit):
+                self.epoch = self._samples.epoch_of(unit)
+                yield batch
+        self._told = self._units.ended
+
+    def state_dict(self) -> dict[str, Any]:
+        position = self._units.position if isinstance(self._units, Counted) else None
+        return {
+            "units": {**asdict(self._samples), "position": position},
+            "dataset": {"workers": self._workers, "state": self._loading.state()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        was = dict(state["units"])
+        position = was.pop("position")
+        if wrong := [
+            f"{name}={now!r}, was {was[name]!r}" for name, now in asdict(self._samples).items() if now != was[name]
+        ]:
+            raise UserError(f"{'; '.join(wrong)}: the state is of other data or another order; give them as they were")
+        if isinstance(self._units, Counted) != (position is not None):
+            raise UserError(
+                "the state is of a loader without a group; the position of this one is its job's: resume the job"
+                if position is not None
+                else "the state is of a job, whose ledger has the position; this loader has no group; give it group="
+            )
+        workers, inner = state["dataset"]["workers"], state["dataset"]["state"]
+        if inner is not None and workers != self._workers:
+            raise UserError(
+                f"num_workers={self._workers}, was {workers}: the data set keeps a state of its own in each worker, "
+                f"which cannot be shared out anew; give num_workers={workers}"
+            )
+        if isinstance(self._units, Counted):
+            self._loading.forget()
+            self._units.go_to(position)
+            self._told = False
+        self._loading.load(inner)
+
+
+class _FromStream:
+    """Of a data set without positions."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    @property
+    def epoch(self) -> int:
+        return self._stream.epoch
+
+    def check(self) -> None:
+        if self._stream.ended:
+            raise UserError(
+                f"the data have ended: epochs={self._stream.settings.epochs}; one loop goes through all epochs: give "
+                "as many as you need in epochs="
+            )
+
+    def batches(self) -> Iterator[Any]:
+        while True:
+            try:
+                batch = self._stream.next()
+            except StopIteration:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._stream.load_state_dict(state)
+
+
+def _samples(count: int, batch_size: int, seed: int, epochs: int | None, *, drop_last: bool) -> Samples:
+    if not count:
+        raise UserError("the data set is empty; give one with samples")
+    try:
+        return Samples(samples=count, batch_size=batch_size, seed=seed, drop_last=drop_last, epochs=epochs)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _has_positions(dataset: Any) -> TypeGuard[MapStyle]:
+    """torch's ``IterableDataset`` inherits a ``__getitem__`` that only raises."""
+    named = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return named and not isinstance(dataset, IterableDataset)
+
+
+def _shard_of(group: Group | None) -> tuple[int, int]:
+    if group is None:
+        return 0, 1
+    number, count = re.search(r"\d+$", group.replica), group.sync.start_replicas
+    if number is None or count is None or int(number.group()) >= count:
+        raise UserError(
+            f"replica {group.replica!r} with sync.start_replicas={count} does not say which part of an iterable data "
+            "set is its own; give shard=(this replica's number from 0 on, how many replicas there are)"
+        )
+    return int(number.group()), count
+
+
+def _tell_sharded(group: Group, index: int, count: int) -> None:
+    text = (
+        f"the data set is iterable and has no positions, so this replica reads all of it and keeps shard {index} of "
+        f"{count}; the job does not account for its samples: those of a dead replica are not seen in this epoch"
+    )
+    warnings.warn(text, stacklevel=3)
+    group.emit("sharded", data={"shard": index, "shards": count, "text": text})

@@ -1,0 +1,208 @@
+"""Iterable data sets: data without positions, which no ledger can account for.
+
+Each replica reads the whole stream and keeps every n-th sample, its *shard*; so it goes round by round, and a replica
+that dies takes the rest of its shard with it. A data set that splits itself among the worker processes of a loader, as
+torch asks for, is split further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from ftopt.data.ahead import Stateful
+from ftopt.data.seeds import seed_of
+from ftopt.data.workers import Pool, PoolSettings
+from ftopt.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """What must be the same for a stream to go on from its state.
+
+    Args:
+        batch_size: samples a batch.
+        drop_last: whether a last short batch is left out.
+        shard: this replica's, 0, 1, ...
+        shards: how many there are.
+        workers: processes that load.
+        epochs: times through the stream; None: without end.
+    """
+
+    batch_size: int
+    drop_last: bool
+    shard: int
+    shards: int
+    workers: int
+    epochs: int | None
+
+
+class Stream:
+    """One replica's batches of a stream.
+
+    Args:
+        dataset: iterable, the whole of it in each replica.
+        settings: see there.
+        pool: how it is loaded.
+        seed: of what is random in its workers.
+        collate: samples to batch; default torch's.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        settings: StreamSettings,
+        pool: PoolSettings,
+        *,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None,
+    ) -> None:
+        self._dataset = _Shard(dataset, settings.shard, settings.shards)
+        self.settings = settings
+        self._pool_settings = pool
+        self._seed = seed
+        self._collate = collate
+        self._state: Any = None
+        self._empty = True
+        self.epoch = 0
+        self._pool: Pool | None = self._new_pool()
+
+    @property
+    def ended(self) -> bool:
+        """Whether there are no more batches. Known when one was asked for in vain."""
+        return self.epoch == self.settings.epochs
+
+    def next(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: the data have ended.
+            ftopt.data.workers.WorkerDied: the next call goes on behind the last batch, with new workers.
+        """
+        while not self.ended:
+            if self._pool is None:
+                self._pool = self._new_pool()
+            try:
+                batch = self._pool.next()
+            except StopIteration:
+                if self._empty:
+                    raise UserError(
+                        f"shard {self.settings.shard} of {self.settings.shards} of the data set gave no batch in "
+                        f"epoch {self.epoch}; use fewer shards, a smaller batch_size, or data that can be read again"
+                    ) from None
+                self.epoch += 1
+                self._empty = True
+            except BaseException:
+                self._stop()
+                raise
+            else:
+                self._empty = False
+                return batch
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, and whatever the data set says of itself."""
+        state = self._pool.state() if self._pool is not None else self._state
+        return {"stream": asdict(self.settings), "epoch": self.epoch, "state": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            UserError: it is another number of workers or replicas, or another batch.
+        """
+        was = state["stream"]
+        wrong = [
+            f"{name}={now!r}, was {was[name]!r}" for name, now in asdict(self.settings).items() if now != was[name]
+        ]
+        if wrong:
+            raise UserError(
+                f"{'; '.join(wrong)}: the state of a data set without positions fits the same settings only; give them "
+                "as they were, or a map-style data set, which goes on with any number of workers and replicas"
+            )
+        self.epoch = int(state["epoch"])
+        self._empty = False
+        self._stop()
+        self._state = state["state"]
+        self._pool = self._new_pool()
+
+    def _stop(self) -> None:
+        if self._pool is not None:
+            self._state = self._pool.state()
+            self._pool.close()
+            self._pool = None
+
+    def _new_pool(self) -> Pool:
+        settings = self.settings
+        return Pool(
+            self._dataset,
+            self._pool_settings,
+            seed=seed_of("stream", self._seed, settings.shard),
+            batch_size=settings.batch_size,
+            drop_last=settings.drop_last,
+            collate=self._collate,
+            state=self._state,
+        )
+
+
+class _Shard(IterableDataset[Any]):
+    """Every ``shards``-th sample, beginning with number ``shard``."""
+
+    def __init__(self, dataset: Iterable[Any], shard: int, shards: int) -> None:
+        self.dataset = dataset
+        self.shard = shard
+        self.shards = shards
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        stateful = isinstance(self.dataset, Stateful) or isinstance(samples, Stateful)
+        return (_StatefulSamples if stateful else _Samples)(self, samples)
+
+
+class _Samples:
+    def __init__(self, shard: _Shard, samples: Iterator[Any]) -> None:
+        self._shard = shard
+        self._samples = samples
+        self._skip = shard.shard
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        try:
+            for _ in range(self._skip):
+                next(self._samples)
+            sample = next(self._samples)
+        except StopIteration:
+            self._ended = True
+            raise
+        self._skip = self._shard.shards - 1
+        return sample
+
+
+class _StatefulSamples(_Samples):
+    """Of a data set, or of an iterator, with a state of its own; without one torchdata reads on to the position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        dataset, samples = self._shard.dataset, self._samples
+        return {
+            "skip": self._skip,
+            "ended": self._ended,
+            "dataset": dataset.state_dict() if isinstance(dataset, Stateful) else None,
+            "samples": samples.state_dict() if isinstance(samples, Stateful) and samples is not dataset else None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        dataset = self._shard.dataset
+        if isinstance(dataset, Stateful):
+            dataset.load_state_dict(state_dict["dataset"])
+        self._samples = iter(dataset)
+        if state_dict["samples"] is not None and isinstance(self._samples, Stateful):
+            self._samples.load_state_dict(state_dict["samples"])
+        self._skip, self._ended = state_dict["skip"], state_dict["ended"]

@@ -1,0 +1,134 @@
+"""Windows of a long sequence of tokens: memory-mapped files as tokenizers write them, and text as bytes."""
+
+from __future__ import annotations
+
+import glob
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ftopt.errors import UserError
+
+DTYPES = ("uint8", "uint16", "uint32")
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+Source = str | Path | Sequence[str | Path] | npt.NDArray[Any]
+
+
+class TokenWindows:
+    """All windows of ``length`` tokens, side by side: sample i is tokens i L to (i + 1) L, and its targets, the tokens
+    that follow each.
+
+    A map-style data set. No window reaches from one file into the next; fewer than L + 1 tokens at a file's end are
+    left out. Files are memory-mapped: only what is read is in memory.
+
+    Args:
+        source: a file of tokens, a folder (all files in it), a glob pattern (``**`` allowed), a list of files, or an
+            array of whole numbers, 1-D. For text files, ``dtype="uint8"``: their bytes are the tokens.
+        length: tokens a window, L.
+        dtype: of the files: ``uint8``, ``uint16`` (default; what GPT-2's vocabulary fits in) or ``uint32``, in this
+            machine's byte order, which is little-endian nearly everywhere.
+        skip_bytes: at each file's start, if it has a header. Default 0.
+        vocab: tokens must be below this; None (default) does not look.
+
+    Raises:
+        UserError: nothing is there, a file is none of whole tokens, or all are shorter than a window.
+    """
+
+    random = False
+
+    def __init__(
+        self, source: Source, length: int, *, dtype: str = "uint16", skip_bytes: int = 0, vocab: int | None = None
+    ) -> None:
+        if dtype not in DTYPES:
+            raise UserError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
+        if length < 1 or skip_bytes < 0:
+            raise UserError(f"length={length}, skip_bytes={skip_bytes}; must be at least 1 and 0")
+        self.length = length
+        self._vocab = vocab
+        self._files = None if isinstance(source, np.ndarray) else _files(source)
+        self._dtype, self._skip = np.dtype(dtype), skip_bytes
+        self._parts = [source] if isinstance(source, np.ndarray) else self._mapped()
+        self._ends = list(accumulate(max(0, (part.size - 1) // length) for part in self._parts))
+        if not self._ends[-1]:
+            raise UserError(
+                f"{sum(part.size for part in self._parts):,} tokens in {len(self._parts)} parts, and a window needs "
+                f"{length + 1} in one; give more text, or a smaller length"
+            )
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, (length,), int64."""
+        ((inputs, targets),) = self.__getitems__([index])
+        return inputs, targets
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Several at once."""
+        rows = np.empty((len(indices), self.length + 1), np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            row[:] = self._window(index)
+        if self._vocab is not None and rows.size and int(rows.max()) >= self._vocab:
+            raise UserError(
+                f"token {int(rows.max())} in the data, and the model's vocabulary has {self._vocab}; give the files' "
+                f"own dtype ({self._dtype} now), or a larger vocabulary"
+            )
+        tokens = torch.from_numpy(rows)
+        return [(row[:-1], row[1:]) for row in tokens]
+
+    def _window(self, index: int) -> npt.NDArray[Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        part = bisect_right(self._ends, index)
+        start = (index - (self._ends[part - 1] if part else 0)) * self.length
+        return self._parts[part][start : start + self.length + 1]
+
+    def _mapped(self) -> list[npt.NDArray[Any]]:
+        return [_map(path, self._dtype, self._skip) for path in self._files or ()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process maps the files itself: a pickled map would be all of their content."""
+        return {**self.__dict__, "_parts": None} if self._files is not None else self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._files is not None:
+            self._parts = self._mapped()
+
+
+def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
+    if not isinstance(source, str | Path):
+        return [Path(item).expanduser() for item in source]
+    given = Path(source).expanduser()
+    if given.is_dir():
+        found = sorted(item for item in given.rglob("*") if item.is_file())
+    elif given.is_file():
+        return [given]
+    else:
+        found = sorted(Path(item) for item in glob.glob(str(given), recursive=True) if Path(item).is_file())  # noqa: PTH207
+    if not found:
+        raise UserError(f"{str(source)!r}: no file is there; give a file of tokens, a folder, or a glob pattern")
+    return found
+
+
+def _map(path: Path, dtype: np.dtype[Any], skip_bytes: int) -> npt.NDArray[Any]:
+    try:
+        size = path.stat().st_size - skip_bytes
+        if size < 0 or size % dtype.itemsize:
+            raise UserError(
+                f"{path} has {size + skip_bytes:,} bytes: {size:,} behind skip_bytes={skip_bytes} are no whole number "
+                f"of {dtype} tokens; give the file's own dtype and skip_bytes"
+            )
+        if not size:
+            return np.empty(0, dtype)  # nothing can't be mapped
+        return np.memmap(path, dtype=dtype, mode="r", offset=skip_bytes)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; give other files or mend its permissions") from error

@@ -1,0 +1,73 @@
+"""A stand-in for a job's ledger and its replicas' groups, which tests grant from by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.protocol.settings import Sync
+
+
+class Granted:
+    """The units of one replica: what the test has granted."""
+
+    def __init__(self, granted: Iterable[int] = (), *, ended: bool = False) -> None:
+        self._changed = threading.Condition()
+        self._queue = deque(granted)
+        self._ended = ended
+        self.taken: list[int] = []
+        self.got: list[int] = []
+        self.not_mine: set[int] = set()
+        self.waits = 0
+        """Blocking calls that found nothing at first."""
+
+    def grant(self, units: Iterable[int], *, ended: bool = False) -> None:
+        with self._changed:
+            self._queue.extend(units)
+            self._ended = ended
+            self._changed.notify_all()
+
+    def take(self, timeout_s: float | None = None) -> int | None:
+        with self._changed:
+            if not self._queue and not self._ended:
+                if timeout_s == 0:
+                    raise TimeoutError
+                self.waits += 1
+                assert self._changed.wait_for(lambda: self._queue or self._ended, 20), "nothing is granted"
+            if not self._queue:
+                return None
+            self.taken.append(self._queue[0])
+            return self._queue.popleft()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended and not self._queue
+
+    def drawn(self, unit: int) -> bool:
+        if unit in self.not_mine:
+            return False
+        self.got.append(unit)
+        return True
+
+
+@dataclass
+class StandIn:
+    """A replica's group."""
+
+    units: Granted = field(default_factory=Granted)
+    replica: str = "r0"
+    incarnation: int = 1
+    sync: Sync = field(default_factory=Sync)
+    ledgers: list[tuple[Samples, int]] = field(default_factory=list)
+    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+
+    def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Granted:
+        self.ledgers.append((samples, accumulate))
+        return self.units
+
+    def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
+        self.events.append((event, data or {}))
