@@ -20,6 +20,8 @@ from ftopt.events import Event as Event
 from ftopt.sync.protocol.settings import Sync as Sync
 
 if TYPE_CHECKING:
+    from ftopt.data.loader import DataLoader as DataLoader
+    from ftopt.data.tokens import TokenWindows as TokenWindows
     from ftopt.methods import PAFT as PAFT
     from ftopt.methods import SGD as SGD
     from ftopt.methods import AdaComm as AdaComm
@@ -60,6 +62,7 @@ _LATER = {
     "Balanced": "ftopt.methods",
     "ConstantRate": "ftopt.methods",
     "CosineRate": "ftopt.methods",
+    "DataLoader": "ftopt.data.loader",
     "DecoupledDiLoCo": "ftopt.methods",
     "DiLoCo": "ftopt.methods",
     "Every": "ftopt.methods",
@@ -80,6 +83,7 @@ _LATER = {
     "StreamingDiLoCo": "ftopt.methods",
     "Strided": "ftopt.methods",
     "SyncSGD": "ftopt.methods",
+    "TokenWindows": "ftopt.data.tokens",
     "Torch": "ftopt.methods",
     "wrap": "ftopt.optimizer",
 }

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ftopt.errors import FtoptError, Refused, Unreachable
+from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent
 from ftopt.sync.fetcher import Fetcher
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Host
@@ -110,6 +110,20 @@ class Client:
     @property
     def incarnation(self) -> int:
         return self._incarnation
+
+    def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
+        units = self.units
+        if units is None and self._host is not None:
+            raise UserError("this replica has joined its job already; make its data loader before `with optimizer:`")
+        if units is None:
+            units = self.units = Units(samples)
+            self._accumulate = accumulate
+        if units.samples != samples:
+            raise UserError(
+                f"the job hands out {units.samples}, and this loader asks for {samples}; a group has one data "
+                "set to train on: give a loader for evaluation no group"
+            )
+        return units
 
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         self._host = host

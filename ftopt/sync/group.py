@@ -198,6 +198,13 @@ class ReplicaGroup(Protocol):
     def incarnation(self) -> int:
         """This process' life, given by the coordinator; 0 before `start`."""
 
+    def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
+        """The job hands out ``samples``, a batch a unit; before `start`. Their units, ``accumulate`` an inner step.
+
+        Raises:
+            ftopt.errors.UserError: it is too late, or the job hands out others.
+        """
+
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         """Connects and returns once this replica holds a committed state of every fragment (cold start or fetch).
 

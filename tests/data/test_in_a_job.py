@@ -1,0 +1,128 @@
+"""Loaders and optimizers of one job's replicas together: every sample in one committed contribution."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.events import Event
+from ftopt.sync.protocol.settings import Sync
+
+LIMIT_S = 30.0
+FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=1.0)
+
+
+class Numbers:
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Notes:
+    """Which units were committed, by all decisions."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def committed(self) -> Counter[int]:
+        decisions = [event for event in self._events if event.event == "decide"]
+        ranges = [x for event in decisions for part in event.data.get("ranges", {}).values() for x in part]
+        return Counter(unit for start, stop in ranges for unit in range(start, stop))
+
+
+def train(group: ftopt.ReplicaGroup, seen: list[list[int]], method: Any, **loading: Any) -> None:
+    model = nn.Linear(1, 1)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    loader = ftopt.DataLoader(Numbers(203), 2, group=group, seed=7, **loading)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, method, group=group)
+    with optimizer:
+        for micro_batches in loader.steps():
+            for batch in micro_batches:
+                seen.append(batch.tolist())
+                model(batch.float().view(-1, 1) / 200).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.pending_steps == 0
+
+
+def in_threads(jobs: list[Callable[[], None]]) -> None:
+    failed: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+METHODS = [
+    ftopt.DiLoCo(sync_every=4),
+    ftopt.StreamingDiLoCo(sync_every=6, fragments=ftopt.Named(patterns=["weight", "bias"]), delay=1),
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
+def test_three_replicas_share_the_epochs_and_each_sample_is_committed_once(method: Any, accumulate: int) -> None:
+    notes = Notes()
+    groups = ftopt.local_groups(3, sync=FAST, on_event=notes)
+    seen: list[list[list[int]]] = [[] for _ in groups]
+    in_threads(
+        [
+            lambda group=group, mine=mine: train(group, mine, method, epochs=2, accumulate=accumulate)
+            for group, mine in zip(groups, seen, strict=True)
+        ]
+    )
+    assert notes.committed() == Counter(range(204))
+    assert Counter(index for mine in seen for batch in mine for index in batch) == Counter(dict.fromkeys(range(203), 2))
+    assert all(seen)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_alone_with_workers_each_sample_is_committed_once(workers: int) -> None:
+    notes = Notes()
+    group, seen = ftopt.solo(on_event=notes), []
+    train(group, seen, ftopt.DiLoCo(sync_every=5), epochs=1, num_workers=workers)
+    assert notes.committed() == Counter(range(102))
+    assert sorted(index for batch in seen for index in batch) == list(range(203))
+
+
+def test_a_job_hands_out_one_data_set() -> None:
+    group = ftopt.solo()
+    ftopt.DataLoader(Numbers(100), 2, group=group)
+    with pytest.raises(ftopt.UserError, match=r"hands out Samples\(samples=100.*asks for Samples\(samples=90"):
+        ftopt.DataLoader(Numbers(90), 2, group=group)
+
+
+def test_a_loader_made_after_the_start_is_told_to_come_before() -> None:
+    model, group = nn.Linear(1, 1), ftopt.solo()
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, ftopt.DiLoCo(sync_every=5), group=group)
+    with optimizer, pytest.raises(ftopt.UserError, match="before `with optimizer:`"):
+        ftopt.DataLoader(Numbers(100), 2, group=group)
