@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from ftopt.methods import SyncSGD as SyncSGD
     from ftopt.methods import Torch as Torch
     from ftopt.optimizer import OuterOptimizer as OuterOptimizer
+    from ftopt.optimizer import undo_step as undo_step
+    from ftopt.optimizer import undoable as undoable
     from ftopt.optimizer import wrap as wrap
     from ftopt.sync.group import ReplicaGroup as ReplicaGroup
 
@@ -85,6 +87,8 @@ _LATER = {
     "SyncSGD": "ftopt.methods",
     "TokenWindows": "ftopt.data.tokens",
     "Torch": "ftopt.methods",
+    "undo_step": "ftopt.optimizer",
+    "undoable": "ftopt.optimizer",
     "wrap": "ftopt.optimizer",
 }
 

@@ -21,6 +21,9 @@ from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.moments import moments
 from ftopt.optimizer.outer_step import OuterStep
+from ftopt.optimizer.reverting import Undone, revert
+from ftopt.optimizer.step_log import record_steps
+from ftopt.optimizer.uncount import LastStep
 from ftopt.sync.group import ReplicaGroup
 
 _SMOOTHING = 0.9
@@ -60,6 +63,9 @@ class Core:
         self._rounds_taken = 0
         self._ended_at: float | None = None
         self._said_detached = False
+        self._last: LastStep | None = None
+        for optimizer in inner.optimizers:
+            record_steps(optimizer)
         # Counted for the step to come.
         self._tokens = 0
         self._samples = 0
@@ -69,6 +75,7 @@ class Core:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One inner step, and whatever outer work is due behind it."""
+        self._last = None
         if self.suspended:
             return self.inner.step(closure)
         if self.group is None:
@@ -90,7 +97,9 @@ class Core:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
         else:
+            self._last = LastStep.before(outer, self.inner.optimizers)
             loss = self.inner.step(closure)
+            self._last.counted = True
         ended = self._clock()
         if self._loss is None and isinstance(loss, int | float | Tensor):
             self._loss = loss
@@ -110,6 +119,31 @@ class Core:
         outer.report("training")
         self._ended_at = self._clock()
         return loss
+
+    def undo_step(self) -> Undone:
+        """Takes the last inner step back; see `ftopt.undo_step`."""
+        if self.group is None or self.suspended:
+            return revert(self.inner.optimizers)
+        if self.closed or self._before_outer is not None:
+            raise RuntimeError(self._no_step_now().replace("step()", "undo_step()"))
+        outer, last = self.outer, self._last
+        if outer is not None and outer.exchanges_gradients:
+            raise UserError(
+                f"undo_step: the replicas of {self.method} take each inner step together; one alone cannot undo it; "
+                "restore a checkpoint, or leave and join anew"
+            )
+        if outer is None or last is None:
+            raise UserError(
+                "undo_step: there is no step to undo: none has been taken, or the last one is undone already"
+            )
+        undone = revert(self.inner.optimizers, last.reached(outer, self.inner.optimizers))
+        self._last, self._loss = None, None
+        self._tokens = self._samples = 0
+        if last.counted:
+            last.uncount(outer)
+            self.group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
+            outer.report("training")
+        return undone
 
     def _step_detached(self, closure: Callable[[], Any] | None) -> Any:
         if not self._said_detached:

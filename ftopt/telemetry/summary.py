@@ -4,9 +4,9 @@ On each fragment every executed inner step is in exactly one place::
 
     executed = committed + pending + dead + discarded + survivors' lost
 
-``executed`` counts the replicas' own lines, ``committed`` the coordinator's decisions, ``pending`` what each survivor
-says at its end, ``dead`` the rest of the incarnations that died. So ``survivor_inner_steps_lost`` is a check: nothing
-makes it 0 but each step being counted once.
+``executed`` counts the replicas' own lines less the steps that they have undone, ``committed`` the coordinator's
+decisions, ``pending`` what each survivor says at its end, ``dead`` the rest of the incarnations that died. So
+``survivor_inner_steps_lost`` is a check: nothing makes it 0 but each step being counted once.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
     executed = Counter({_life(replica, line): 0 for replica, lines in steps.items() for line in lines})
     for replica, lines in steps.items():
         executed.update(_life(replica, line) for line in lines)
+    for event in by_name["undone"]:
+        executed[_mark(event)] -= int(_data(event)["steps"])
     ends = {_mark(event): event for event in by_name["end"]}
     survivors_end = {mark: event for mark, event in ends.items() if mark not in dead}
     books = [

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ftopt.errors import UserError
 from ftopt.methods import SGD, AnyOf, Balanced, DiLoCo, LinearFDA, LocalCondition, LocalSGD, Method, StreamingDiLoCo
-from ftopt.optimizer import wrap
+from ftopt.optimizer import undo_step, wrap
 from ftopt.sync.group import Contribution
 from tests.optimizer.scripted import Scripted
 
@@ -34,14 +35,25 @@ class _Trainer:
         inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.optimizer = wrap(inner, self.model, method, group=group)
         self.steps = 0
+        self.undone = 0
 
     def step(self) -> None:
         self.steps += 1
         # Eighths: exact in bf16 too, so that rounding does not blur the sums.
-        move = (_direction(self.steps) * 8).round() / 8
+        move = (_direction(self.steps + 100 * self.undone) * 8).round() / 8
         self.group.work[self.steps] = -move
         self.model.weight.grad = move.reshape(1, -1).to(self.model.weight.dtype)
         self.optimizer.step()
+
+    def undo(self) -> bool:
+        try:
+            undo_step(self.optimizer)
+        except UserError:
+            return False
+        del self.group.work[self.steps]
+        self.steps -= 1
+        self.undone += 1
+        return True
 
     def params(self) -> Tensor:
         return self.model.weight.detach().double().reshape(-1)
@@ -88,6 +100,29 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(method: Meth
     print(happened)  # noqa: T201
     missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reborn", "propose too late"}
     assert all(happened.get(what, 0) >= walks // 4 for what in missing), happened
+
+
+@pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
+def test_steps_that_are_undone_are_counted_nowhere(method: Method) -> None:
+    undone = refused = 0
+    for seed in range(12):
+        print(f"seed={seed}")  # noqa: T201
+        chance = random.Random(seed)
+        group = Scripted(chance, SIZE)
+        trainer = _Trainer(group, method, torch.float32)
+        for _ in range(40):
+            trainer.step()
+            if chance.random() < 0.4:
+                done = trainer.undo()
+                undone, refused = undone + done, refused + (not done)
+            if method.tau and chance.random() < 0.7:
+                group.reborn_pending = False
+                continue
+            group.quiet = True
+            _check(trainer, group, 1e-5)
+            group.quiet = False
+    assert undone >= 25, undone
+    assert refused >= 25, refused
 
 
 class _Threaded(Scripted):

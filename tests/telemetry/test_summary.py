@@ -116,6 +116,18 @@ def test_steps_of_a_nonfinite_contribution_are_discarded_and_not_lost() -> None:
     assert (got["inner_steps_committed"], got["survivor_inner_steps_lost"]) == (10, 0)
 
 
+def test_a_step_that_was_undone_was_not_executed() -> None:
+    events = [
+        event("join", "r0", 1),
+        event("undone", "r0", 1, data={"steps": 1}),
+        event("undone", "r0", 1, data={"steps": 1}),
+        decide(1, ["r0", 1, 10, 10, 10.0, True]),
+        end("r0", 1, pending=0),
+    ]
+    got = summarize(events, {"r0": lines(1, 12)})
+    assert (got["inner_steps_executed"], got["survivor_inner_steps_lost"]) == (10, 0)
+
+
 def test_no_lines_give_a_summary_of_nothing() -> None:
     got = summarize([], {})
     assert got["outer_steps"] == 0

@@ -1,0 +1,232 @@
+"""One step of SGD and of Adam for one tensor, backwards: plain elementwise arithmetic.
+
+=================  ==============================================================================
+p, p'              the parameter before and after the step (``param``)
+g                  its gradient, negated under ``maximize`` (``grad``)
+d                  g + wd p, what the moments are made of (AdamW: d = g)
+b, b'              SGD's ``momentum_buffer``
+m, m', v, v'       Adam's ``exp_avg`` and ``exp_avg_sq``
+t                  Adam's step count after the step; c1 = 1 - beta1^t, c2 = 1 - beta2^t
+=================  ==============================================================================
+
+::
+
+    SGD        p = (p' + lr g) / (1 - lr wd)
+    momentum   p = p' + lr b'                                b = (b' - (1 - dampening) d) / momentum
+    Nesterov   p = (p' + lr (g + momentum b')) / (1 - lr wd)
+    Adam       p = p' + (lr/c1) m' / (sqrt(v'/c2) + eps)     m = (m' - (1 - beta1) d) / beta1
+                                                             v = (v' - (1 - beta2) d^2) / beta2
+    AdamW      the same p, divided by 1 - lr wd
+
+In the first step there was no b, and b' = d: then p = (p' + lr k g) / (1 - lr k wd), with k = 1 + momentum
+under Nesterov, else 1.
+
+A step that was broken off inside has done some of its operations on a tensor and not the others. Torch applies
+them in a fixed order, so that their number (`Done`) says which.
+
+Source: SWIFT, arXiv 2302.06173, section 4; written for what torch.optim does (dampening, Nesterov, maximize,
+first steps), and for steps broken off inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Values = Mapping[str, Tensor]
+"""``param``, ``grad`` and the moments of one tensor, by name; what there was none of is left out."""
+Done = Mapping[str, int]
+"""How many of the step's operations were applied to ``param`` and to each moment."""
+
+_LEAST_KEPT = 0.5
+"""Weight decay that leaves less of a parameter than this in one step is not undone: it amplifies rounding."""
+_LEAST_DECAY = 0.01
+"""Likewise a momentum or beta below this: what was there before is divided by it."""
+
+
+class Rule(Protocol):
+    """One parameter group's settings in that step."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the tensors in a parameter's state."""
+        ...
+
+    @property
+    def whole(self) -> Done:
+        """`Done` of a whole step."""
+        ...
+
+    def why_not(self) -> str | None:
+        """Why no step with these settings can be undone; None when it can."""
+        ...
+
+    def before(self, now: Values, done: Done, *, t: float, first: bool) -> dict[str, Tensor]:
+        """The values before the step.
+
+        Args:
+            now: the values after it, in the precision to compute in.
+            done: what of the step was done.
+            t: the step count after it.
+            first: there were no moments before: none are returned.
+        """
+        ...
+
+    def fits(self, now: Values, before: Values, unit: float) -> bool:
+        """Whether the step can have led from ``before`` to ``now``; ``unit`` is the dtype's unit roundoff."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SgdRule:
+    """Settings of `torch.optim.SGD`; see the module's equations."""
+
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+    maximize: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> SgdRule:
+        """Of a parameter group."""
+        lr, momentum, dampening, decay = (float(group[n]) for n in ("lr", "momentum", "dampening", "weight_decay"))
+        return cls(lr, momentum, dampening, decay, bool(group["nesterov"]), bool(group["maximize"]))
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The buffer, if there is momentum."""
+        return ("momentum_buffer",) if self.momentum else ()
+
+    @property
+    def whole(self) -> Done:
+        """Momentum: decayed, then added to."""
+        return {"param": 1} | ({"momentum_buffer": 2} if self.momentum else {})
+
+    def why_not(self) -> str | None:
+        """Too much weight decay, or too little momentum."""
+        if 0 < abs(self.momentum) < _LEAST_DECAY:
+            return f"momentum={self.momentum} leaves too little of the buffer before; {_LEAST_DECAY} or more, or 0"
+        return _too_much_decay(self.lr * self._factor, self.weight_decay)
+
+    @property
+    def _factor(self) -> float:
+        return 1 + self.momentum if self.nesterov else 1.0
+
+    def before(self, now: Values, done: Done, *, t: float, first: bool) -> dict[str, Tensor]:
+        """See the module."""
+        p, g, b = now["param"], _signed(now, self.maximize), now.get("momentum_buffer")
+        if done["param"]:
+            if first or not self.momentum:
+                p = (p + self.lr * self._factor * g) / (1 - self.lr * self._factor * self.weight_decay)
+            elif self.nesterov:
+                p = (p + self.lr * (g + self.momentum * now["momentum_buffer"])) / (1 - self.lr * self.weight_decay)
+            else:
+                p = p + self.lr * now["momentum_buffer"]
+        if first or not self.momentum or b is None:
+            return {"param": p}
+        if done["momentum_buffer"] == 2:
+            b = b - (1 - self.dampening) * (g + self.weight_decay * p)
+        return {"param": p, "momentum_buffer": b / self.momentum if done["momentum_buffer"] else b}
+
+    def fits(self, now: Values, before: Values, unit: float) -> bool:
+        """Nothing contradicts it but what is not finite."""
+        return _finite(now, before)
+
+    def looks_first(self, now: Values, unit: float) -> bool:
+        """Whether b' is d to the last digits: then there was no b, or one that made no difference."""
+        p = self.before(now, self.whole, t=1, first=True)["param"]
+        g, decay = _signed(now, self.maximize), self.weight_decay * p
+        off = (now["momentum_buffer"] - (g + decay)).abs()
+        return bool((off <= 8 * unit * (g.abs() + decay.abs())).all())
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """Settings of `torch.optim.Adam` and `torch.optim.AdamW`; see the module's equations."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
+    amsgrad: bool
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamRule:
+        """Of a parameter group."""
+        lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        decoupled, maximize, amsgrad = (bool(group[n]) for n in ("decoupled_weight_decay", "maximize", "amsgrad"))
+        beta1, beta2 = map(float, group["betas"])
+        return cls(lr, beta1, beta2, eps, decay, decoupled, maximize, amsgrad)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Both."""
+        return ("exp_avg", "exp_avg_sq")
+
+    @property
+    def whole(self) -> Done:
+        """AdamW decays the parameter first; the second moment is decayed, then added to."""
+        return {"param": 2 if self._decays else 1, "exp_avg": 1, "exp_avg_sq": 2}
+
+    @property
+    def _decays(self) -> bool:
+        return self.decoupled and self.weight_decay != 0
+
+    def why_not(self) -> str | None:
+        """AMSGrad, a beta of 0 or nearly so, or too much weight decay."""
+        if self.amsgrad:
+            return "amsgrad=True keeps a maximum of second moments, and what it was before is gone; amsgrad=False"
+        if min(self.beta1, self.beta2) < _LEAST_DECAY:
+            got = (self.beta1, self.beta2)
+            return f"betas={got} leave too little of the moments before; both must be {_LEAST_DECAY} or more"
+        return _too_much_decay(self.lr, self.weight_decay) if self.decoupled else None
+
+    def before(self, now: Values, done: Done, *, t: float, first: bool) -> dict[str, Tensor]:
+        """See the module."""
+        p, g, m, v = now["param"], _signed(now, self.maximize), now.get("exp_avg"), now.get("exp_avg_sq")
+        if done["param"] == self.whole["param"]:
+            c1, c2 = 1 - self.beta1**t, 1 - self.beta2**t
+            p = p + self.lr / c1 * now["exp_avg"] / ((now["exp_avg_sq"] / c2).sqrt() + self.eps)
+        if self._decays and done["param"]:
+            p = p / (1 - self.lr * self.weight_decay)
+        if first or m is None or v is None:
+            return {"param": p}
+        d = g if self.decoupled else g + self.weight_decay * p
+        if done["exp_avg"]:
+            m = (m - (1 - self.beta1) * d) / self.beta1
+        if done["exp_avg_sq"] == 2:
+            v = v - (1 - self.beta2) * d.square()
+        return {"param": p, "exp_avg": m, "exp_avg_sq": v / self.beta2 if done["exp_avg_sq"] else v}
+
+    def fits(self, now: Values, before: Values, unit: float) -> bool:
+        """No second moment was below 0: then the gradient at hand is not the step's."""
+        if not _finite(now, before):
+            return False
+        if "exp_avg_sq" not in before:
+            return True
+        d = now["grad"].abs() + (0.0 if self.decoupled else self.weight_decay) * before["param"].abs()
+        room = 16 * unit * (now["exp_avg_sq"] + (1 - self.beta2) * d.square()) + 1e-37
+        return bool((before["exp_avg_sq"] * self.beta2 >= -room).all())
+
+
+def _signed(now: Values, maximize: bool) -> Tensor:
+    return -now["grad"] if maximize else now["grad"]
+
+
+def _too_much_decay(lr: float, weight_decay: float) -> str | None:
+    if 1 - lr * weight_decay >= _LEAST_KEPT:
+        return None
+    return f"lr * weight_decay = {lr * weight_decay:.3g} leaves too little of the parameters; must be 0.5 or less"
+
+
+def _finite(now: Values, before: Values) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in (*now.values(), *before.values()))
