@@ -141,6 +141,8 @@ class Core:
         self._tokens = self._samples = 0
         if last.counted:
             last.uncount(outer)
+            if self.group.units is not None:
+                self.group.units.unuse()
             self.group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
             outer.report("training")
         return undone

@@ -103,6 +103,11 @@ class Units:
         with self._changed:
             self._stock.use()
 
+    def unuse(self) -> None:
+        """That step is undone: what it used counts as drawn again."""
+        with self._changed:
+            self._stock.unuse()
+
     def offer(self) -> Ranges:
         """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
         with self._changed:

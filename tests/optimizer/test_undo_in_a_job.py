@@ -14,6 +14,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods import SGD, Balanced, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
+from ftopt.sync.group import Samples
 from tests.optimizer.running import PATIENT, together
 from tests.optimizer.test_undo_half_applied import Breaks, Broken
 from tests.problems import flat, problem
@@ -69,6 +70,29 @@ def test_a_run_in_which_steps_are_undone_and_taken_again_ends_where_the_plain_on
             ends.append((flat(model), optimizer.versions, optimizer.local_steps))
     torch.testing.assert_close(ends[1][0], ends[0][0], rtol=1e-5, atol=1e-6)
     assert ends[0][1:] == ends[1][1:]
+
+
+def test_the_samples_of_an_undone_step_are_in_no_contribution_until_a_step_uses_them() -> None:
+    told: list[Event] = []
+    model = TASK.model(0)
+    group = solo(on_event=told.append, samples=Samples(samples=12, batch_size=1, epochs=1))
+    units = group.units
+    assert units is not None
+    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group) as optimizer:
+        for step in range(12):
+            unit = units.take(timeout_s=10)
+            assert unit is not None
+            assert units.drawn(unit)
+            _step(optimizer, model, step)
+            if step in (1, 2):
+                held = units.offer()
+                undo_step(optimizer)
+                assert units.offer() == ((0, held[0][1] - 1),)
+                if step == 1:
+                    optimizer.step()
+                    assert units.offer() == held
+    done = [x for event in told if event.event == "decide" for part in event.data["ranges"].values() for x in part]
+    assert sorted(unit for start, stop in done for unit in range(start, stop)) == list(range(12))
 
 
 def test_a_step_that_is_proposed_or_committed_stays() -> None:

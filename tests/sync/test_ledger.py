@@ -176,6 +176,32 @@ def _some(chance: random.Random, ranges: Ranges) -> Ranges:
 # ---------------------------------------------------------------- a replica's stock
 
 
+def test_what_an_undone_step_used_is_drawn_again_and_no_contribution_holds_it() -> None:
+    stock = Stock()
+    stock.grant(((0, 9),))
+    for unit in range(6):
+        assert stock.take() == unit
+        assert stock.draw(unit)
+        if unit % 2:
+            stock.use()
+    assert stock.offer() == ((0, 6),)
+    stock.unuse()
+    assert (stock.offer(), stock.unused) == (((0, 4),), 2)
+    stock.unuse()  # one step back
+    assert stock.offer() == ((0, 4),)
+    assert stock.take() == 6
+    assert stock.draw(6)
+    stock.use()
+    assert stock.offer() == ((0, 7),)
+    stock.settle(((5, 7),))  # another replica has used them besides
+    stock.unuse()
+    assert (stock.offer(), stock.unused) == (((0, 4),), 1)
+    stock.use()
+    stock.redo()
+    stock.unuse()
+    assert (stock.offer(), stock.queued) == ((), 7)
+
+
 def test_a_unit_goes_from_the_grant_to_the_commit() -> None:
     stock = Stock()
     stock.grant(((7, 9), (3, 4)))

@@ -22,6 +22,7 @@ class Stock:
         self._taken: set[int] = set()
         self._drawn: list[int] = []
         self._used: Ranges = ()
+        self._last: list[int] = []
 
     @property
     def queued(self) -> int:
@@ -59,9 +60,16 @@ class Stock:
 
     def use(self) -> None:
         """An inner step has used all that was drawn."""
-        if self._drawn:
-            self._used = union(self._used, ((unit, unit + 1) for unit in self._drawn))
-            self._drawn.clear()
+        self._last, self._drawn = self._drawn, []
+        if self._last:
+            self._used = union(self._used, _each(self._last))
+
+    def unuse(self) -> None:
+        """That step is undone, and in no contribution: what it used is drawn, as it was before."""
+        undone = [unit for unit in self._last if contains(self._used, ((unit, unit + 1),))]
+        self._used = subtract(self._used, _each(undone))
+        self._drawn[:0] = undone
+        self._last = []
 
     def offer(self) -> Ranges:
         """What was used and is not done: for a contribution of all steps so far."""
@@ -70,7 +78,7 @@ class Stock:
     def redo(self) -> None:
         """The steps that have used what is not done are void: it is queued again, first."""
         self._queue.extendleft(reversed(self._used))
-        self._used = ()
+        self._used, self._last = (), []
 
     def settle(self, done: Ranges) -> None:
         """These are done. What another replica has used besides (outside of what is promised) is not used again."""
@@ -83,4 +91,8 @@ class Stock:
         self._queue.clear()
         self._taken.clear()
         self._drawn.clear()
-        self._used = ()
+        self._used, self._last = (), []
+
+
+def _each(units: list[int]) -> Ranges:
+    return union((unit, unit + 1) for unit in units)
