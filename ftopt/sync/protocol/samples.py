@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.limits import MAX_INT
 
 
@@ -27,6 +28,9 @@ class Samples:
         drop_last: whether the samples of an epoch that fill no unit are left out. Default False: an epoch's last unit
             is short then.
         epochs: after so many the data has ended. Default None: without end.
+        global_batch: samples of one step of all replicas together, a multiple of ``batch_size``, for a method that
+            averages gradients: it stays the same as replicas come and go. Default None: replicas are granted units,
+            and each takes steps of its own.
 
     Raises:
         ValueError: a value out of range; the message says which one, what is allowed and what to do.
@@ -37,6 +41,7 @@ class Samples:
     seed: int = 0
     drop_last: bool = False
     epochs: int | None = None
+    global_batch: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_INT:
@@ -53,6 +58,12 @@ class Samples:
                 "use a smaller batch_size, or drop_last=false"
             )
 
+        if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % self.batch_size):
+            raise ValueError(
+                f"global_batch={self.global_batch} with batch_size={self.batch_size}; must be a multiple of it, such "
+                f"as {max(1, round(self.global_batch / self.batch_size)) * self.batch_size}"
+            )
+
     @cached_property
     def units_per_epoch(self) -> int:
         return self.samples // self.batch_size if self.drop_last else -(-self.samples // self.batch_size)
@@ -61,6 +72,15 @@ class Samples:
     def units(self) -> int | None:
         """Of all epochs; None: without end."""
         return None if self.epochs is None else self.epochs * self.units_per_epoch
+
+    def batch(self, version: int) -> Ranges:
+        """BATCH: the units of the batch that makes ``version``, 1 for the first; fewer at the end of the data."""
+        assert self.global_batch is not None
+        count = self.global_batch // self.batch_size
+        start, stop = (version - 1) * count, version * count
+        if self.units is not None:
+            stop = min(stop, self.units)
+        return ((start, stop),) if start < stop else ()
 
     def epoch_of(self, unit: int) -> int:
         """The epoch of a unit; the first is 0."""

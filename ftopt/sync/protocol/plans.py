@@ -1,0 +1,181 @@
+"""How the global batch of a gradient method is shared out, and shared out anew when somebody fails.
+
+A *plan* says who computes the gradients of which units. Every unit has one owner, and a replica's gradients are the sum
+over the units of its share, so the sum over all replicas is the batch's whoever has failed in between:
+
+- BATCH: version ``v + 1`` is made of the units ``[v B, (v + 1) B)`` and of all of them. The version is the cursor;
+  nothing is leased.
+- PLAN: whoever is lost loses its share; the next plan gives it to those who are there, by speed, and leaves them what
+  they have. None is issued while an attempt is undecided.
+- OWN: `Portion`: whose gradients hold a unit that is somebody else's by now drops them all, since a sum cannot be
+  taken apart; any other keeps what it has computed, and adds to it.
+- COVER: a quorum forms only from contributions of the newest plan that are the batch, each unit once.
+- TIE: gradients belong to one version: those of another are dropped.
+- RESTART: a coordinator that starts leaves replicas the shares that they report, where two do not claim the same unit;
+  of two the one with the newer plan keeps all of its share.
+
+Source: torchft's issue 192 (keep the survivors' gradients) and 186 (a constant global batch).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ftopt.sync.protocol.intervals import Ranges, contains, first, intersect, size, subtract, union
+from ftopt.sync.protocol.messages import Mark
+
+EVEN = 1.25
+"""Shares are even unless shares by speed would be done this much sooner: speeds are measured, and between equal
+machines the noise in them must not decide what is added up where."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who computes what of one batch.
+
+    Args:
+        number: unique in the job; a newer plan has a higher one.
+        version: what the batch makes.
+        batch: its units.
+        shares: of everybody who has one; together, they are the batch.
+    """
+
+    number: int
+    version: int
+    batch: Ranges
+    shares: Mapping[Mark, Ranges]
+
+    def share(self, mark: Mark) -> Ranges:
+        """Empty for who has none."""
+        return self.shares.get(mark, ())
+
+    def covers(self, parts: Mapping[Mark, Ranges]) -> bool:
+        """COVER: whether these are shares of this plan, and each unit of the batch is in one of them."""
+        fits = all(self.share(mark) == units for mark, units in parts.items())
+        return fits and sum(map(size, parts.values())) == size(self.batch) and union(*parts.values()) == self.batch
+
+    def lost(self, present: Iterable[Mark]) -> Ranges:
+        """Units whose owner is not ``present``."""
+        return subtract(self.batch, union(*(self.share(mark) for mark in present)))
+
+    def without(self, number: int, present: Iterable[Mark], speeds: Mapping[Mark, float]) -> Plan:
+        """PLAN: the next plan of the same batch.
+
+        Args:
+            number: its number.
+            present: who keeps its share.
+            speeds: who takes over what the others had: seconds a unit, 0 if unknown; not empty.
+        """
+        kept = {mark: self.shares[mark] for mark in present if mark in self.shares}
+        more = share_out(subtract(self.batch, union(*kept.values())), speeds)
+        shares = {mark: union(kept.get(mark, ()), more.get(mark, ())) for mark in sorted({*kept, *more})}
+        return Plan(number, self.version, self.batch, shares)
+
+
+def first_plan(number: int, version: int, batch: Ranges, speeds: Mapping[Mark, float]) -> Plan:
+    """The first plan of a batch; ``speeds``: as in `Plan.without`."""
+    return Plan(number, version, batch, share_out(batch, speeds))
+
+
+def restart(version: int, batch: Ranges, claims: Mapping[Mark, tuple[int, Ranges]]) -> Plan:
+    """RESTART: what is left of the plans before, to be completed by `Plan.without`.
+
+    Args:
+        version: what the batch makes.
+        batch: its units.
+        claims: the plan's number and the share that each replica has last heard of.
+    """
+    kept: dict[Mark, Ranges] = {}
+    for mark, (_, units) in sorted(claims.items(), key=lambda x: (-x[1][0], x[0])):
+        if units and contains(batch, units) and not intersect(units, union(*kept.values())):
+            kept[mark] = units
+    return Plan(0, version, batch, kept)
+
+
+def share_out(units: Ranges, speeds: Mapping[Mark, float]) -> dict[Mark, Ranges]:
+    """Who computes which units so that all are done soonest; those that get none are left out.
+
+    Even shares (the first by id have one more) unless that would take `EVEN` times as long. Each share is a run of
+    neighbours.
+
+    Args:
+        units: to be computed.
+        speeds: seconds a unit, 0 if unknown: then as the mean of the others.
+    """
+    known = [x for x in speeds.values() if x > 0]
+    usual = sum(known) / len(known) if known else 1.0
+    pace = {mark: speeds[mark] if speeds[mark] > 0 else usual for mark in sorted(speeds)}
+    counts, soonest = _even(size(units), pace), _soonest(size(units), pace)
+    if _takes(counts, pace) > EVEN * _takes(soonest, pace):
+        counts = soonest
+    shares: dict[Mark, Ranges] = {}
+    for mark, count in counts.items():
+        if count:
+            shares[mark] = first(units, count, parts=len(units))
+            units = subtract(units, shares[mark])
+    return shares
+
+
+def _even(count: int, pace: Mapping[Mark, float]) -> dict[Mark, int]:
+    each, more = divmod(count, len(pace))
+    return {mark: each + (place < more) for place, mark in enumerate(pace)}
+
+
+def _soonest(count: int, pace: Mapping[Mark, float]) -> dict[Mark, int]:
+    """The least makespan: each unit goes to whoever would be done with it first."""
+    counts = dict.fromkeys(pace, 0)
+    done = [(unit_s, mark) for mark, unit_s in pace.items()]
+    heapq.heapify(done)
+    for _ in range(count):
+        at, mark = done[0]
+        counts[mark] += 1
+        heapq.heapreplace(done, (at + pace[mark], mark))
+    return counts
+
+
+def _takes(counts: Mapping[Mark, int], pace: Mapping[Mark, float]) -> float:
+    return max(count * pace[mark] for mark, count in counts.items())
+
+
+@dataclass
+class Portion:
+    """What one replica has computed of the batch under way. Not thread-safe.
+
+    Args:
+        version: what the batch makes; 0: none is known.
+        plan: the newest plan's number.
+        units: this replica's share.
+        kept: units whose gradients are in the sum.
+        dropped: how often the sum was given up (OWN, TIE): who keeps the sum empties it when this has changed.
+    """
+
+    version: int = 0
+    plan: int = 0
+    units: Ranges = ()
+    kept: Ranges = field(default=(), init=False)
+    dropped: int = field(default=0, init=False)
+
+    def assign(self, version: int, plan: int, units: Ranges) -> None:
+        """A plan: the newest, or the same one again."""
+        if version != self.version or not contains(units, self.kept):
+            self.drop()
+        self.version, self.plan, self.units = version, plan, units
+
+    def next(self) -> int | None:
+        """The next unit to compute; None when the share is done."""
+        left = subtract(self.units, self.kept)
+        return left[0][0] if left else None
+
+    def add(self, version: int, unit: int) -> bool:
+        """This unit's gradients are there. Whether they belong into the sum: else they are another's by now."""
+        mine = version == self.version and contains(subtract(self.units, self.kept), ((unit, unit + 1),))
+        if mine:
+            self.kept = union(self.kept, ((unit, unit + 1),))
+        return mine
+
+    def drop(self) -> None:
+        """The sum is void."""
+        self.dropped += bool(self.kept)
+        self.kept = ()
