@@ -12,6 +12,7 @@ from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, DiLoCo, LocalSGD, Meth
 from ftopt.optimizer.flat import parameters
 from tests.optimizer.running import train_and_look
 from tests.problems import problem
+from tests.reference.codecs import Mean
 from tests.reference.decoupled import radial
 from tests.reference.diloco import diloco
 from tests.reference.local_sgd import local_sgd
@@ -37,8 +38,9 @@ EQUAL_TO_ROUNDING: list[tuple[int, Method, Method]] = [
 ]
 
 
-def _run(method: Method, replicas: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-    return [(ran.params, ran.anchor) for ran in train_and_look(TASK, method, replicas=replicas, steps=STEPS)]
+def _run(method: Method, replicas: int, codec: str = "fp32") -> list[tuple[list[Tensor], list[Tensor]]]:
+    ran = train_and_look(TASK, method, replicas=replicas, steps=STEPS, codec=codec)
+    return [(one.params, one.anchor) for one in ran]
 
 
 @pytest.mark.parametrize(("replicas", "one", "other"), BIT_EQUAL, ids=["streaming", "decoupled", "local_sgd"])
@@ -64,7 +66,7 @@ def test_one_replica_of_local_sgd_is_the_inner_optimizer_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(params, model.parameters(), strict=True))
 
 
-def _streaming(combine: Combine | None, delay: int) -> list[Tensor]:
+def _streaming(combine: Combine | None, delay: int, mean: Mean) -> list[Tensor]:
     theta, _ = streaming(
         TASK,
         replicas=2,
@@ -74,37 +76,47 @@ def _streaming(combine: Combine | None, delay: int) -> list[Tensor]:
         steps=STEPS,
         outer_start=START,
         combine=combine,
+        mean=mean,
     )
     return list(theta.values())
 
 
-POST_LOCAL: dict[str, tuple[Method, Callable[[], list[Tensor]]]] = {
+POST_LOCAL: dict[str, tuple[Method, Callable[[Mean], list[Tensor]]]] = {
     "local_sgd": (
         LocalSGD(sync_every=H, outer_start_step=START),
-        lambda: local_sgd(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START),
+        lambda mean: local_sgd(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START, mean=mean),
     ),
     "diloco": (
         DiLoCo(sync_every=H, outer_start_step=START),
-        lambda: diloco(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START),
+        lambda mean: diloco(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START, mean=mean),
     ),
     "slowmo": (
         SlowMo(sync_every=H, outer_start_step=START),
-        lambda: slowmo(TASK, replicas=2, sync_every=H, steps=STEPS, alpha=1.0, beta=0.6, outer_start=START),
+        lambda mean: slowmo(
+            TASK, replicas=2, sync_every=H, steps=STEPS, alpha=1.0, beta=0.6, outer_start=START, mean=mean
+        ),
     ),
     "streaming": (
         StreamingDiLoCo(**STREAM, delay=5, outer_start_step=START),  # type: ignore[arg-type]
-        lambda: _streaming(None, 5),
+        lambda mean: _streaming(None, 5, mean),
     ),
     "decoupled": (
         DecoupledDiLoCo(**STREAM, delay=2, grace=0.0, outer_start_step=START),  # type: ignore[arg-type]
-        lambda: _streaming(radial(), 2),
+        lambda mean: _streaming(radial(), 2, mean),
     ),
 }
 
 
-@pytest.mark.parametrize("name", POST_LOCAL)
-def test_methods_average_every_step_until_they_start(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        *((name, "fp32") for name in POST_LOCAL),
+        ("decoupled", "fp4"),
+        *(pytest.param(name, "fp4", marks=pytest.mark.slow) for name in POST_LOCAL if name != "decoupled"),
+    ],
+)
+def test_methods_average_every_step_until_they_start(name: str, codec: str) -> None:
     method, reference = POST_LOCAL[name]
-    expected = reference()
-    for _, anchor in _run(method, 2):
+    expected = reference(Mean(codec))
+    for _, anchor in _run(method, 2, codec):
         torch.testing.assert_close(anchor, expected, rtol=0, atol=0)
