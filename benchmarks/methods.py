@@ -47,14 +47,26 @@ def _case(method: Method, lr: float, **more: object) -> Case:
     return Case(recipe=RECIPE, method=method, lr=lr, steps=STEPS, **more)  # type: ignore[arg-type]
 
 
+def _streaming(delay: int, outer: tuple[float, float], **more: object) -> Method:
+    return ftopt.StreamingDiLoCo(
+        sync_every=H,
+        fragments=THREE,
+        delay=delay,
+        outer=_outer(*outer),
+        patience_s=600.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
 GRID: dict[str, list[Case]] = {
     "sync_sgd": [_case(ftopt.SyncSGD(max_norm=1.0), lr) for lr in RATES],
     "one replica": [_case(ftopt.LocalSGD(sync_every=H), lr, replicas=1) for lr in RATES],
     "local_sgd": [_case(ftopt.LocalSGD(sync_every=H), lr) for lr in RATES],
     "diloco": [_case(ftopt.DiLoCo(sync_every=H, outer=_outer(*outer)), lr) for lr in RATES for outer in OUTER],
+    "streaming": [_case(_streaming(5, outer), lr) for lr in RATES[1:3] for outer in OUTER],
     "slowmo": [_case(ftopt.SlowMo(sync_every=H, slow_momentum=beta), lr) for lr in RATES for beta in (0.4, 0.6)],
 }
-"""Family -> its grid. Streaming and Decoupled DiLoCo and the codecs take DiLoCo's best point, PAFT SyncSGD's."""
+"""Family -> its grid. Codecs take DiLoCo's best point, Decoupled DiLoCo Streaming's (at delay 5), PAFT SyncSGD's."""
 
 
 @dataclass(frozen=True)
@@ -79,21 +91,14 @@ def rows(point: dict[str, Case]) -> list[Row]:
     """All rows, at the families' best points."""
     diloco = point["diloco"]
     assert isinstance(diloco.method, ftopt.DiLoCo)
-    outer = diloco.method.outer
+    overlapped = point["streaming"]
+    assert isinstance(overlapped.method, ftopt.StreamingDiLoCo)
 
-    def streaming(delay: int, **more: object) -> Case:
-        method = ftopt.StreamingDiLoCo(
-            sync_every=H,
-            fragments=THREE,
-            delay=delay,
-            outer=outer,
-            patience_s=600.0,
-            **more,  # type: ignore[arg-type]
-        )
-        return replace(diloco, method=method)
+    def streaming(**more: object) -> Case:
+        return replace(overlapped, method=replace(overlapped.method, **more))
 
     decoupled = ftopt.DecoupledDiLoCo(
-        sync_every=H, fragments=ftopt.Balanced(n=3), delay=5, outer=outer, patience_s=600.0
+        sync_every=H, fragments=ftopt.Balanced(n=3), delay=5, outer=overlapped.method.outer, patience_s=600.0
     )
     local = point["local_sgd"]
     adacomm = ftopt.LocalSGD(sync_every=H, trigger=ftopt.AdaComm(initial=H, most=H))
@@ -115,11 +120,11 @@ def rows(point: dict[str, Case]) -> list[Row]:
         Row(
             "DiLoCo, 100 synchronous steps first", replace(diloco, method=replace(diloco.method, outer_start_step=100))
         ),
-        Row("Streaming, delay 0", streaming(0)),
-        Row("Streaming, delay 5", streaming(5)),
-        Row("Streaming, delay 5, mixed 0.5", streaming(5, merge="mix", alpha=0.5)),
-        Row("Streaming, delay 5, fp4", replace(streaming(5), codec="fp4")),
-        Row(f"Decoupled, H {H}, delay 5", replace(diloco, method=decoupled)),
+        Row("Streaming, delay 0", streaming(delay=0)),
+        Row("Streaming, delay 5", streaming()),
+        Row("Streaming, delay 5, mixed 0.5", streaming(merge="mix", alpha=0.5)),
+        Row("Streaming, delay 5, fp4", replace(streaming(), codec="fp4")),
+        Row(f"Decoupled, H {H}, delay 5", replace(overlapped, method=decoupled)),
         Row(f"SlowMo, H {H}", point["slowmo"]),
     ]
 
@@ -174,7 +179,7 @@ def grids(book: Book) -> list[str]:
 
 
 def _setting(family: str, method: Method) -> str:
-    if isinstance(method, ftopt.DiLoCo) and isinstance(method.outer, ftopt.SGD):
+    if isinstance(method, ftopt.DiLoCo | ftopt.StreamingDiLoCo) and isinstance(method.outer, ftopt.SGD):
         return f"{family}, outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g}"
     if isinstance(method, ftopt.SlowMo):
         return f"{family}, slow momentum {method.slow_momentum:g}"

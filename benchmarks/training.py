@@ -174,10 +174,7 @@ def train(case: Case) -> Outcome:
             if task.classifies:
                 own[m] = task.score(thorough=True).accuracy or 0.0
                 finals[m] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
-            if case.method.gradients is None:
-                optimizer.settle()
-            else:
-                optimizer.sync()
+            optimizer.sync()
             if m == 0:
                 with optimizer.outer_parameters():
                     score = task.score(thorough=True)
