@@ -23,7 +23,7 @@ RECIPE = "diloco_bytes"
 STEPS = 600
 H = 50
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2)
-OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.5))
+OUTER = ((0.7, 0.5), (0.7, 0.9), (1.0, 0.25), (1.0, 0.5))
 """Outer rate and Nesterov momentum."""
 LENGTHS = (300, 600, 1200)
 """Inner steps, for the question how the gap moves with them."""
