@@ -75,7 +75,7 @@ class ExactDivergence(_Period):
         least: of the period. Default 1.
         most: of the period. Default 16. Also the period when ``Var`` is 0.
 
-    Cost: two sweeps over the parameters, a flat tensor, and an exchange of seven numbers, at each outer step.
+    Cost: two sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
 
     Source: arXiv 2405.20988 for the condition; setting the period from it is ours.
     """

@@ -15,19 +15,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ftopt.methods.method import LOCAL, Method, OuterState, Round
+from ftopt.methods.by_speed import BySpeed
+from ftopt.methods.method import LOCAL, OuterState, Round
 from ftopt.methods.outer_optimizers import OuterOptimizerRule, check_outer, nesterov
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(Method):
+class DiLoCo(BySpeed):
     """Distributed Low-Communication training: an outer optimizer on the mean of the replicas' displacements.
 
     The inner optimizers' states stay with their replicas (exchanging them gained nothing in the paper).
 
     Args:
         sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
-            100 costs less in quality.
+            100 costs less in quality. Or ``balanced``.
+        round_steps: with ``balanced``: inner steps of a round over all replicas, shared out by speed; see
+            `ftopt.methods.by_speed`. Default: 500 for each.
         outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
             `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
         others: see `Method`.
@@ -42,7 +45,9 @@ class DiLoCo(Method):
 
     name: ClassVar[str] = "diloco"
 
-    sync_every: int = field(default=500, metadata=LOCAL)
+    usual_steps: ClassVar[int | None] = 500
+
+    sync_every: int | str = field(default=500, metadata=LOCAL)
     outer: OuterOptimizerRule = field(default_factory=nesterov)
 
     def __post_init__(self) -> None:

@@ -18,18 +18,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.methods.method import Method, Mine, OuterState, Round
+from ftopt.methods.by_speed import BySpeed
+from ftopt.methods.method import Mine, OuterState, Round
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(Method):
+class LocalSGD(BySpeed):
     """Average the parameters every ``sync_every`` inner steps, weighted by the steps that each replica took.
 
     The inner optimizers' states stay with their replicas. A replica that is the only contributor keeps its
     parameters bit for bit: alone, training is that of the bare inner optimizer, also with bf16 parameters.
 
     Args:
-        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual.
+        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual. Or ``balanced``.
+        round_steps: with ``balanced``, which needs it: inner steps of a round over all replicas, shared out by speed;
+            see `ftopt.methods.by_speed`.
         others: see `Method`.
 
     Raises:

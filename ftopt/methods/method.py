@@ -119,7 +119,8 @@ class Method:
     that gives it the same tensors.
 
     Args:
-        sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: at the latest.
+        sync_every: ``H``, >= 1. May differ between replicas. With a ``trigger``: at the latest. `LocalSGD` and `DiLoCo`
+            also take ``balanced``, see ``by_speed.py``.
         trigger: when to propose before ``sync_every`` steps have passed. Default: never.
         weights: what a contribution weighs in the mean: its inner ``steps`` (default), ``uniform`` (1, the papers'),
             its ``tokens`` (needs ``optimizer.count``), or ``tokens_per_step``: tokens times tokens a step (a step that
@@ -139,7 +140,7 @@ class Method:
     name: ClassVar[str]
     """The recipe's name for it, one lower-case word."""
 
-    sync_every: int = field(metadata=LOCAL)
+    sync_every: int | str = field(metadata=LOCAL)
     trigger: Trigger | None = None
     weights: str = "steps"
     staleness_discount: float = 1.0
@@ -147,7 +148,7 @@ class Method:
     buffers: str = "local"
 
     def __post_init__(self) -> None:
-        check_sync_every(self.sync_every)
+        self._check_period()
         self._check_trigger()
         if self.weights not in WEIGHTS:
             raise ValueError(f"weights={self.weights!r}; allowed: {', '.join(WEIGHTS)}; use steps")
@@ -162,15 +163,18 @@ class Method:
         if isinstance(self.outer_start_step, bool) or self.outer_start_step < 0:
             raise ValueError(f"outer_start_step={self.outer_start_step!r}; must be an inner step, 0 or more")
 
+    def _check_period(self) -> None:
+        check_sync_every(self.sync_every)
+
     def _check_trigger(self) -> None:
-        trigger = self.trigger
+        trigger, period = self.trigger, self.period
         if trigger is None:
             return
         if not isinstance(trigger, Trigger):
             raise ValueError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.Every(100)")
-        if trigger.longest is not None and trigger.longest > self.sync_every:
+        if trigger.longest is not None and period is not None and trigger.longest > period:
             raise ValueError(
-                f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={self.sync_every} "
+                f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={period} "
                 f"comes before that; use sync_every={trigger.longest} or more"
             )
 
@@ -226,8 +230,17 @@ class Method:
         """alpha: ``params <- alpha * params + (1 - alpha) * A`` at the take-over; None: rebase, nothing is lost."""
         return None
 
+    @property
+    def period(self) -> int | None:
+        """``H``; None when it changes from round to round."""
+        return int(self.sync_every)
+
+    def steps_until_due(self, progress: Progress) -> int:
+        """Inner steps from one proposal to the next, at the latest. Here: ``sync_every``."""
+        return int(self.sync_every)
+
     def due(self, progress: Progress) -> Due:
-        """Is it time for this replica to propose a contribution? At the latest after ``sync_every`` steps."""
+        """Is it time for this replica to propose a contribution? At the latest after `steps_until_due`."""
         if self._is_overdue(progress):
             return Due.YES
         return self.trigger.due(progress) if self.trigger is not None else Due.NO
@@ -240,7 +253,7 @@ class Method:
 
     def _is_overdue(self, progress: Progress) -> bool:
         averages = 0 < progress.inner_step <= self.outer_start_step
-        return progress.steps >= (1 if averages else self.sync_every)
+        return progress.steps >= (1 if averages else self.steps_until_due(progress))
 
     @property
     def uses(self) -> Number:

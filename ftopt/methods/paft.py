@@ -14,12 +14,13 @@ With plain SGD of rates ``eta_s`` and normal noise of variance ``sigma^2`` on ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ftopt.methods.local_sgd import LocalSGD
-from ftopt.methods.method import Method
+from ftopt.methods.method import LOCAL, Method
 from ftopt.methods.sync_sgd import SyncSGD
+from ftopt.methods.triggers import check_sync_every
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,13 @@ class PAFT(LocalSGD):
 
     name: ClassVar[str] = "paft"
 
+    sync_every: int = field(metadata=LOCAL)
     overlap: bool = False
     max_norm: float | None = None
     moments: bool = False
 
     def __post_init__(self) -> None:
+        check_sync_every(self.sync_every)
         super().__post_init__()
         SyncSGD(max_norm=self.max_norm)  # says what is wrong with it
 

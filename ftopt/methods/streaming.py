@@ -21,6 +21,7 @@ from ftopt.methods.diloco import DiLoCo
 from ftopt.methods.fragments import Parameter, Partition, Strided
 from ftopt.methods.method import LOCAL
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
+from ftopt.methods.triggers import check_sync_every
 
 MERGES = ("rebase", "mix")
 
@@ -76,6 +77,7 @@ class StreamingDiLoCo(DiLoCo):
     outer: OuterOptimizerRule = field(default_factory=_outer)
 
     def __post_init__(self) -> None:
+        check_sync_every(self.sync_every)
         super().__post_init__()
         if isinstance(self.delay, bool) or not 0 <= self.delay < self.sync_every:
             raise ValueError(

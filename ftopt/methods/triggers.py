@@ -51,9 +51,11 @@ class Number(Flag):
     """The mean loss of the steps that an outer step counts; needs ``optimizer.count(loss=)``."""
     GRADIENT = auto()
     """The gradient's norm when a contribution is proposed: a sweep over the gradients, at each."""
+    PACE = auto()
+    """The members' inner steps a second."""
 
 
-AT_ROUNDS = Number.DISTANCE | Number.LOSS | Number.GRADIENT
+AT_ROUNDS = Number.DISTANCE | Number.LOSS | Number.GRADIENT | Number.PACE
 """What the members of an outer step tell each other in it; all else is measured between two of them."""
 
 
@@ -90,6 +92,7 @@ class Seen:
         loss: the mean of the losses of these steps.
         gradient_norm: the L2 norm of the gradient at the snapshot.
         distance: ``|p - mean(p)|^2``, measured on what is sent.
+        pace: inner steps a second over these steps, without breaks.
     """
 
     weight: float
@@ -99,6 +102,7 @@ class Seen:
     loss: float | None = None
     gradient_norm: float | None = None
     distance: float | None = None
+    pace: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +117,7 @@ class Agreed:
         divergence: the mean of ``distance``: ``Var``, exactly.
         first_loss: ``F_0``, the loss of the first outer step that knew one.
         first_lr: the rate of that one.
+        pace: the members' inner steps a second, added up; who does not know its own counts like the others' mean.
     """
 
     members: float = 0.0
@@ -124,11 +129,13 @@ class Agreed:
     divergence: float | None = None
     first_loss: float | None = None
     first_lr: float | None = None
+    pace: float | None = None
 
     def after(self, seen: Sequence[Seen]) -> Agreed:
         """What is known after an outer step of these members. The same bits on every machine."""
         loss, lr = _mean(seen, "loss"), _mean(seen, "lr")
         first = self.first_loss is None and loss is not None
+        paces = [x.pace for x in seen if x.pace is not None]
         return Agreed(
             members=float(len(seen)),
             steps=_mean(seen, "steps"),
@@ -139,6 +146,7 @@ class Agreed:
             divergence=_mean(seen, "distance"),
             first_loss=loss if first else self.first_loss,
             first_lr=lr if first else self.first_lr,
+            pace=math.fsum(paces) / len(paces) * len(seen) if paces else None,
         )
 
 
@@ -165,6 +173,8 @@ class Progress:
         own: this replica's numbers, as far as they were asked for at this step.
         means: all replicas' means; None: nobody has told any since the last outer step.
         agreed: of the last outer step.
+        pace: inner steps a second of this replica, over its last contribution; over all since it started, before it has
+            made one. None: not known.
     """
 
     fragment: int
@@ -177,6 +187,7 @@ class Progress:
     own: Numbers = Numbers()
     means: Means | None = None
     agreed: Agreed = Agreed()
+    pace: float | None = None
 
 
 @dataclass(frozen=True)
@@ -379,7 +390,7 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"trigger.{name}={value!r}; must be a number above 0")
 
 
-def check_sync_every(sync_every: int) -> None:
+def check_sync_every(sync_every: object) -> None:
     """Refuses a period that is no positive number of inner steps.
 
     Raises:

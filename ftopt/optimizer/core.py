@@ -26,7 +26,6 @@ from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
 from ftopt.sync.group import ReplicaGroup
 
-_SMOOTHING = 0.9
 _POLL_S = 0.005
 
 
@@ -103,14 +102,12 @@ class Core:
         ended = self._clock()
         if self._loss is None and isinstance(loss, int | float | Tensor):
             self._loss = loss
-        outer.count(self.inner.largest_lr(), self._loss)
+        step_s = None if self._ended_at is None else ended - self._ended_at
+        outer.count(self.inner.largest_lr(), self._loss, step_s)
         outer.tokens += self._tokens
         counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
         self._tokens = self._samples = 0
         self._loss = None
-        if self._ended_at is not None:
-            step_s = ended - self._ended_at
-            outer.step_s = outer.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if outer.step_s else step_s
         group.emit("stepped", inner_step=outer.inner_step(), data=counted)
         if outer.boundary(lr=self.inner.largest_lr()):
             self._after_outer_work(outer)

@@ -39,18 +39,27 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all."""
+    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
+    ``seconds`` over ``timed`` ones."""
 
     losses: float | Tensor = 0.0
     counted: int = 0
     rates_square: float = 0.0
+    seconds: float = 0.0
+    timed: int = 0
 
-    def plus(self, lr: float, loss: float | Tensor | None) -> Self:
-        """With one step more; its loss, when that is known."""
+    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> Self:
+        """With one step more; its loss, and how long it took, when that is known."""
         losses, counted = self.losses, self.counted
         if loss is not None:
             losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
-        return type(self)(losses, counted, self.rates_square + lr * lr)
+        seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
+        return type(self)(losses, counted, self.rates_square + lr * lr, seconds, timed)
+
+    def pace(self, since: Tally) -> float | None:
+        """Steps a second after ``since``; None when no time was measured."""
+        seconds = self.seconds - since.seconds
+        return (self.timed - since.timed) / seconds if seconds > 0 else None
 
     def mean_loss(self, since: Tally) -> float | None:
         """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""
@@ -111,7 +120,8 @@ class Gauge:
         """What a contribution tells the other members, as far as it is known when it is frozen."""
         gradient = self._view.gradient_norm() if Number.GRADIENT in self._uses else None
         loss = now.mean_loss(base) if Number.LOSS in self._uses else None
-        return Seen(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient)
+        pace = now.pace(base) if Number.PACE in self._uses else None
+        return Seen(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
 
     # At an outer step. Reducer thread.
 

@@ -45,6 +45,7 @@ from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
 
+_SMOOTHING = 0.9
 _DESCRIBED = 8
 """So many fragments are described one by one to the other replicas, the others by a hash."""
 
@@ -133,7 +134,7 @@ class OuterStep:
         initial = self._fragments[0].state.digest
         if len(self._fragments) > 1:
             initial = _short(fragment.state.digest for fragment in self._fragments)
-        period = self._fragments[0].method.sync_every
+        period = self._fragments[0].method.period
         return Fingerprint(lines=lines, initial=initial, fragments=len(self._fragments), period=period)
 
     @property
@@ -182,19 +183,23 @@ class OuterStep:
             seconds=self._clock() - fragment.marked_s,
             elements=fragment.view.trained,
             agreed=fragment.gauge.agreed(fragment.taken.outer),
+            pace=fragment.pace or self.tally.pace(fragment.base_tally),
         )
 
-    def count(self, lr: float, loss: float | Tensor | None) -> None:
+    def count(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> None:
         """An inner step has been taken.
 
         Args:
             lr: the inner optimizer's largest rate.
             loss: the step's, when it is known.
+            step_s: seconds from the end of the one before, when nothing else was done in between.
         """
+        if step_s is not None:
+            self.step_s = self.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if self.step_s else step_s
         self.local_steps += 1
         if self._group.units is not None:
             self._group.units.used()
-        self.tally = self.tally.plus(lr, loss if Number.LOSS in self._method.uses else None)
+        self.tally = self.tally.plus(lr, loss if Number.LOSS in self._method.uses else None, step_s)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
@@ -350,6 +355,7 @@ class OuterStep:
                 return
             fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr, self.tally, seen)
         fragment.snapshot_step = self.local_steps
+        fragment.pace = seen.pace or fragment.pace
         self._mark(fragment, anew=self._averages(fragment))
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.

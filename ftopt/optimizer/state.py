@@ -168,6 +168,8 @@ class Fragment:
         self.marked_s = 0.0
         # The local step at which the last snapshot was taken. Training thread.
         self.snapshot_step = 0
+        # Inner steps a second over the last contribution. Training thread.
+        self.pace: float | None = None
         # Buffers to use again: one of the training thread's, one of the reducer's.
         self.spare: Tensor | None = None
         self.work: Tensor | None = None

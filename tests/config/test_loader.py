@@ -229,6 +229,22 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
     assert "method.outer.schedule.steps is missing" in errors_of("method.outer.schedule.name=cosine")
 
 
+def test_rounds_shared_out_by_speed(tmp_path: Path) -> None:
+    recipe = load("localsgd_bytes", ["method.sync_every=balanced", "method.round_steps=200"])
+    assert recipe.method == LocalSGD(sync_every="balanced", round_steps=200)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(dump(recipe), encoding="utf-8")
+    assert load(str(written)) == recipe
+    assert load("diloco_bytes", ["method.sync_every=balanced"]).method.sync_every == "balanced"
+    assert "needs round_steps" in errors_of("method={name: local_sgd, sync_every: balanced}")
+    assert "round_steps=9 with sync_every=50" in errors_of("method.round_steps=9")
+    assert "must be balanced, or a whole number" in errors_of("method.sync_every=balancd")
+    assert "method.sync_every=2.5 (float); must be a whole number or a string" in errors_of("method.sync_every=2.5")
+    assert "method.sync_every='balanced' (str); must be a whole number" in errors_of(
+        "method={name: slowmo, sync_every: balanced}"
+    )
+
+
 NESTED = (
     "method={name: local_sgd, sync_every: 50, trigger: {name: any_of, triggers: [{name: every, steps: 20}, "
     "{name: all_of, triggers: [{name: every_staged, stages: [[0, 1], [100, 10]]}, {name: linear_fda, threshold: 1}]}]}}"

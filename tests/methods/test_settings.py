@@ -61,6 +61,7 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
         "staleness_discount": "1.0",
         "outer_start_step": "0",
         "buffers": "local",
+        "round_steps": "None",
         "outer": "SGD",
         "outer.lr": "0.7",
         "outer.momentum": "0.9",

@@ -252,6 +252,8 @@ def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
     second = first.after([replace(b, loss=1.0, lr=0.05)])
     assert (second.loss, second.first_loss, second.lr, second.first_lr) == pytest.approx((1.0, 2.0, 0.05, 0.1))
     assert Agreed().after([replace(a, loss=math.inf)]).loss is None
+    assert first.pace is None
+    assert first.after([replace(a, pace=2.0), replace(b, pace=4.0), b]).pace == 9.0, "a sum, of all three"
     assert Agreed().after([replace(a, weight=7.0, steps=7)] * 3).steps == 7, "not a bit less: periods are rounded down"
 
 
