@@ -109,12 +109,14 @@ class Core:
         self._tokens = self._samples = 0
         self._loss = None
         group.emit("stepped", inner_step=outer.inner_step(), data=counted)
+        told = self._clock()
+        self._ended_at = ended
         if outer.boundary(lr=self.inner.largest_lr()):
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
+            self._ended_at = self._clock() - (told - ended)  # the outer step is not the next step's; telling is
         outer.report("training")
-        self._ended_at = self._clock()
         return loss
 
     def undo_step(self) -> Undone:

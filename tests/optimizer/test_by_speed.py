@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 from torch import nn
 
-from ftopt.connect import local_groups
+from ftopt.connect import local_groups, solo
 from ftopt.events import Event
 from ftopt.methods import SGD, DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
+from ftopt.optimizer.gauge import Tally
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 from tests.reference import balanced
@@ -88,6 +89,28 @@ def test_replicas_of_unlike_speed_arrive_within_a_step_and_are_weighted_by_their
             assert counted[name] == last_step, "each step once"
     assert sorted(counted.values()) == sorted(x.local_steps for x in ran)
     assert [x.pending for x in ran] == [0, 0, 0]
+
+
+def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() -> None:
+    now = [0.0]
+
+    def on_event(event: Event) -> None:
+        now[0] += {"stepped": 0.25, "reduce": 50.0, "apply": 7.0}.get(event.event, 0.0)
+
+    model = TASK.model(0)
+    group = solo(on_event=on_event)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=3), group=group)
+    optimizer._core._clock = lambda: now[0]
+    with optimizer:
+        for step in range(8):
+            TASK.backward(model, 0, step)
+            now[0] += 0.75
+            optimizer.step()
+            if step == 4:
+                with optimizer.busy("evaluating"):
+                    now[0] += 100.0
+        outer = optimizer._core.started()
+        assert outer.tally.pace(Tally()) == pytest.approx(1.0)
 
 
 def test_a_replica_that_becomes_slower_has_fewer_steps_in_the_round_after() -> None:
