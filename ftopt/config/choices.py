@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ftopt.config import schema
+from ftopt.config import data, schema
 from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
 from ftopt.methods.decoupled import DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo
@@ -23,7 +23,7 @@ from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStage
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
-    "data": {"stdlib_bytes": schema.StdlibBytes, "text": schema.Text, "digits": schema.Digits},
+    "data": {"stdlib_bytes": data.StdlibBytes, "text": data.Text, "tokens": data.Tokens, "digits": data.Digits},
     "inner": {
         "adamw": schema.AdamW,
         "adam": schema.Adam,

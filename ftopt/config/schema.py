@@ -11,35 +11,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftopt.config.checks import above_zero, at_least
+from ftopt.config.data import Data, Digits, StdlibBytes, Text
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
 from ftopt.sync.protocol.settings import Sync
 
 
-def _at_least(section: str, low: float, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= low:
-            raise ValueError(f"{section}.{name}={value:g}; must be at least {low:g}")
-
-
-def _above_zero(section: str, **values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{section}.{name}={value:g}; must be above 0")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gpt:
-    """The byte-level GPT of `ftopt.job.model` (``model.name: gpt``)."""
+    """The GPT of `ftopt.job.model` (``model.name: gpt``).
+
+    Args:
+        layers, heads, width, dropout: as usual.
+        context: tokens a window.
+        vocab: tokens that there are; 256 for bytes.
+    """
 
     layers: int = 2
     heads: int = 4
     width: int = 64
     context: int = 64
     dropout: float = 0.0
+    vocab: int = 256
 
     def __post_init__(self) -> None:
-        _at_least("model", 1, layers=self.layers, heads=self.heads, width=self.width, context=self.context)
+        at_least("model", 1, layers=self.layers, heads=self.heads, width=self.width, context=self.context)
+        at_least("model", 2, vocab=self.vocab)
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"model.width={self.width} with heads={self.heads}; the width must be a multiple of 2 * heads; "
@@ -62,7 +60,7 @@ class Convnet:
     batch_norm: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("model", 1, channels=self.channels)
+        at_least("model", 1, channels=self.channels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +68,10 @@ class Factory:
     """A model of the user's own (``model.name: factory``).
 
     Args:
-        factory: ``package.module:function``, called with ``args``; returns a module that maps bytes (batch, time),
-            int64, to logits (batch, time, 256), or images (batch, 1, 8, 8), fp32, to logits (batch, 10).
+        factory: ``package.module:function``, called with ``args``; returns a module that maps bytes or tokens (batch,
+            time), int64, to logits (batch, time, vocabulary), or images (batch, 1, 8, 8), fp32, to logits (batch, 10).
         args: its keyword arguments.
-        context: bytes a window; without effect on images.
+        context: bytes or tokens a window; without effect on images.
     """
 
     factory: str = ""
@@ -86,40 +84,7 @@ class Factory:
             raise ValueError(
                 f"model.factory={self.factory!r}; must be package.module:function, a function that returns the model"
             )
-        _at_least("model", 1, context=self.context)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StdlibBytes:
-    """The source of Python's own library (``data.name: stdlib_bytes``)."""
-
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        _at_least("data", 1, batch_size=self.batch_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """The user's own text files (``data.name: text``); ``path`` is a file, a folder, or a glob pattern."""
-
-    path: str = ""
-    batch_size: int = 16
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("data.path is empty; data.name=text needs it: a text file, a folder, or a glob pattern")
-        _at_least("data", 1, batch_size=self.batch_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Digits:
-    """Images of handwritten digits (``data.name: digits``), from scikit-learn."""
-
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        _at_least("data", 1, batch_size=self.batch_size)
+        at_least("model", 1, context=self.context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +95,7 @@ class Cosine:
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        _at_least("inner.schedule", 0, warmup=self.warmup, floor=self.floor)
+        at_least("inner.schedule", 0, warmup=self.warmup, floor=self.floor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +105,7 @@ class Constant:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("inner.schedule", 0, warmup=self.warmup)
+        at_least("inner.schedule", 0, warmup=self.warmup)
 
 
 Schedule = Cosine | Constant
@@ -166,7 +131,7 @@ class InnerOptimizer:
     schedule: Schedule = field(default_factory=Constant)
 
     def __post_init__(self) -> None:
-        _above_zero("inner", lr=self.lr)
+        above_zero("inner", lr=self.lr)
         if not self.params:
             raise ValueError("inner.params is empty; use rest, matrices, or a name pattern such as blocks.*.weight")
         if self.decay not in ("all", "weights"):
@@ -183,7 +148,7 @@ class AdamW(InnerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("inner", 0, eps=self.eps, weight_decay=self.weight_decay)
+        at_least("inner", 0, eps=self.eps, weight_decay=self.weight_decay)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"inner.betas={list(self.betas)}; must be two numbers, each at least 0 and below 1")
 
@@ -204,7 +169,7 @@ class Sgd(InnerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
         if self.nesterov and not self.momentum:
             raise ValueError("inner.nesterov=true with momentum=0; Nesterov needs a momentum; set inner.momentum=0.9")
 
@@ -230,8 +195,8 @@ class Muon(InnerOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
-        _at_least("inner", 1, ns_steps=self.ns_steps)
+        at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
+        at_least("inner", 1, ns_steps=self.ns_steps)
         if self.adjust_lr not in ("original", "match_rms_adamw"):
             raise ValueError(f"inner.adjust_lr={self.adjust_lr!r}; allowed: original, match_rms_adamw")
 
@@ -280,10 +245,10 @@ class Train:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        _at_least("train", 1, inner_steps=self.inner_steps, accumulate=self.accumulate, threads=self.threads)
-        _at_least("train", 0, eval_every=self.eval_every, seed=self.seed)
+        at_least("train", 1, inner_steps=self.inner_steps, accumulate=self.accumulate, threads=self.threads)
+        at_least("train", 0, eval_every=self.eval_every, seed=self.seed)
         if self.clip_norm is not None:
-            _above_zero("train", clip_norm=self.clip_norm)
+            above_zero("train", clip_norm=self.clip_norm)
         if self.autocast not in (None, "bf16"):
             raise ValueError(f"train.autocast={self.autocast!r}; allowed: null, bf16")
 
@@ -303,7 +268,7 @@ class Checkpoint:
                 raise ValueError(
                     f"checkpoint.{name}={getattr(self, name)!r}; checkpoints are not available yet; leave it null"
                 )
-        _at_least("checkpoint", 1, every=self.every, keep=self.keep)
+        at_least("checkpoint", 1, every=self.every, keep=self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +284,6 @@ class Log:
 
 
 Model = Gpt | Convnet | Factory
-Data = StdlibBytes | Text | Digits
 Inner = AdamW | Sgd | Muon | Torch
 
 
@@ -352,6 +316,8 @@ class Recipe:
         images = isinstance(self.data, Digits)
         if isinstance(self.model, Gpt) and images:
             found.append("model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory")
+        if isinstance(self.model, Gpt) and isinstance(self.data, StdlibBytes | Text) and self.model.vocab < 256:
+            found.append(f"model.vocab={self.model.vocab} with text, whose tokens are bytes; use model.vocab=256")
         if isinstance(self.model, Convnet) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
         from ftopt.codecs import codec_named  # here: it brings torch, which `ftopt ls` does without

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ftopt.errors import UserError
 
@@ -22,7 +23,7 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Source = str | Path | Sequence[str | Path] | npt.NDArray[Any]
 
 
-class TokenWindows:
+class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     """All windows of ``length`` tokens, side by side: sample i is tokens i L to (i + 1) L, and its targets, the tokens
     that follow each.
 

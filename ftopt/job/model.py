@@ -1,4 +1,4 @@
-"""The model that a recipe names: a byte-level GPT, the convolutional net, or a user's own factory's.
+"""The model that a recipe names: a GPT, the convolutional net, or a user's own factory's.
 
 The GPT: pre-norm blocks, causal attention, rotary positions, no biases.
 
@@ -16,8 +16,6 @@ from torch.nn import functional
 from ftopt.config.schema import Convnet, Factory, Gpt, Model
 from ftopt.errors import UserError
 from ftopt.job.convnet import ConvolutionalNet
-
-VOCAB = 256
 
 
 class Attention(nn.Module):
@@ -61,7 +59,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes to logits of the next byte.
+    """Tokens to logits of the next one.
 
     Args:
         settings: the recipe's ``model`` section.
@@ -73,10 +71,10 @@ class Transformer(nn.Module):
     def __init__(self, settings: Gpt) -> None:
         super().__init__()
         width, half = settings.width, settings.width // settings.heads // 2
-        self.embed = nn.Embedding(VOCAB, width)
+        self.embed = nn.Embedding(settings.vocab, width)
         self.blocks = nn.ModuleList(Block(width, settings.heads, settings.dropout) for _ in range(settings.layers))
         self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head = nn.Linear(width, settings.vocab, bias=False)
         angles = torch.outer(torch.arange(settings.context), 10_000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -87,7 +85,7 @@ class Transformer(nn.Module):
                 nn.init.normal_(torch.as_tensor(last.weight), std=0.02 / (2 * settings.layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, time) int64 to logits (batch, time, 256)."""
+        """(batch, time) int64 to logits (batch, time, vocab)."""
         time = tokens.shape[1]
         cos, sin = self.cos[:time], self.sin[:time]
         x = self.embed(tokens)

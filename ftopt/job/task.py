@@ -11,12 +11,17 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import Subset, TensorDataset, default_collate
 
-from ftopt.config.schema import Digits, Recipe, Text
-from ftopt.data.corpus import Bytes, stdlib_bytes, text
+from ftopt.config.data import Digits, Text, Tokens
+from ftopt.config.schema import Gpt, Recipe
+from ftopt.data.batches import MapStyle
+from ftopt.data.corpus import HELD_OUT, Bytes, stdlib_bytes, text
 from ftopt.data.digits import Draws, digits
 from ftopt.data.seeds import seed_of
+from ftopt.data.tokens import TokenWindows
 from ftopt.data.windows import Windows
+from ftopt.errors import UserError
 from ftopt.job.model import build
 
 _EVALUATION_WINDOWS = 128
@@ -29,6 +34,20 @@ class Batches(Protocol):
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """The next one: inputs and targets."""
+
+
+class _Redrawn:
+    """A `Batches` of any data set."""
+
+    def __init__(self, dataset: MapStyle, batch_size: int, seed: int) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        drawn = torch.randint(len(self._dataset), (self._batch_size,), generator=self._generator)
+        inputs, targets = default_collate([self._dataset[index] for index in drawn.tolist()])
+        return inputs, targets
 
 
 @dataclass(frozen=True)
@@ -58,19 +77,23 @@ class Task(ABC):
 
     classifies: ClassVar[bool] = False
     """A sample has one target, and the share of right answers is asked for."""
-    samples: int
-    """Windows or images a batch."""
-    tokens: int
-    """Bytes a batch; an image counts as one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.model: nn.Module = build(recipe.model)
         self._autocast = recipe.train.autocast == "bf16"
-        self.samples = recipe.data.batch_size
+        self.batch_size = recipe.data.batch_size
 
     @abstractmethod
+    def dataset(self) -> MapStyle:
+        """All samples to train on, inputs and targets: for ``data.sampling: once``."""
+
     def batches(self, seed: int) -> Batches:
-        """Training batches, drawn by a generator of this seed."""
+        """Batches that a generator of this seed draws with replacement: for ``data.sampling: random``."""
+        return _Redrawn(self.dataset(), self.batch_size, seed)
+
+    def tokens(self, inputs: Tensor) -> int:
+        """Tokens (bytes) of a batch; an image counts as one."""
+        return inputs.numel()
 
     @abstractmethod
     def held_out(self, *, thorough: bool) -> Iterable[tuple[Tensor, Tensor]]:
@@ -103,24 +126,64 @@ class NextByte(Task):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        assert not isinstance(recipe.data, Digits) and hasattr(recipe.model, "context")
+        assert hasattr(recipe.model, "context")
         self._corpus = text(recipe.data.path) if isinstance(recipe.data, Text) else stdlib_bytes()
         self._context = int(recipe.model.context)
         self._seed = recipe.train.seed
-        self.tokens = self.samples * self._context
+
+    def dataset(self) -> TokenWindows:
+        """Windows side by side."""
+        return TokenWindows(self._corpus.train, self._context)
 
     def batches(self, seed: int) -> Windows:
         """Windows at random places."""
-        return self._windows(self._corpus.train, self.samples, seed)
+        return self._windows(self._corpus.train, self.batch_size, seed)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """512 windows, or 128 in between."""
         windows = self._windows(self._corpus.held_out, _WINDOWS_AT_ONCE, seed_of("held out", self._seed))
-        for _ in range((_FINAL_WINDOWS if thorough else _EVALUATION_WINDOWS) // _WINDOWS_AT_ONCE):
+        for _ in range(_windows(thorough=thorough) // _WINDOWS_AT_ONCE):
             yield windows.batch()
 
     def _windows(self, data: Bytes, batch_size: int, seed: int) -> Windows:
         return Windows(data, context=self._context, batch_size=batch_size, seed=seed)
+
+
+class NextToken(Task):
+    """Files of tokens: the next token of every place in a window of ``model.context`` tokens."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        data, model = recipe.data, recipe.model
+        assert isinstance(data, Tokens) and hasattr(model, "context")
+
+        def windows(path: str) -> TokenWindows:
+            vocab = model.vocab if isinstance(model, Gpt) else None
+            return TokenWindows(path, int(model.context), dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
+
+        everything = windows(data.path)
+        self._train: MapStyle = everything
+        self._held_out: MapStyle
+        if data.held_out is not None:
+            self._held_out = windows(data.held_out)
+            return
+        cut = int(len(everything) * (1 - HELD_OUT))
+        if not cut:
+            raise UserError(f"data.path={data.path!r} has a single window; give more tokens, or data.held_out")
+        self._train = Subset(everything, range(cut))
+        self._held_out = Subset(everything, range(cut, len(everything)))
+
+    def dataset(self) -> MapStyle:
+        """Windows side by side."""
+        return self._train
+
+    def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """512 windows spread over the held-out ones, or 128 in between; all if there are fewer."""
+        count = min(_windows(thorough=thorough), len(self._held_out))
+        chosen = [number * len(self._held_out) // count for number in range(count)]
+        for first in range(0, count, _WINDOWS_AT_ONCE):
+            inputs, targets = default_collate([self._held_out[i] for i in chosen[first : first + _WINDOWS_AT_ONCE]])
+            yield inputs, targets
 
 
 class WhichDigit(Task):
@@ -131,20 +194,36 @@ class WhichDigit(Task):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._train, self._held_out = digits()
-        self.tokens = self.samples
+
+    def dataset(self) -> MapStyle:
+        """The images."""
+        return TensorDataset(self._train.pixels, self._train.labels)
 
     def batches(self, seed: int) -> Draws:
         """Images drawn with replacement."""
-        return Draws(self._train, batch_size=self.samples, seed=seed)
+        return Draws(self._train, batch_size=self.batch_size, seed=seed)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """All images held out."""
         return self._held_out.in_order()
 
+    def tokens(self, inputs: Tensor) -> int:
+        """Images."""
+        return len(inputs)
+
 
 def task_of(recipe: Recipe) -> Task:
     """The task that the recipe's sections ``data`` and ``model`` describe."""
-    return WhichDigit(recipe) if isinstance(recipe.data, Digits) else NextByte(recipe)
+    match recipe.data:
+        case Digits():
+            return WhichDigit(recipe)
+        case Tokens():
+            return NextToken(recipe)
+    return NextByte(recipe)
+
+
+def _windows(*, thorough: bool) -> int:
+    return _FINAL_WINDOWS if thorough else _EVALUATION_WINDOWS
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

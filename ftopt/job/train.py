@@ -1,7 +1,7 @@
 """One replica's training loop.
 
-The model seed is the same in all replicas; the seeds of data and dropout come from the recipe's seed, the replica and
-its incarnation, so that a successor does not train on its predecessor's batches again. The learning rate follows the
+The model seed and the order of the samples are the same in all replicas; the seeds of dropout (and of the data with
+``data.sampling: random``) come from the recipe's seed, the replica and its incarnation. The learning rate follows the
 job's inner step. The first replica in the order of ids evaluates now and then; at the end each one does, so that the
 final loss does not hang on one replica's life.
 """
@@ -9,12 +9,12 @@ final loss does not hang on one replica's life.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import ftopt
@@ -24,7 +24,7 @@ from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import StepRecord
-from ftopt.job.task import Batches, task_of
+from ftopt.job.task import task_of
 from ftopt.sync.group import ReplicaGroup
 
 _LEAVE_S = 30.0
@@ -63,6 +63,7 @@ class Trainer:
         self.started = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
+        self._loader = self._sampler()
         model = self._task.model
         self._inner = inner_optimizers(recipe.inner_sections(), model)
         self.optimizer = self._optimizer = ftopt.wrap(self._inner, model, recipe.method, group=group)
@@ -70,6 +71,8 @@ class Trainer:
     def stop(self) -> None:
         """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
         self._stop = True
+        if self._group.units is not None:
+            self._group.units.close()  # it may wait for more
 
     def run(self) -> bool:
         """Trains until the job's end or `stop`; True at the job's end."""
@@ -78,20 +81,20 @@ class Trainer:
             self.started = True
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
             torch.manual_seed(seed)
-            batches = self._task.batches(seed)
+            steps = self._micro_batches(seed)
             scheduler = LambdaLR(optimizer, self._rates())
             evaluated_at = optimizer.committed.inner_step
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
-            while not self._stop and optimizer.committed.inner_step < train.inner_steps:
-                self._step(batches)
+            while not self._stop and not self._is_done() and (micro_batches := next(steps, None)) is not None:
+                self._step(micro_batches)
                 scheduler.step()
                 now = optimizer.committed.inner_step
                 if self._evaluates and train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
                     evaluated_at = now
                     if now < train.inner_steps:
                         self._evaluate()
-            done = optimizer.committed.inner_step >= train.inner_steps
+            done = self._is_done()
             if done:
                 optimizer.settle()
                 with optimizer.busy("done"):
@@ -105,6 +108,37 @@ class Trainer:
                 self._tell_end("left")
         return done
 
+    def _is_done(self) -> bool:
+        """The committed inner step is there, or every sample of all epochs is in a commit."""
+        units = self._group.units
+        ended = units is not None and units.ended
+        return ended or self._optimizer.committed.inner_step >= self._recipe.train.inner_steps
+
+    def _sampler(self) -> ftopt.DataLoader | None:
+        """What draws each sample once; before the replica joins, so that worker processes are not in its way."""
+        data, train = self._recipe.data, self._recipe.train
+        if data.sampling != "once":
+            return None
+        return ftopt.DataLoader(
+            self._task.dataset(),
+            data.batch_size,
+            group=self._group,
+            seed=train.seed,
+            epochs=data.epochs,
+            drop_last=data.drop_last,
+            accumulate=train.accumulate,
+            num_workers=data.workers,
+        )
+
+    def _micro_batches(self, seed: int) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+        """The batches of an inner step at a time."""
+        if self._loader is not None:
+            yield from self._loader.steps()
+            return
+        batches = self._task.batches(seed)
+        while True:
+            yield [batches.batch() for _ in range(self._recipe.train.accumulate)]
+
     def _rates(self) -> list[Callable[[int], float]]:
         """For each parameter group, what its rate is multiplied with now."""
         optimizer, inner_steps = self._optimizer, self._recipe.train.inner_steps
@@ -114,19 +148,19 @@ class Trainer:
             for _ in inner.param_groups
         ]
 
-    def _step(self, batches: Batches) -> None:
+    def _step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         train, task, optimizer, record = self._recipe.train, self._task, self._optimizer, self._record
-        total = 0.0
-        for _ in range(train.accumulate):
-            loss = task.loss(*batches.batch()) / train.accumulate
+        total, samples, tokens = 0.0, sum(len(inputs) for inputs, _ in micro_batches), 0
+        for inputs, targets in micro_batches:
+            loss = task.loss(inputs, targets) * (len(inputs) / samples)
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
+            tokens += task.tokens(inputs)
         if train.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
         record.loss, record.lr = total, optimizer.param_groups[0]["lr"]
         record.local_step = optimizer.local_steps + 1
-        used = {"tokens": train.accumulate * task.tokens, "samples": train.accumulate * task.samples}
-        optimizer.count(**used, loss=total)
+        optimizer.count(tokens=tokens, samples=samples, loss=total)
         optimizer.step()
         optimizer.zero_grad()
 

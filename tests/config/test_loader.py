@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ftopt.config.data import Text
 from ftopt.config.loader import dump, load
-from ftopt.config.schema import AdamW, Cosine, Factory, Muon, Sgd, Text
+from ftopt.config.schema import AdamW, Cosine, Factory, Muon, Sgd
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault

@@ -1,0 +1,91 @@
+"""The section ``data`` of a recipe: a dataclass a kind of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftopt.config.checks import at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """What every kind of data has: how its samples (windows, images) are drawn.
+
+    Args:
+        batch_size: samples a micro-batch.
+        sampling: ``once`` (default): the job hands out each sample once an epoch, whoever comes and goes. ``random``:
+            each replica draws for itself, windows at any place, with replacement.
+        epochs: the job ends with its data after so many, or at ``train.inner_steps`` if that is first. Default null:
+            without end.
+        drop_last: whether the samples of an epoch that fill no batch are left out.
+        workers: processes a replica that load ahead; 0: batches are loaded between two steps.
+    """
+
+    batch_size: int = 16
+    sampling: str = "once"
+    epochs: int | None = None
+    drop_last: bool = False
+    workers: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("data", 1, batch_size=self.batch_size)
+        at_least("data", 0, workers=self.workers)
+        if self.epochs is not None:
+            at_least("data", 1, epochs=self.epochs)
+        if self.sampling not in ("once", "random"):
+            raise ValueError(f"data.sampling={self.sampling!r}; allowed: once, random")
+        for name, value in (("epochs", self.epochs), ("drop_last", self.drop_last), ("workers", self.workers)):
+            if self.sampling == "random" and value:
+                raise ValueError(f"data.{name}={value} has no effect with data.sampling=random; use sampling=once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StdlibBytes(Drawn):
+    """The source of Python's own library (``data.name: stdlib_bytes``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Drawn):
+    """The user's own text files (``data.name: text``); ``path`` is a file, a folder, or a glob pattern."""
+
+    path: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("data.path is empty; data.name=text needs it: a text file, a folder, or a glob pattern")
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Drawn):
+    """Files of tokens as tokenizers write them (``data.name: tokens``), memory-mapped.
+
+    Args:
+        path: to train on: a file, a folder, or a glob pattern.
+        held_out: to evaluate on. Default null: the last 5 % of the windows.
+        dtype: ``uint16`` or ``uint32`` (``uint8``: bytes).
+        skip_bytes: of each file's header.
+    """
+
+    path: str = ""
+    held_out: str | None = None
+    dtype: str = "uint16"
+    skip_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("data.path is empty; data.name=tokens needs it: a file of tokens, a folder, or a pattern")
+        if self.dtype not in ("uint8", "uint16", "uint32"):
+            raise ValueError(f"data.dtype={self.dtype!r}; allowed: uint8, uint16, uint32")
+        at_least("data", 0, skip_bytes=self.skip_bytes)
+        super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(Drawn):
+    """Images of handwritten digits (``data.name: digits``), from scikit-learn."""
+
+    batch_size: int = 32
+
+
+Data = StdlibBytes | Text | Tokens | Digits
