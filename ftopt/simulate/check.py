@@ -1,4 +1,4 @@
-"""The invariants I1, I2, I4, I5 and I6 of ``docs/protocol.md``, checked after each event, on what it changed.
+"""The invariants I1 to I6 of ``docs/protocol.md``, checked after each event, on what it changed.
 
 I4 is checked by `ftopt.simulate.walk` at the end of a history, and by limits on events and ticks. I6 is I1 and I2
 with a coordinator that restarts: after a restart with its journal they hold as ever. A history may fork only where two
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ftopt.simulate.host import Content
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Decided
+from ftopt.sync.protocol.intervals import Ranges, intersect, subtract, union
 
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
@@ -68,6 +69,8 @@ class Checks:
         assert record is not None
         if shard.record != record:
             raise Violation("I1", f"{process.name}'s optimizer holds {shard.record}, its protocol {record}")
+        if not fragment and self.world.knobs.samples is not None:
+            self._units(process, record, shard.content)
         if shard.content.flaw:
             raise Violation("I2", f"version {record.version} of fragment {fragment}: {shard.content.flaw}")
         for mark, low, high in shard.content.gaps:
@@ -179,6 +182,48 @@ class Checks:
     def reborn(self, process: Process, fragment: int) -> None:
         """A new incarnation counts from here; what was pending is a dead one's."""
         self.floor[(fragment, process.mark, process.life)] = process.local_steps
+
+    # ------------------------------------------------------------ I3
+
+    def _units(self, process: Process, record: m.Record, content: Content) -> None:
+        """A committed state has each unit once, and its record says which."""
+        if record.done != content.units:
+            raise Violation(
+                "I3", f"{process.name}'s version {record.version} has units {content.units}, and says {record.done}"
+            )
+        if content.twice and not self.excused:
+            raise Violation("I3", f"version {record.version} has units {content.twice} twice")
+
+    def granted(self, conn: Conn, ranges: Ranges, machine: Coordinator | None) -> None:
+        """Units that are granted are nobody else's: of those who live and were not given up."""
+        if self.excused or self.world.contested or machine is None:
+            return
+        for process in self.world.processes.values():
+            if process is conn.process or not self.counts(process):
+                continue
+            if both := intersect(ranges, process.machine.lease.held):
+                raise Violation("I3", f"{conn.process.name} is granted {both}, and {process.name} holds them")
+
+    def leases(self, server: Server) -> None:
+        """What the coordinator takes for leased is held, or on its way: nothing is lost."""
+        assert server.machine is not None
+        lending = server.machine.lending
+        if lending is None:
+            return
+        roster = server.machine.roster
+        if lost := sorted(lending.ledger.unheard - {x.mark for x in roster.away()}):
+            raise Violation("I3", f"{lost} are waited for in vain")
+        for mark, lease in lending.ledger.leases.items():
+            member = roster.members.get(mark[0])
+            if member is None or member.mark != mark:
+                raise Violation("I3", f"{mark} is gone, and holds {lease}")
+            conn = server.conns.get(member.conn or 0)
+            if conn is None or not conn.works or conn.process.conn is not conn:
+                continue
+            held = union(conn.granted, conn.process.machine.lease.held)
+            record = conn.process.machine.record(0)
+            if record is not None and (missing := subtract(subtract(lease, held), record.done)):
+                raise Violation("I3", f"{mark[0]} is taken to hold {missing}, and does not")
 
     # ------------------------------------------------------------ I5
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ftopt.sync.protocol.intervals import Ranges, intersect, union
 from ftopt.sync.protocol.messages import Contribution, Mark, Record
 
 
@@ -19,13 +20,15 @@ class Content:
 
     ``steps``: the last inner step included of each incarnation (never dropped, unlike COUNT). ``flaw``: what I2 says
     against it, "" when nothing. ``gaps``: steps (mark, first, last) that it skips, since their
-    replica had given them up.
+    replica had given them up. ``units``: of the sample ledger, in it; ``twice``: those that came in although they were.
     """
 
     digest: str
     steps: Mapping[Mark, int] = field(default_factory=dict)
     flaw: str = ""
     gaps: tuple[tuple[Mark, int, int], ...] = ()
+    units: Ranges = ()
+    twice: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,11 @@ def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> 
     """The result of an attempt from ``anchor``; ``taint`` models a flipped bit."""
     steps, flaw, text = dict(anchor.steps), "", [anchor.digest, taint]
     gaps: list[tuple[Mark, int, int]] = []
+    units, twice = anchor.units, list[Ranges]()
     for p in payloads:
+        if p.contribution.ranges:
+            twice.append(intersect(p.contribution.ranges, units))
+            units = union(units, p.contribution.ranges)
         stop, counted = p.contribution.last_step, steps.get(p.mark)
         if counted is not None and counted > p.start:
             flaw = f"inner steps {p.start + 1}..{counted} of {p.mark[0]}#{p.mark[1]} are counted twice"
@@ -49,7 +56,8 @@ def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> 
             gaps.append((p.mark, counted + 1, p.start))
         steps[p.mark] = stop
         text.append(f"{p.mark} {p.start} {stop}")
-    return Content(hashlib.sha256("|".join(text).encode()).hexdigest()[:16], steps, flaw, tuple(gaps))
+    digest = hashlib.sha256("|".join(text).encode()).hexdigest()[:16]
+    return Content(digest, steps, flaw, tuple(gaps), units, union(*twice))
 
 
 @dataclass(slots=True)
@@ -73,7 +81,14 @@ class Shard:
         self.record, self.content = record, content
 
     def propose(
-        self, mark: Mark, local_steps: int, *, finite: bool, overlap_s: float = 0.0, grace: float = 0.0
+        self,
+        mark: Mark,
+        local_steps: int,
+        *,
+        finite: bool,
+        ranges: Ranges = (),
+        overlap_s: float = 0.0,
+        grace: float = 0.0,
     ) -> Contribution | None:
         """Freezes a contribution; None when a newer state waits to be taken up."""
         if self.record is None or self.record is not self.taken:
@@ -86,6 +101,7 @@ class Shard:
             last_step=local_steps,
             weight=float(steps) if finite else 0.0,
             finite=finite,
+            ranges=ranges,
             overlap_s=overlap_s,
             grace=grace,
         )

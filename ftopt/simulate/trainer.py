@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from ftopt.simulate.host import Content, Shard
+from ftopt.simulate.loader import Loader
 from ftopt.simulate.reduction import Reduction
 from ftopt.simulate.world import JOB, Conn, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as r
+from ftopt.sync.protocol.intervals import subtract
 
 
 class Process:
@@ -97,10 +99,12 @@ class Process:
             initial=self.initial,
             fragments=knobs.fragments,
             address=self.name,
+            samples=knobs.samples,
         )
         self.life += 1
         self.alive = True
         self.machine = r.Replica(identity)
+        self.loader = Loader(self) if knobs.samples is not None else None
         self.shards = [Shard(Content(self.initial)) for _ in range(knobs.fragments)]
         self.local_steps = 0
         self.conn = None
@@ -179,6 +183,8 @@ class Process:
             self.later(0.0 if self.gone else self.world.between(0.01, 0.5), self._connect)
             return
         self.world.note(self.name, f"<- {message}")
+        if isinstance(message, m.Grant):
+            conn.granted = subtract(conn.granted, message.ranges)
         if isinstance(message, m.Quorum | m.Commit | m.Welcome | m.Abort) and self.world.strike():
             self.misfortune()
             if not self.alive or conn is not self.conn:
@@ -198,6 +204,7 @@ class Process:
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
             state = "fetching" if not self.machine.ready else "training" if self.waits is None else "waiting"
+            state = "dry" if self.loader is not None and self.loader.waits and state == "training" else state
             self.conn.up(m.Progress(state, self.local_steps, self.step_s, self._readings()))
 
     def _readings(self) -> tuple[m.Reading, ...]:
@@ -270,7 +277,14 @@ class Process:
                     shard.advance(record, content, 0)
                     shard.reborn = reborn
                     self._moved(record, "")
+                case r.Granted(ranges=ranges, dry=dry):
+                    assert self.loader is not None
+                    self.loader.grant(ranges, dry=dry)
+                case r.Settled(done=done) if self.loader is not None:
+                    self.loader.settle(done)
                 case r.Reborn(reason=reason):
+                    if self.loader is not None:
+                        self.loader.reset()
                     self.world.note(self.name, f"is reborn: {reason}")
                     self.world.coverage["rebirth"] += 1
                     self.world.checks.rebirth(self, reason)
@@ -353,9 +367,30 @@ class Process:
         if self.world.now < self.hung_until_s:
             self.later(self.hung_until_s - self.world.now, self._step)
             return
+        if self.loader is not None and not self.loader.draw():
+            self._idle(self.loader)
+            return
         self.local_steps += 1
         self.executed += 1
         self._boundary()
+
+    def _idle(self, loader: Loader) -> None:
+        """What `Units.take` does while there are no units; at the end of the data the rest is offered."""
+        for fragment in range(len(self.shards)):
+            self._take_over(fragment)
+            pending = self.local_steps > self.shards[fragment].base_step
+            if (
+                loader.waits
+                and not self.machine.outstanding(fragment)
+                and (pending or self.machine.called_in(fragment))
+            ):
+                self._propose(fragment, now=False)
+        if not self.alive:
+            return
+        if self.leaving and not any(self._waiting(f) for f in range(len(self.shards))):
+            self._goodbye()
+        else:
+            self.later(self.world.between(0.1, 0.3), self._step)
 
     def _boundary(self) -> None:
         """What `OuterStep.boundary` does; then the next step, unless it waits."""
@@ -388,6 +423,8 @@ class Process:
         shard = self.shards[fragment]
         if shard.take_over(self.local_steps):
             self.world.checks.reborn(self, fragment)
+            if self.loader is not None and not fragment:
+                self.loader.redo()
 
     def _propose(self, fragment: int, *, now: bool) -> None:
         shard, before = self.shards[fragment], self.shards[fragment].base_step
@@ -399,6 +436,7 @@ class Process:
             self.mark,
             self.local_steps,
             finite=finite,
+            ranges=self.loader.stock.offer() if self.loader is not None and not fragment else (),
             overlap_s=knobs.overlap_steps * self.step_s,
             grace=knobs.grace,
         )

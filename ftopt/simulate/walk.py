@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from ftopt.simulate.check import Violation
 from ftopt.simulate.trainer import Process
 from ftopt.simulate.world import Knobs, World
+from ftopt.sync.protocol.samples import Samples
 
 
 @dataclass
@@ -31,10 +32,12 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    world = World(seed, _graced(knobs, seed), trace=lines)
+    world = World(seed, _lent(_graced(knobs, seed), seed), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
         world.coverage["adaptive grace"] += 1
+    if world.knobs.samples is not None:
+        world.coverage["a sample ledger" if world.knobs.samples.units is None else "a sample ledger that ends"] += 1
     try:
         _walk(world, chooser)
     except AssertionError as error:
@@ -79,6 +82,23 @@ def _graced(knobs: Knobs, seed: int) -> Knobs:
     if chooser.random() < 0.75:
         return knobs
     return replace(knobs, overlap_steps=chooser.randint(1, 4), grace=chooser.choice((0.5, 1.0, 3.0)))
+
+
+def _lent(knobs: Knobs, seed: int) -> Knobs:
+    """With a sample ledger in half of all histories; the others are what they would be without it."""
+    chooser = random.Random(seed * 7919 + 3)
+    if chooser.random() < 0.5:
+        return knobs
+    ends = chooser.random() < 0.3
+    samples = Samples(
+        samples=chooser.randint(20, 100),
+        batch_size=chooser.choice((1, 1, 3)),
+        drop_last=chooser.random() < 0.5,
+        epochs=chooser.choice((1, 1, 2)) if ends else None,
+    )
+    settings = knobs.settings | ({"tail_s": 4.0} if ends and chooser.random() < 0.5 else {})
+    accumulate, ahead = chooser.choice((1, 1, 2)), chooser.choice((0, 2, 4))
+    return replace(knobs, samples=samples, accumulate=accumulate, ahead=ahead, settings=settings)
 
 
 def _walk(world: World, chooser: random.Random) -> None:
@@ -170,6 +190,9 @@ def _quiet(world: World) -> None:
         bound_s += float(settings["forget_s"] or 0) + bound_s
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
         bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)
+    if world.knobs.samples is not None and world.knobs.samples.units is not None:
+        slowest_s = max(p.step_s for p in world.processes.values())
+        bound_s += 2 * float(settings["forget_s"] or 0) + world.knobs.samples.units * slowest_s
     old = set(world.checks.versions)
     if not world.run(world.now + bound_s, lambda: _together(world, old)):
         held = {
@@ -178,6 +201,7 @@ def _quiet(world: World) -> None:
             if p.alive
         }
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
+    world.checks.leases(world.server)
 
 
 def _unjam(world: World) -> None:
@@ -197,11 +221,15 @@ def _together(world: World, old: set[tuple[int, str]]) -> bool:
     living = [p for p in world.processes.values() if p.alive and not p.leaving]
     if machine is None or not machine.running or not living:
         return False
+    ends = world.knobs.samples is not None and world.knobs.samples.units is not None
+    if ends and not all(p.loader is not None and p.loader.ended for p in living):
+        return False
     for fragment in range(world.knobs.fragments):
         at = machine.rounds[fragment].at
-        if (fragment, at.chain) in old:
-            return False
         records = [p.machine.record(fragment) for p in living]
-        if any(record is None or (fragment, record.chain) in old for record in records):
+        if ends:  # nobody trains on; all hold the last version
+            if any(record is None or record.position != at for record in records):
+                return False
+        elif any(record is None or (fragment, record.chain) in old for record in (*records, at)):
             return False
     return True

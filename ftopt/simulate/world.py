@@ -20,6 +20,8 @@ from ftopt.simulate.check import Checks, Violation
 from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import Coordinator
+from ftopt.sync.protocol.intervals import Ranges, union
+from ftopt.sync.protocol.samples import Samples
 
 if TYPE_CHECKING:
     from ftopt.simulate.reduction import Reduction
@@ -33,7 +35,9 @@ class Knobs:
     """The constants of one history; seconds are virtual.
 
     ``fault``: chance of a fault at each protocol point. ``corrupt``: chance that a member's result has a flipped bit.
-    ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring readings, too.
+    ``samples``: of the sample ledger, None without one; ``accumulate``: units of an inner step; ``ahead``: units that
+    the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
+    readings, too.
     """
 
     settings: dict[str, float | int | str | None]
@@ -48,6 +52,9 @@ class Knobs:
     hasty: float = 0.0
     overlap_steps: int = 0
     grace: float = 0.0
+    samples: Samples | None = None
+    accumulate: int = 1
+    ahead: int = 0
 
     @property
     def dead_after_s(self) -> float:
@@ -156,6 +163,8 @@ class Conn:
         self.server_life = server.life
         self.works = True
         self.open_there = True
+        self.granted: Ranges = ()
+        """Units on their way to the replica."""
         self._up_s = self._down_s = 0.0
 
     def up(self, message: m.FromReplica | None) -> None:
@@ -165,6 +174,8 @@ class Conn:
 
     def down(self, message: m.FromCoordinator | None) -> None:
         """To the replica; None: the coordinator has closed."""
+        if isinstance(message, m.Grant):
+            self.granted = union(self.granted, message.ranges)
         self._down_s = max(self._down_s, self.world.now + self.world.delay())
         self.world.at(self._down_s - self.world.now, self._arrive_down, message)
 
@@ -333,8 +344,10 @@ class Server:
                     if conn := self.conns.get(number):
                         if isinstance(message, m.Quorum):
                             self.world.checks.quorum(conn, message, self.machine)
+                        if isinstance(message, m.Grant) and message.ranges:
+                            self.world.checks.granted(conn, message.ranges, self.machine)
                         conn.down(message)
-                        if isinstance(message, m.Commit | m.Quorum) and self.world.strike():
+                        if isinstance(message, m.Commit | m.Quorum | m.Grant) and self.world.strike():
                             conn.cut(told=self.world.chance(0.5))
                 case e.Close(conn=number):
                     self.heard.pop(number, None)

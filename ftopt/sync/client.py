@@ -435,8 +435,8 @@ class Client:
                     self.host.install(self.committed(record), digest, tensors, reborn=True)
             case p.Fetch():
                 self._fetcher.begin(effect, self._on_task_end)
-            case p.Granted(ranges=ranges, dry=dry, ended=ended) if self.units is not None:
-                self.units.grant(ranges, dry=dry, ended=ended)
+            case p.Granted(ranges=ranges, dry=dry) if self.units is not None:
+                self.units.grant(ranges, dry=dry)
             case p.Settled(done=done) if self.units is not None:
                 self.units.settle(done)
             case p.Reborn(reason=reason):

@@ -93,7 +93,7 @@ class Units:
 
     @property
     def ended(self) -> bool:
-        """Whether every unit of the job is committed (``epochs`` reached)."""
+        """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
         return self._ended
 
     # ------------------------------------------------------------ the optimizer
@@ -140,18 +140,19 @@ class Units:
         self._ask = ask
         self._round = self._round or round_units
 
-    def grant(self, ranges: Ranges, *, dry: bool, ended: bool) -> None:
+    def grant(self, ranges: Ranges, *, dry: bool) -> None:
         """More units, or the answer that there are none."""
         with self._changed:
             self._stock.grant(ranges)
             self._dry = dry and not ranges
-            self._ended = self._ended or ended
             self._changed.notify_all()
 
     def settle(self, done: Ranges) -> None:
-        """These are committed."""
+        """These are in the committed state."""
         with self._changed:
             self._stock.settle(done)
+            self._ended = self.samples.units is not None and done == ((0, self.samples.units),)
+            self._changed.notify_all()
 
     def reset(self) -> None:
         """This incarnation is gone, and what it held."""

@@ -56,7 +56,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Welcome(4, 2, (("r0", 2),), (("r0", 1),)),
     m.Refused("gone", "superseded"),
     m.Hold("waiting"),
-    m.Start(POSITION, 0),
+    m.Start(POSITION, 0, ((0, 8),)),
     m.Behind(POSITION, ("http://10.0.0.2:5",), True),
     m.Roster((("r2", 1),), ()),
     m.CallIn(0, 4),
@@ -66,7 +66,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Quorum(0, 4, 7, 7, 0, 2, 25, 10.0, 2, 5, (("r0", 2), ("r1", 1)), (), (("r0", 1),), "", ((0, 8),)),
     m.Abort(0, 7, "r1 was lost"),
     m.Commit(0, 4, 7, "d", "c" * 32),
-    m.Grant(((0, 30),), 1024, False, False),
+    m.Grant(((0, 30),), 1024, False),
     m.StoreValue("k", "dmFsdWU="),
 ]
 

@@ -135,18 +135,18 @@ def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
     with pytest.raises(RuntimeError, match="inside `with optimizer:`"):
         units.take()
     units.begin(lambda: None, round_units=4)
-    units.grant(((0, 3),), dry=False, ended=False)
+    units.grant(((0, 3),), dry=False)
     assert [units.take(0.0) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(TimeoutError, match="no unit was granted within 0 s"):
         units.take(0.0)
 
 
 def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step() -> None:
-    units = Units(Samples(samples=100, batch_size=1), round_units=4)
+    units = Units(Samples(samples=100, batch_size=1, epochs=1), round_units=4)
     units.begin(lambda: None, round_units=None)
-    units.grant(((0, 2),), dry=False, ended=False)
+    units.grant(((0, 2),), dry=False)
     assert (units.take(), units.take()) == (0, 1)
-    units.grant((), dry=True, ended=False)
+    units.grant((), dry=True)
     assert units.take() is None
     assert not units.ended
     assert units.drawn(0) and units.drawn(1)
@@ -156,6 +156,6 @@ def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step()
         units.take(0.0)
     units.reset()
     assert not units.drawn(1)
-    units.grant((), dry=False, ended=True)
+    units.settle(((0, 100),))
     assert units.take() is None
     assert units.ended

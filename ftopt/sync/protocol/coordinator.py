@@ -114,9 +114,12 @@ class Coordinator:
             if now >= member.heard_s + self.sync.dead_after_s:
                 effects += self.members.away(now, member, close=True)
         for member in self._forgettable():
-            limit, limit_s = self._absence(member)
-            if now >= member.lost_s + limit_s:
-                effects += self.members.gone(member.mark, f"away for longer than {limit}")
+            if now >= member.lost_s + self.sync.forget_s:
+                effects += self.members.gone(member.mark, "away for longer than forget_s")
+        for member in self._lessees():
+            if now >= self._tail_s(member):
+                reason = "it holds the rest of the data, and nothing of that was counted within tail_s (forget_s)"
+                effects += self.members.gone(member.mark, reason)
         return effects + self._step(now)
 
     def deadline_s(self) -> float:
@@ -124,7 +127,8 @@ class Coordinator:
         if self.halted:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
-        due += [x.lost_s + self._absence(x)[1] for x in self._forgettable()]
+        due += [x.lost_s + self.sync.forget_s for x in self._forgettable()]
+        due += [self._tail_s(x) for x in self._lessees()]
         if self.gathering is not None and not math.isinf(self._stepped_s):
             end_s = self.gathering.deadline_s()
             due += [end_s] if end_s > self._stepped_s else []
@@ -261,7 +265,7 @@ class Coordinator:
         if founder or (fresh and r.last is not None and r.last.digest == hello.initial):
             member.held[f] = r.at
             member.newcomer.add(f)
-            return [Send(conn, m.Start(r.at, r.inner_step))]
+            return [Send(conn, m.Start(r.at, r.inner_step, r.last.done if r.last is not None else ()))]
         if not r.holds(member):
             r.catch_up.add(member.replica)
             return []
@@ -329,12 +333,15 @@ class Coordinator:
         away = self.roster.away()
         return away if self.gathering is None else [x for x in away if not self.gathering.heard(x.mark)]
 
-    def _absence(self, member: Member) -> tuple[str, float]:
-        """How long a member may be away, and by which setting: shorter when the rest of the data waits for it."""
-        tail_s = self.sync.tail_s
-        if tail_s is not None and self.running and self.lending is not None and self.lending.waits_for(member.mark):
-            return "tail_s", tail_s
-        return "forget_s", self.sync.forget_s
+    def _lessees(self) -> list[Member]:
+        """Members that may hold units."""
+        return list(self.roster.members.values()) if self.lending is not None and self.running else []
+
+    def _tail_s(self, member: Member) -> float:
+        """When it is given up, since the rest of the data waits for it; inf: it does not."""
+        assert self.lending is not None
+        patience_s = self.sync.forget_s if self.sync.tail_s is None else self.sync.tail_s
+        return self.lending.waits_since_s(member.mark) + patience_s
 
     # ------------------------------------------------------------ phases
 
@@ -355,7 +362,7 @@ class Coordinator:
             for r in self.rounds:
                 effects += r.step(now)
             if self.lending is not None:
-                effects += self.lending.step()
+                effects += self.lending.step(now)
         return effects
 
     def _open(self, now: float, gathering: Gathering) -> list[Effect]:
@@ -370,7 +377,8 @@ class Coordinator:
         data: dict[str, object] = {"epoch": self.epoch}
         if self.lending is not None:
             unheard = [x.mark for x in self.roster.away() if not gathering.heard(x.mark)]
-            effects += self.lending.open(gathering.done(top.at), gathering.cursor(), unheard)
+            done = top.last.done if top.last is not None else gathering.done(top.at)
+            effects += self.lending.open(done, gathering.cursor(), unheard)
             data["samples"] = self.lending.settings()
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
@@ -399,7 +407,8 @@ class Coordinator:
     def _cold(self, r: Rounds, founder: m.Hello) -> list[Effect]:
         """COLD: version 0 is the state of one member, journalled like any decision."""
         chain = m.first_chain(r.fragment, self.epoch, founder.replica, founder.initial)
-        start = Decided(r.fragment, 0, 0, founder.initial, chain, founder.inner_step, ())
+        done = () if r.fragment else founder.done
+        start = Decided(r.fragment, 0, 0, founder.initial, chain, founder.inner_step, (), done)
         r.history.clear()
         r.restore(m.Position(r.fragment, 0, chain), founder.inner_step, last=start)
         return [Rollback(r.fragment, -1), start]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import union
+from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.lease import Lease
 from ftopt.sync.protocol.orders import Fetch
 from ftopt.sync.protocol.samples import Samples
@@ -80,6 +80,7 @@ def greeting(
     roster: Mapping[str, int],
     gone: Mapping[str, int],
     lease: Lease,
+    done: Ranges,
 ) -> m.Hello:
     """The hello of a replica that holds ``held`` soundly; ``fresh``: it has held nothing yet."""
     return m.Hello(
@@ -107,7 +108,7 @@ def greeting(
         inner_step=inner_step,
         samples=identity.samples,
         claim=lease.held,
-        done=next((f.record.done for f in held if f.record and f.record.fragment == 0), ()),
+        done=done,
         cursor=lease.cursor,
         wants=lease.wants,
     )

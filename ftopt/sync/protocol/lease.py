@@ -28,10 +28,10 @@ class Lease:
     def granted(self, grant: m.Grant) -> list[Effect]:
         """More units, or the answer that there are none."""
         self.cursor = max(self.cursor, grant.cursor)
-        if grant.ranges or grant.dry or grant.ended:
+        if grant.ranges or grant.dry:
             self.asked = False
         self.held = union(self.held, grant.ranges)
-        return [Granted(grant.ranges, grant.dry, grant.ended)]
+        return [Granted(grant.ranges, grant.dry)]
 
     def settle(self, record: m.Record) -> list[Effect]:
         """This is the committed state now."""

@@ -6,6 +6,7 @@ has used, so that it holds what it ``wants`` again, in the order of ids. Who run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -32,6 +33,7 @@ class Lending:
         self._asks: dict[m.Mark, int] = {}
         self._stuck = False
         self._told_dry: set[m.Mark] = set()
+        self._since_s: dict[m.Mark, float] = {}
 
     # ------------------------------------------------------------ who holds what
 
@@ -47,10 +49,7 @@ class Lending:
         twice = self.ledger.claim(member.mark, hello.claim)
         self._freed()
         self.want(member, hello.wants)
-        effects: list[Effect] = [Tell("held_twice", *member.mark, data={"ranges": twice})] if twice else []
-        if self.ledger.ended and member.conn is not None:
-            effects.append(Send(member.conn, m.Grant((), self.ledger.promised, ended=True)))
-        return effects
+        return [Tell("held_twice", *member.mark, data={"ranges": twice})] if twice else []
 
     def expect(self, mark: m.Mark) -> None:
         """A new name on the roster."""
@@ -93,6 +92,7 @@ class Lending:
         before, ended = low_water(ledger.done) // per_epoch, ledger.ended
         ledger.commit(ranges)
         for member in members:
+            self._since_s.pop(member.mark, None)
             self.want(member, member.wants)
         effects: list[Effect] = [
             Tell("epoch_done", data={"epoch": epoch}) for epoch in range(before, low_water(ledger.done) // per_epoch)
@@ -100,15 +100,30 @@ class Lending:
         if ledger.ended and not ended:
             self._asks.clear()
             effects.append(Tell("data_ended", data={"units": ledger.cursor}))
-            effects += self._tell_all(m.Grant((), ledger.promised, ended=True))
         return effects
 
     # ------------------------------------------------------------ grants
 
-    def step(self) -> list[Effect]:
+    def step(self, now: float) -> list[Effect]:
         """Grants what is asked for, the end of the cursor's stride first (CURSOR)."""
-        if not self._asks or self._stuck:
+        if not self._asks:
+            self._since_s.clear()
             return []
+        effects = [] if self._stuck else self._grant()
+        needy = any(not self.ledger.leases.get(mark) for mark in self._asks)
+        awaited = {mark for mark, lease in self.ledger.leases.items() if lease} | self.ledger.unheard
+        awaited = awaited if self._stuck and needy else set()
+        self._since_s = {mark: self._since_s.get(mark, now) for mark in awaited}
+        return effects
+
+    def waits_since_s(self, mark: m.Mark) -> float:
+        """Since when somebody has nothing left but what that one may hold, and nothing of it was counted; else inf.
+
+        That is the tail of the data: who has hung, or is away, is waited for no longer than ``tail_s``.
+        """
+        return self._since_s.get(mark, math.inf)
+
+    def _grant(self) -> list[Effect]:
         here = {x.mark: x for x in self._roster.connected() if not x.leaving}
         self._asks = {mark: units for mark, units in sorted(self._asks.items()) if mark in here}
         granted = self.ledger.grant(list(self._asks.items()), shares=len(here))
@@ -128,10 +143,6 @@ class Lending:
         self._stuck = bool(self._asks)
         return effects
 
-    def waits_for(self, mark: m.Mark) -> bool:
-        """Whether somebody has nothing left to use but what that one may hold: the tail of the data."""
-        return self._stuck and (mark in self.ledger.unheard or bool(self.ledger.leases.get(mark)))
-
     def settings(self) -> dict[str, object]:
         """For events."""
         return asdict(self.samples)
@@ -139,6 +150,3 @@ class Lending:
     def _freed(self) -> None:
         self._stuck = False
         self._told_dry.clear()
-
-    def _tell_all(self, message: m.Grant) -> list[Effect]:
-        return [Send(x.conn, message) for x in self._roster.connected() if x.conn is not None]

@@ -137,7 +137,7 @@ class Hello:
     """The first message of each connection: everything the sender is, holds and knows.
 
     ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
-    ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the position of
+    ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
     fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold.
     """
 
@@ -289,10 +289,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Cold start: the receiver's own state is the committed one. ``inner_step``: the job's, from there."""
+    """Cold start: the receiver's own state is the committed one. ``inner_step``, ``done``: the job's, from there."""
 
     position: Position
     inner_step: int
+    done: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,13 +390,12 @@ class Grant:
     """Units that the receiver holds from now on, beside what it has.
 
     ``cursor``: no unit from there on is granted before all are told of another one. ``dry``: there is nothing more to
-    grant for now. ``ended``: every unit of the job is done.
+    grant for now.
     """
 
     ranges: Ranges
     cursor: int
     dry: bool = False
-    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

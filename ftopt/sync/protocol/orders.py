@@ -63,11 +63,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """More units to use; ``dry``: no more for now, ``ended``: never again."""
+    """More units to use; ``dry``: no more for now."""
 
     ranges: Ranges
     dry: bool
-    ended: bool
 
 
 @dataclass(frozen=True, slots=True)

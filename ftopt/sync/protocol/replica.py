@@ -140,6 +140,7 @@ class Replica:
             roster=self.roster,
             gone=self.gone,
             lease=self.lease,
+            done=first.done if first else (),
         )
 
     def connect(self) -> list[Effect]:
@@ -279,8 +280,8 @@ class Replica:
             case m.Roster():
                 self._learn(message.known, message.gone)
                 return []
-            case m.Start(position=at, inner_step=inner_step):
-                return self._begin(at, inner_step)
+            case m.Start():
+                return self._begin(message)
             case m.Behind():
                 return self._behind(message)
             case m.CallIn(fragment=index, version=version):
@@ -346,13 +347,14 @@ class Replica:
             f.reborn, f.unhealed, f.called_in, f.told = f.record is not None, False, False, []
         return [*effects, Reborn(reason)]
 
-    def _begin(self, at: m.Position, inner_step: int) -> list[Effect]:
+    def _begin(self, start: m.Start) -> list[Effect]:
+        at = start.position
         f = self._fragments[at.fragment]
         reborn = f.reborn
-        f.record, f.fetching = m.Record(at.fragment, at.version, at.chain, inner_step), None
+        f.record, f.fetching = m.Record(at.fragment, at.version, at.chain, start.inner_step, done=start.done), None
         f.reborn = f.unhealed = f.released = f.unsure = False
         f.contribution = f.prepared = None  # of another cold start, that came to nothing
-        return [Begin(f.record, reborn)]
+        return [Begin(f.record, reborn), *self.lease.settle(f.record)]
 
     def _behind(self, message: m.Behind) -> list[Effect]:
         f = self._fragments[message.position.fragment]

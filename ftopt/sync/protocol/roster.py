@@ -42,6 +42,8 @@ class Member:
     """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
     wants: int = 0
     """Units of the sample ledger that it wants to hold after a commit."""
+    hastened: dict[int, int] = field(default_factory=dict)
+    """Fragment -> the version towards which it was called in, for want of units, at the first proposal."""
     told: dict[int, tuple[m.Mark, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 

@@ -81,8 +81,10 @@ class Waiting:
         self._late_s = min(self._opened_s + self._grace_s, soonest_s)
         late = now >= self._late_s
         for x in missing:
-            soon = (self._fragment in x.newcomer or x.state == "dry") and holds(x)
+            dry = x.state == "dry" and x.hastened.get(self._fragment) != version
+            soon = (self._fragment in x.newcomer or dry) and holds(x)
             if x.replica not in self._deadline and (late or soon):
+                x.hastened[self._fragment] = version
                 self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
                 effects += self.call_in(x, version) if holds(x) else []
         if any(now < self._deadline.get(x.replica, math.inf) for x in missing):

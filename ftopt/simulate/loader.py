@@ -1,0 +1,69 @@
+"""A modelled loader: what ``ftopt.sync.units`` does, without threads, and batches that are taken ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.stock import Stock
+
+if TYPE_CHECKING:
+    from ftopt.simulate.trainer import Process
+
+
+class Loader:
+    """Of one process: its stock of units, and the batches that are on their way to the training loop."""
+
+    def __init__(self, process: Process) -> None:
+        knobs = process.world.knobs
+        assert knobs.samples is not None
+        self.stock = Stock()
+        self.ended = False
+        self._process = process
+        self._total = knobs.samples.units
+        self._accumulate = knobs.accumulate
+        self._capacity = knobs.accumulate + knobs.ahead
+        self._ahead: deque[int] = deque()
+        self._dry = False
+        process.machine.lease.wants = 3 * knobs.sync_every * knobs.accumulate + knobs.ahead
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is nothing to train on, and no more for now."""
+        return (self._dry or self.ended) and not self.stock.queued and not self._ahead
+
+    def draw(self) -> bool:
+        """The units of an inner step; at the end of the data fewer than usual. False: there is none."""
+        while len(self._ahead) < self._capacity and (unit := self.stock.take()) is not None:
+            self._ahead.append(unit)
+        if self.stock.queued <= self._process.machine.lease.wants // 6 and not (self._dry or self.ended):
+            self._process.act(self._process.machine.ask())
+        if len(self._ahead) < self._accumulate and not self._dry:
+            return False
+        drawn = 0
+        while self._ahead and drawn < self._accumulate:
+            drawn += self.stock.draw(self._ahead.popleft())
+        self.stock.use()
+        return drawn > 0
+
+    def grant(self, ranges: Ranges, *, dry: bool) -> None:
+        """More units, or the answer that there are none."""
+        self.stock.grant(ranges)
+        if dry:
+            self._process.world.coverage["no units for now"] += 1
+        self._dry = dry and not ranges
+
+    def settle(self, done: Ranges) -> None:
+        """These are in the committed state."""
+        self.stock.settle(done)
+        self.ended = self._total is not None and done == ((0, self._total),)
+
+    def reset(self) -> None:
+        """The incarnation is gone; batches that were taken ahead are drawn in vain."""
+        self.stock.reset()
+        self._dry = self.ended = False
+
+    def redo(self) -> None:
+        """The steps that are not counted are void."""
+        self.stock.redo()
