@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from ftopt.simulate.host import Content
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Decided
-from ftopt.sync.protocol.intervals import Ranges, intersect, subtract, union
+from ftopt.sync.protocol.intervals import Ranges, contains, intersect, subtract, union
 
 if TYPE_CHECKING:
+    from ftopt.simulate.loader import Loader
     from ftopt.simulate.trainer import Process
     from ftopt.simulate.world import Conn, Server, World
     from ftopt.sync.protocol.coordinator import Coordinator
@@ -193,6 +194,14 @@ class Checks:
             )
         if content.twice and not self.excused:
             raise Violation("I3", f"version {record.version} has units {content.twice} twice")
+
+    def offered(self, process: Process, loader: Loader, start: int, contribution: m.Contribution) -> None:
+        """A contribution names the units of its steps, and besides them those of steps that were not finite."""
+        used, named = loader.used(start, contribution.last_step), contribution.ranges
+        spent = self.discarded.get((0, process.mark), set())
+        allowed = union(used, *(loader.used(step - 1, step) for step in spent))
+        if not contains(named, used) or not contains(allowed, named):
+            raise Violation("I3", f"{process.name} offers units {named} with steps that have used {used}")
 
     def granted(self, conn: Conn, ranges: Ranges, machine: Coordinator | None) -> None:
         """Units that are granted are nobody else's: of those who live and were not given up."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.stock import Stock
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class Loader:
         self._capacity = knobs.accumulate + knobs.ahead
         self._ahead: deque[int] = deque()
         self._dry = False
+        self._used: dict[int, list[int]] = {}
+        """Inner step of this life -> the units that it has used."""
         process.machine.lease.wants = 3 * knobs.sync_every * knobs.accumulate + knobs.ahead
 
     @property
@@ -41,11 +43,18 @@ class Loader:
             self._process.act(self._process.machine.ask())
         if len(self._ahead) < self._accumulate and not self._dry:
             return False
-        drawn = 0
-        while self._ahead and drawn < self._accumulate:
-            drawn += self.stock.draw(self._ahead.popleft())
+        drawn: list[int] = []
+        while self._ahead and len(drawn) < self._accumulate:
+            unit = self._ahead.popleft()
+            if self.stock.draw(unit):
+                drawn.append(unit)
         self.stock.use()
-        return drawn > 0
+        self._used[self._process.local_steps + 1] = drawn
+        return bool(drawn)
+
+    def used(self, start: int, stop: int) -> Ranges:
+        """By the inner steps ``start + 1 .. stop``."""
+        return union((unit, unit + 1) for step in range(start + 1, stop + 1) for unit in self._used.get(step, ()))
 
     def grant(self, ranges: Ranges, *, dry: bool) -> None:
         """More units, or the answer that there are none."""

@@ -448,4 +448,7 @@ class Process:
             self.misfortune()
             if not self.alive:
                 return
-        self.act(self.machine.propose(contribution, now=now))
+        effects = self.machine.propose(contribution, now=now)
+        if self.loader is not None and self.machine.contribution(0) is contribution:
+            self.world.checks.offered(self, self.loader, before, contribution)
+        self.act(effects)

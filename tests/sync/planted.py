@@ -20,9 +20,14 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Agreed, Attempt
 from ftopt.sync.protocol.coordinator import Coordinator
 from ftopt.sync.protocol.gathering import Gathering
+from ftopt.sync.protocol.intervals import Ranges, subtract, union
+from ftopt.sync.protocol.ledger import Ledger
+from ftopt.sync.protocol.lending import Lending
+from ftopt.sync.protocol.members import Members
 from ftopt.sync.protocol.replica import Adopt, Replica, Send, StartReduce
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
+from ftopt.sync.protocol.stock import Stock
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -287,6 +292,101 @@ def unhealed_votes(patch: Patch) -> None:
     patch.setattr(Rounds, "holds", lambda self, member: self.fragment in member.held)
 
 
+# ---------------------------------------------------------------- the sample ledger
+
+
+def suspect_releases(patch: Patch) -> None:
+    """What a member holds that is away is granted to others"""
+    away = Members.away
+
+    def mutant(self: Members, now: float, member: Member, *, close: bool = False) -> Any:
+        if self.lending is not None:
+            self.lending.gone(member.mark)
+        return away(self, now, member, close=close)
+
+    patch.setattr(Members, "away", mutant)
+
+
+def limbo_off(patch: Patch) -> None:
+    """A new coordinator takes for free what it knows nothing of"""
+    ledger_open = Ledger.open
+    patch.setattr(Ledger, "open", lambda self, done, cursor, unheard: ledger_open(self, done, cursor, ()))
+    patch.setattr(Ledger, "expect", lambda self, mark: None)
+
+
+def cursor_of_done(patch: Patch) -> None:
+    """A new coordinator takes the cursor from what is done"""
+    patch.setattr(Gathering, "cursor", lambda self: 0)
+
+
+def dead_not_done(patch: Patch) -> None:
+    """A commit does not mark what a member that died meanwhile has used"""
+    mark_done = Rounds._mark_done
+
+    def mutant(self: Rounds, a: Attempt) -> Any:
+        lost = union(*(c.ranges for r, c in a.contributions.items() if r in a.lost))
+        a.ranges = subtract(a.ranges, lost)
+        return mark_done(self, a)
+
+    patch.setattr(Rounds, "_mark_done", mutant)
+
+
+def claim_adds(patch: Patch) -> None:
+    """What a replica says that it holds is added to what was believed of it"""
+    claim = Ledger.claim
+
+    def mutant(self: Ledger, mark: m.Mark, ranges: Ranges) -> Any:
+        return claim(self, mark, union(ranges, self.leases.get(mark, ())))
+
+    patch.setattr(Ledger, "claim", mutant)
+
+
+def gone_untold(patch: Patch) -> None:
+    """Replicas do not keep the gone marks, and a coordinator without memory lets the gone in"""
+    learn = Replica._learn
+    patch.setattr(Replica, "_learn", lambda self, known, gone: learn(self, known, ()))
+
+
+def hold_off(patch: Patch) -> None:
+    """What an undecided attempt has used is free when its owner is gone"""
+    patch.setattr(Ledger, "hold", lambda self, ranges: None)
+
+
+def taken_is_used(patch: Patch) -> None:
+    """What a loader has taken ahead counts as used"""
+    take = Stock.take
+
+    def mutant(self: Stock) -> Any:
+        unit = take(self)
+        if unit is not None:
+            self._used = union(self._used, ((unit, unit + 1),))
+        return unit
+
+    patch.setattr(Stock, "take", mutant)
+
+
+def void_is_used(patch: Patch) -> None:
+    """A replica that was given up counts what its void steps have used since it came back"""
+    patch.setattr(Stock, "redo", lambda self: None)
+
+
+def tail_off(patch: Patch) -> None:
+    """At the end of the data a replica that hangs is waited for for ever"""
+    patch.setattr(Lending, "waits_since_s", lambda self, mark: math.inf)
+
+
+def asks_once(patch: Patch) -> None:
+    """What was asked for when nothing was free is forgotten"""
+    grant = Lending._grant
+
+    def mutant(self: Lending) -> Any:
+        effects = grant(self)
+        self._asks.clear()
+        return effects
+
+    patch.setattr(Lending, "_grant", mutant)
+
+
 BUGS = (
     Bug("FREEZE", freeze_off),
     Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
@@ -306,6 +406,17 @@ BUGS = (
     Bug("I5", stale_state),
     Bug("I5", unhealed_source, slow=True),
     Bug("I5", unhealed_votes),
+    Bug("GONE", suspect_releases),
+    Bug("LIMBO", limbo_off),
+    Bug("CURSOR", cursor_of_done),
+    Bug("DONE", dead_not_done),
+    Bug("TOTAL", claim_adds),
+    Bug("FENCE", gone_untold),
+    Bug("HOLD", hold_off),
+    Bug("UNIT", taken_is_used),
+    Bug("UNIT", void_is_used),
+    Bug("TAIL", tail_off),
+    Bug("TAIL", asks_once),
 )
 
 
