@@ -197,6 +197,8 @@ class Checks:
 
     def offered(self, process: Process, loader: Loader, start: int, contribution: m.Contribution) -> None:
         """A contribution names the units of its steps, and besides them those of steps that were not finite."""
+        if self.excused:
+            return
         used, named = loader.used(start, contribution.last_step), contribution.ranges
         spent = self.discarded.get((0, process.mark), set())
         allowed = union(used, *(loader.used(step - 1, step) for step in spent))

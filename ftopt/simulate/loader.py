@@ -63,10 +63,11 @@ class Loader:
             self._process.world.coverage["no units for now"] += 1
         self._dry = dry and not ranges
 
-    def settle(self, done: Ranges) -> None:
-        """These are in the committed state."""
-        self.stock.settle(done)
+    def settle(self, done: Ranges, own: Ranges) -> Ranges:
+        """These are in the committed state; see `Stock.settle`."""
+        twice = self.stock.settle(done, own)
         self.ended = self._total is not None and done == ((0, self._total),)
+        return twice
 
     def reset(self) -> None:
         """The incarnation is gone; batches that were taken ahead are drawn in vain."""

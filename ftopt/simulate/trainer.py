@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ftopt.simulate.check import Violation
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.reduction import Reduction
@@ -280,8 +281,9 @@ class Process:
                 case r.Granted(ranges=ranges, dry=dry):
                     assert self.loader is not None
                     self.loader.grant(ranges, dry=dry)
-                case r.Settled(done=done) if self.loader is not None:
-                    self.loader.settle(done)
+                case r.Settled(done=done, own=own) if self.loader is not None:
+                    if self.loader.settle(done, own) and not self.world.checks.excused:
+                        raise Violation("I3", f"{self.name} has used units that are done by others")
                 case r.Reborn(reason=reason):
                     if self.loader is not None:
                         self.loader.reset()

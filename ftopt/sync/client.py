@@ -437,8 +437,9 @@ class Client:
                 self._fetcher.begin(effect, self._on_task_end)
             case p.Granted(ranges=ranges, dry=dry) if self.units is not None:
                 self.units.grant(ranges, dry=dry)
-            case p.Settled(done=done) if self.units is not None:
-                self.units.settle(done)
+            case p.Settled(done=done, own=own) if self.units is not None:
+                if twice := self.units.settle(done, own):
+                    self.emit("used_twice", fragment=0, data={"ranges": twice})
             case p.Reborn(reason=reason):
                 if self.units is not None:
                     self.units.reset()

@@ -147,12 +147,13 @@ class Units:
             self._dry = dry and not ranges
             self._changed.notify_all()
 
-    def settle(self, done: Ranges) -> None:
-        """These are in the committed state."""
+    def settle(self, done: Ranges, own: Ranges) -> Ranges:
+        """These are in the committed state; see `Stock.settle`."""
         with self._changed:
-            self._stock.settle(done)
+            twice = self._stock.settle(done, own)
             self._ended = self.samples.units is not None and done == ((0, self.samples.units),)
             self._changed.notify_all()
+        return twice
 
     def reset(self) -> None:
         """This incarnation is gone, and what it held."""

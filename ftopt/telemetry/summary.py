@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ftopt.telemetry.samples import count_samples
+
 Record = Mapping[str, Any]
 Mark = tuple[str, int]
 
@@ -61,9 +63,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         "inner_steps_discarded": book.discarded,
         "inner_steps_counted_twice": max(b.twice for b in books),
         "chain_conflicts": _conflicts(by_name["decide"]),
-        "samples_committed": None,
-        "samples_duplicated": None,
-        "samples_lost": None,
+        **count_samples(events),
         **_scores(by_name["evaluate"], dead),
         "anchor_digests": {
             mark[0]: _data(event).get("anchor_digest")

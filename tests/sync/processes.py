@@ -145,7 +145,15 @@ def _train(
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     model = tiny_model(options.get("width", 16))
-    group = ftopt.connect(url, replica, job=options.get("job"), sync=options["sync"], on_event=on_event, connect_s=5.0)
+    group = ftopt.connect(
+        url,
+        replica,
+        job=options.get("job"),
+        sync=options["sync"],
+        on_event=on_event,
+        connect_s=5.0,
+        samples=options.get("samples"),
+    )
     optimizer = ftopt.wrap(
         torch.optim.AdamW(model.parameters(), lr=options.get("lr", 1e-3)), model, options["method"], group=group
     )
@@ -160,6 +168,15 @@ def _train(
         seed = sum(map(ord, replica)) * 100 + group.incarnation
         data = torch.Generator().manual_seed(seed)
         while optimizer.committed.inner_step < target.value and not leaving.is_set():
+            if group.units is not None:
+                unit = group.units.take(timeout_s=LIMIT_S)
+                if unit is None:
+                    if group.units.ended:
+                        break
+                    continue
+                if not group.units.drawn(unit):
+                    continue
+                data.manual_seed(unit)
             x = torch.randn(4, 8, generator=data)
             loss = (model(x) - x.flip(1)).square().mean()
             loss.backward()

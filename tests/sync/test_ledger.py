@@ -213,8 +213,18 @@ def test_a_unit_goes_from_the_grant_to_the_commit() -> None:
     assert stock.offer() == ((7, 9),)
     assert stock.draw(3)  # ahead of the snapshot, or behind it: the step says so
     assert stock.offer() == ((7, 9),)
-    stock.settle(((0, 8),))
+    assert stock.settle(((0, 8),), ((7, 8),)) == ()
     assert stock.offer() == ((8, 9),)
+
+
+def test_steps_with_units_that_are_done_by_another_one_are_told_and_offer_them_no_more() -> None:
+    stock = Stock()
+    stock.grant(((0, 4),))
+    for unit in (stock.take(), stock.take(), stock.take()):
+        assert unit is not None and stock.draw(unit)
+    stock.use()
+    assert stock.settle(((0, 2),), ((0, 1),)) == ((1, 2),)
+    assert stock.offer() == ((2, 3),)
 
 
 def test_steps_that_are_void_are_done_again_first() -> None:
@@ -237,7 +247,7 @@ def test_what_is_held_no_more_is_not_drawn() -> None:
     assert stock.queued == stock.unused == 0
     stock.grant(((4, 8),))
     assert stock.take() == 4
-    stock.settle(((4, 6),))  # another one's steps have used them, too
+    assert stock.settle(((4, 6),), ()) == ()  # another one's steps have used them, too
     assert not stock.draw(4)
     assert stock.take() == 6
 
@@ -261,6 +271,6 @@ def test_the_stock_keeps_what_it_has_not_used(seed: int) -> None:
                 stock.use()
             case 4 if chance.random() < 0.3:
                 done = union(done, stock.offer())
-                stock.settle(done)
+                assert stock.settle(done, stock.offer()) == ()
         left = stock.queued + stock.unused + size(stock.offer())
         assert left == size(subtract(granted, done))

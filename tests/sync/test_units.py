@@ -156,6 +156,6 @@ def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step()
         units.take(0.0)
     units.reset()
     assert not units.drawn(1)
-    units.settle(((0, 100),))
+    assert units.settle(((0, 100),), ()) == ()
     assert units.take() is None
     assert units.ended

@@ -379,7 +379,7 @@ class Coordinator:
             unheard = [x.mark for x in self.roster.away() if not gathering.heard(x.mark)]
             done = top.last.done if top.last is not None else gathering.done(top.at)
             effects += self.lending.open(done, gathering.cursor(), unheard)
-            data["samples"] = self.lending.settings()
+            data |= {"samples": self.lending.settings(), "done": done}
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
             if hello.incarnation == 0:

@@ -33,12 +33,13 @@ class Lease:
         self.held = union(self.held, grant.ranges)
         return [Granted(grant.ranges, grant.dry)]
 
-    def settle(self, record: m.Record) -> list[Effect]:
-        """This is the committed state now."""
+    def settle(self, record: m.Record, offered: m.Contribution | None = None, *, counted: int = 0) -> list[Effect]:
+        """``record`` is the committed state now; what was ``offered`` is in it if its last step is ``counted``."""
         if record.fragment or not (record.done or self.held):
             return []
         self.held = subtract(self.held, record.done)
-        return [Settled(record.done)]
+        own = offered.ranges if offered is not None and offered.last_step <= counted else ()
+        return [Settled(record.done, own)]
 
     def ask(self) -> list[Effect]:
         """Units run short: as many more as it wants to hold, and as many as it has used in vain so far.

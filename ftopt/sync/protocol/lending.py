@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Cursor, Effect, Send, Tell
-from ftopt.sync.protocol.intervals import Ranges, low_water, size, subtract, union
+from ftopt.sync.protocol.intervals import Ranges, low_water, size, union
 from ftopt.sync.protocol.ledger import Ledger
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.samples import Samples
@@ -73,13 +73,11 @@ class Lending:
 
     # ------------------------------------------------------------ attempts
 
-    def hold(self, contributions: Iterable[m.Contribution]) -> tuple[Ranges, list[Effect]]:
-        """HOLD: an attempt begins. Returns all units that it marks done, and an event if some are used twice."""
-        parts = [c.ranges for c in contributions if c.ranges]
-        ranges = union(*parts)
+    def hold(self, contributions: Iterable[m.Contribution]) -> Ranges:
+        """HOLD: an attempt begins. Returns all units that it marks done."""
+        ranges = union(*(c.ranges for c in contributions))
         self.ledger.hold(ranges)
-        twice = sum(map(size, parts)) - size(subtract(ranges, self.ledger.done))
-        return ranges, [Tell("used_twice", data={"units": twice})] if twice else []
+        return ranges
 
     def release(self) -> None:
         """The attempt was aborted."""

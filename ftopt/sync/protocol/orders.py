@@ -71,9 +71,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """All units that are in the held committed state."""
+    """All units that are in the held committed state; ``own``: of this replica's contribution that was counted last."""
 
     done: Ranges
+    own: Ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,6 +228,7 @@ class Replica:
         mine = self._is_mine(f, record)
         wanted = f.fetching if f.fetching and f.fetching.position != record.position else None
         f.installing, f.under_way, f.fetching, f.told = False, False, wanted, [wanted.position] if wanted else []
+        offered = f.contribution
         f.record, f.contribution, f.prepared = record, None, None
         if self.incarnation == 0:  # given up meanwhile
             f.reborn = True
@@ -235,7 +236,8 @@ class Replica:
         if not mine:
             return self._die("another process has had this incarnation too")
         f.released = f.unhealed = f.reborn = False
-        return [*self.lease.settle(record), *self._answer(m.Holds(record.position)), *self._fetch(f)]
+        settled = self.lease.settle(record, offered, counted=self.counted_step(record))
+        return [*settled, *self._answer(m.Holds(record.position)), *self._fetch(f)]
 
     def fetch_failed(self, fragment: int) -> list[Effect]:
         """No source had a state that is wanted, or it could not be installed."""
@@ -410,9 +412,10 @@ class Replica:
                 message.fragment, message.version, message.chain
             )
             return [] if known or f.fetching else self._lacks(message.fragment)
+        settled = self.lease.settle(p.record, f.contribution, counted=self.counted_step(p.record))
         f.record, f.prepared, f.contribution = p.record, None, None
         f.called_in = f.released = False
-        return [Adopt(p.attempt, p.record), *self.lease.settle(p.record)]
+        return [Adopt(p.attempt, p.record), *settled]
 
     def _lacks(self, fragment: int) -> list[Effect]:
         """It does not hold what it should; both ends begin with an empty member list again."""

@@ -253,14 +253,13 @@ class Rounds:
             advance=max(c.steps for c in contributors),
             started_s=now,
         )
-        effects: list[Effect] = []
         if self.lending is not None:
-            a.ranges, effects = self.lending.hold(chosen.values())
+            a.ranges = self.lending.hold(chosen.values())
         key = tuple((x.mark, x.conn) for x in members)
         if key != self._group_key:
             self._group, self._group_key = a.attempt, key
         data = {"members": [list(x) for x in a.members], "retry": self._retry}
-        effects.append(self._tell("quorum", a, **data, steps=[c.steps for c in chosen.values()]))
+        effects = [self._tell("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
         for x in members:
             if reason := odd.get(x.replica):
                 data = {"reason": reason, "norm": self.proposals[x.replica].norm}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ftopt.sync.protocol.intervals import Range, Ranges, contains, size, subtract, union
+from ftopt.sync.protocol.intervals import Range, Ranges, contains, intersect, size, subtract, union
 
 
 class Stock:
@@ -80,11 +80,17 @@ class Stock:
         self._queue.extendleft(reversed(self._used))
         self._used, self._last = (), []
 
-    def settle(self, done: Ranges) -> None:
-        """These are done. What another replica has used besides (outside of what is promised) is not used again."""
+    def settle(self, done: Ranges, own: Ranges) -> Ranges:
+        """These are done, among them those of this replica's ``own`` contribution.
+
+        Returns what another one's steps have used, too: outside of what is promised. Those steps are kept, and what is
+        not used yet is not used again.
+        """
+        twice = subtract(intersect(self._used, done), own)
         self._used = subtract(self._used, done)
         self._queue = deque(x for part in self._queue for x in subtract((part,), done))
         self._taken = {unit for unit in self._taken if not contains(done, ((unit, unit + 1),))}
+        return twice
 
     def reset(self) -> None:
         """The incarnation is gone, and all that it held with it."""
