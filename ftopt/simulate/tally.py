@@ -32,6 +32,11 @@ COVERED = (
     "a result that one member misses",
     *(f"{count} fragments" for count in (1, 2, 3, 4)),
     "adaptive grace",
+    "a sample ledger",
+    "a sample ledger that ends",
+    "epoch_done",
+    "no units for now",
+    "data_ended",
     "halt",
 )
 """What has to happen in more than one history of a hundred; else the walks prove little."""

@@ -191,8 +191,9 @@ def _quiet(world: World) -> None:
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
         bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)
     if world.knobs.samples is not None and world.knobs.samples.units is not None:
+        # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
         slowest_s = max(p.step_s for p in world.processes.values())
-        bound_s += 2 * float(settings["forget_s"] or 0) + world.knobs.samples.units * slowest_s
+        bound_s += 9 * float(settings["forget_s"] or 0) + world.knobs.samples.units * slowest_s
     old = set(world.checks.versions)
     if not world.run(world.now + bound_s, lambda: _together(world, old)):
         held = {

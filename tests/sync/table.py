@@ -11,6 +11,10 @@ from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as r
 from ftopt.sync.protocol.coordinator import Coordinator
+from ftopt.sync.protocol.intervals import Ranges, union
+from ftopt.sync.protocol.ledger import Ledger
+from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.protocol.stock import Stock
 
 SETTINGS: dict[str, float | int | str | None] = {
     "start_replicas": 2, "start_s": 10.0, "grace_s": 2.0, "heartbeat_s": 1.0, "dead_after_s": 3.0,
@@ -34,13 +38,19 @@ class Seat:
                 initial=initial,
                 fragments=table.fragments,
                 address=name,
+                samples=table.samples,
             )
         )
+        self.machine.lease.wants = table.wants
+        self.stock = Stock()
+        """The units that it was granted."""
         self.conn: int | None = None
         self.inbox: list[m.FromCoordinator] = []
         self.asked: list[r.Effect] = []
         self.hangs = False
         """Its reducer hangs: it does not say that it has stopped."""
+        self.twice: Ranges = ()
+        """Units that it has used, and another one, too."""
 
     @property
     def record(self) -> m.Record:
@@ -86,6 +96,14 @@ class Seat:
             if isinstance(effect, r.Send):
                 self.say(effect.message)
                 continue
+            if isinstance(effect, r.Granted):
+                self.stock.grant(effect.ranges)
+                continue
+            if isinstance(effect, r.Settled):
+                self.twice = union(self.twice, self.stock.settle(effect.done, effect.own))
+                continue
+            if isinstance(effect, r.Reborn):
+                self.stock.reset()
             self.asked.append(effect)
             if isinstance(effect, r.StopReduce) and not self.hangs:
                 self.stop(effect)
@@ -129,9 +147,17 @@ class Seat:
         """Offers all steps up to ``last_step``; what follows stays in the inboxes."""
         record = self.held(fragment)
         steps = last_step - self.machine.counted_step(record)
-        contribution = m.Contribution(fragment, record.version, steps, last_step, float(steps))
+        ranges = () if fragment else self.stock.offer()
+        contribution = m.Contribution(fragment, record.version, steps, last_step, float(steps), ranges=ranges)
         self.do(self.machine.propose(contribution, now=now))
         return contribution
+
+    def use(self, units: int) -> None:
+        """Inner steps use so many units."""
+        for _ in range(units):
+            unit = self.stock.take()
+            assert unit is not None and self.stock.draw(unit)
+        self.stock.use()
 
     def reduce(self, digest: str = "sum") -> r.StartReduce:
         """Takes the quorum in, reduces, and prepares."""
@@ -160,8 +186,10 @@ class Seat:
 class Table:
     """A coordinator with its journal, and the seats around it."""
 
-    def __init__(self, fragments: int = 1, **settings: Any) -> None:
+    def __init__(self, fragments: int = 1, *, samples: Samples | None = None, wants: int = 0, **settings: Any) -> None:
         self.fragments = fragments
+        self.samples = samples
+        self.wants = wants
         self.settings = SETTINGS | settings
         self.now = 100.0
         self.life = 1
@@ -235,6 +263,12 @@ class Table:
 
     def events(self, name: str) -> list[e.Tell]:
         return [tell for tell in self.told if tell.event == name]
+
+    @property
+    def ledger(self) -> Ledger:
+        """The coordinator's, of a job that has one."""
+        assert self.coordinator.lending is not None
+        return self.coordinator.lending.ledger
 
     @property
     def version(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftopt.sync.protocol import intervals as iv
@@ -21,6 +21,7 @@ def is_normal(a: iv.Ranges) -> bool:
     return all(start < stop for start, stop in a) and all(x[1] < y[0] for x, y in pairwise(a))
 
 
+@settings(deadline=None)
 @given(RAW, RAW)
 def test_union_is_that_of_the_members_in_normal_form(a: list[iv.Range], b: list[iv.Range]) -> None:
     got = iv.union(a, b)
@@ -28,6 +29,7 @@ def test_union_is_that_of_the_members_in_normal_form(a: list[iv.Range], b: list[
     assert members(got) == members(tuple(a)) | members(tuple(b))
 
 
+@settings(deadline=None)
 @given(SETS, SETS)
 def test_difference_and_intersection(a: iv.Ranges, b: iv.Ranges) -> None:
     for got, expected in (
@@ -39,6 +41,7 @@ def test_difference_and_intersection(a: iv.Ranges, b: iv.Ranges) -> None:
     assert iv.contains(b, a) == (members(a) <= members(b))
 
 
+@settings(deadline=None)
 @given(SETS, st.integers(0, 50), st.integers(1, 4))
 def test_the_first_ones(a: iv.Ranges, count: int, parts: int) -> None:
     got = iv.first(a, count, parts=parts)
@@ -48,6 +51,7 @@ def test_the_first_ones(a: iv.Ranges, count: int, parts: int) -> None:
     assert sorted(members(got)) == expected
 
 
+@settings(deadline=None)
 @given(SETS)
 def test_size_end_and_low_water_mark(a: iv.Ranges) -> None:
     inside = members(a)

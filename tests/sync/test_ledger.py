@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftopt.sync.protocol.intervals import Ranges, intersect, size, subtract, union
@@ -121,6 +121,7 @@ def test_a_lease_and_the_holes_in_what_is_done_stay_few() -> None:
     assert ledger.grant([(B, 2)]) == {B: ((1, 2), (3, 4))}
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 32), st.none() | st.integers(30, 200))
 def test_whatever_happens_each_unit_is_done_once_or_leased_or_free(seed: int, units: int | None) -> None:
     chance = random.Random(seed)

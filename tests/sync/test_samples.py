@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftopt.sync.protocol.samples import Samples
@@ -32,12 +32,14 @@ def test_drop_last_leaves_it_out() -> None:
     assert samples.count([(0, 6)]) == 24
 
 
+@settings(deadline=None)
 @given(SOME, st.integers(0, 200), st.integers(0, 200))
 def test_samples_are_counted_as_their_positions_are(samples: Samples, start: int, length: int) -> None:
     units = range(start, start + length)
     assert samples.count([(units.start, units.stop)]) == sum(len(samples.positions(unit)) for unit in units)
 
 
+@settings(deadline=None)
 @given(SOME, st.integers(0, 5))
 def test_the_units_of_an_epoch_are_its_positions_in_order(samples: Samples, epoch: int) -> None:
     per_epoch = samples.units_per_epoch

@@ -18,7 +18,7 @@ from ftopt.sync.group import ReplicaGroup, Samples, Sync
 from ftopt.sync.units import SPARE, Units
 
 FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=0.5)
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class Notes:

@@ -42,8 +42,8 @@ class Member:
     """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
     wants: int = 0
     """Units of the sample ledger that it wants to hold after a commit."""
-    hastened: dict[int, int] = field(default_factory=dict)
-    """Fragment -> the version towards which it was called in, for want of units, at the first proposal."""
+    called_in: dict[int, int] = field(default_factory=dict)
+    """Fragment -> the version towards which it was called in last."""
     told: dict[int, tuple[m.Mark, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 
@@ -71,8 +71,11 @@ class Member:
     def patience_s(self) -> float:
         """How long a call-in waits for it: two of its usual steps, half a second at least.
 
-        Only a trainer at work can be waited for; other states are not hung, but not ready.
+        Only a trainer at work can be waited for, and one that has no units, which answers at once; other states are
+        not hung, but not ready.
         """
+        if self.state == "dry":
+            return 0.5
         return max(0.5, 2 * self.step_s) if self.state == "training" else 0.0
 
     def progress(self, message: m.Progress) -> bool:

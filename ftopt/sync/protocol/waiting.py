@@ -81,12 +81,12 @@ class Waiting:
         self._late_s = min(self._opened_s + self._grace_s, soonest_s)
         late = now >= self._late_s
         for x in missing:
-            dry = x.state == "dry" and x.hastened.get(self._fragment) != version
-            soon = (self._fragment in x.newcomer or dry) and holds(x)
-            if x.replica not in self._deadline and (late or soon):
-                x.hastened[self._fragment] = version
+            ready = holds(x)
+            dry = ready and x.state == "dry" and x.called_in.get(self._fragment) != version
+            newcomer = ready and self._fragment in x.newcomer
+            if dry or (x.replica not in self._deadline and (late or newcomer)):
                 self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
-                effects += self.call_in(x, version) if holds(x) else []
+                effects += self.call_in(x, version) if ready else []
         if any(now < self._deadline.get(x.replica, math.inf) for x in missing):
             return effects
         return None
@@ -113,6 +113,7 @@ class Waiting:
         """Asks for a contribution at the next step boundary."""
         if member.conn is None:
             return []
+        member.called_in[self._fragment] = version
         return [
             Send(member.conn, m.CallIn(self._fragment, version)),
             Tell("call_in", member.replica, member.incarnation, self._fragment, version),
