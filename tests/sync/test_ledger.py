@@ -194,7 +194,7 @@ def test_what_an_undone_step_used_is_drawn_again_and_no_contribution_holds_it() 
     assert stock.draw(6)
     stock.use()
     assert stock.offer() == ((0, 7),)
-    stock.settle(((5, 7),))  # another replica has used them besides
+    assert stock.settle(((5, 7),), ()) == ((5, 7),)  # another replica has used them besides
     stock.unuse()
     assert (stock.offer(), stock.unused) == (((0, 4),), 1)
     stock.use()
