@@ -169,12 +169,13 @@ def grids(book: Book) -> list[str]:
     """The grids' losses at seed 0, as markdown."""
     lines = ["| | " + " | ".join(f"{lr:g}" for lr in RATES) + " |", "|---" * (len(RATES) + 1) + "|"]
     for family, cases in GRID.items():
-        by_setting: dict[str, list[float]] = {}
+        by_setting: dict[str, dict[float, float]] = {}
         for case, outcome in zip(cases, book.all(cases), strict=True):
-            by_setting.setdefault(_setting(family, case.method), []).append(outcome.loss)
-        lines += [
-            f"| {name} | " + " | ".join(f"{loss:.3f}" for loss in losses) + " |" for name, losses in by_setting.items()
-        ]
+            by_setting.setdefault(_setting(family, case.method), {})[case.lr] = outcome.loss
+        for name, losses in by_setting.items():
+            lines.append(
+                f"| {name} | " + " | ".join(f"{losses[lr]:.3f}" if lr in losses else "" for lr in RATES) + " |"
+            )
     return lines
 
 
