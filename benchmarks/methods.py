@@ -212,6 +212,7 @@ def run(arguments: argparse.Namespace) -> int:
         if row.name != "one replica"
     }
     path = RESULTS / "methods" / "methods.png"
-    pictures.methods(curves, points, path)
+    alone = next(statistics.mean(o.loss for o in outcomes) for row, outcomes in found if row.name == "one replica")
+    pictures.methods(curves, points, path, alone=alone)
     say(f"drawn: {path}")
     return 0

@@ -9,20 +9,27 @@ from pathlib import Path
 Curve = Sequence[tuple[int, float]]
 
 
-def methods(curves: Mapping[str, Sequence[Curve]], points: Mapping[str, tuple[float, float]], path: Path) -> None:
+def methods(
+    curves: Mapping[str, Sequence[Curve]],
+    points: Mapping[str, tuple[float, float]],
+    path: Path,
+    *,
+    alone: float | None = None,
+) -> None:
     """Held-out loss over inner steps, and over the bytes that a replica has sent at the end.
 
     Args:
         curves: method -> a curve a seed, of (inner step, loss); the mean is drawn, and the range over seeds.
         points: method and codec -> (MB sent, loss), both means over seeds.
         path: a PNG; written anew.
+        alone: one replica's loss.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), dpi=110)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5), dpi=110)
     for name, of_seeds in curves.items():
         steps = [step for step, _ in of_seeds[0]]
         losses = [[curve[i][1] for curve in of_seeds] for i in range(len(steps))]
@@ -32,10 +39,13 @@ def methods(curves: Mapping[str, Sequence[Curve]], points: Mapping[str, tuple[fl
     left.set(xlabel="inner steps of each replica", ylabel="held-out loss, nats a byte", ylim=(None, 2.6))
     left.legend(fontsize=8)
     left.grid(alpha=0.3)
-    for name, (sent, loss) in points.items():
-        right.plot(sent, loss, "o", markersize=5)
-        right.annotate(name, (sent, loss), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    marks = "osD^vPX*"
+    for k, (name, (sent, loss)) in enumerate(sorted(points.items(), key=lambda item: item[1][1])):
+        right.plot(sent, loss, marks[k % len(marks)], color=pyplot.cm.tab20(k % 20), markersize=7, label=name)
+    if alone is not None:
+        right.axhline(alone, color="black", linewidth=1, linestyle=":", label="one replica (sends nothing)")
     right.set(xscale="log", xlabel="sent by a replica, MB", ylabel="held-out loss at the end")
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), title="best first", title_fontsize=7)
     right.grid(alpha=0.3, which="both")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
