@@ -20,6 +20,7 @@ from ftopt.events import Event as Event
 from ftopt.sync.protocol.settings import Sync as Sync
 
 if TYPE_CHECKING:
+    from ftopt.checkpointing import Checkpoints as Checkpoints
     from ftopt.data.loader import DataLoader as DataLoader
     from ftopt.data.tokens import TokenWindows as TokenWindows
     from ftopt.methods import PAFT as PAFT
@@ -62,6 +63,7 @@ _LATER = {
     "AllOf": "ftopt.methods",
     "AnyOf": "ftopt.methods",
     "Balanced": "ftopt.methods",
+    "Checkpoints": "ftopt.checkpointing",
     "ConstantRate": "ftopt.methods",
     "CosineRate": "ftopt.methods",
     "DataLoader": "ftopt.data.loader",

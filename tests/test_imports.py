@@ -13,8 +13,8 @@ import pytest
 import ftopt
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-TYPES = {"doors", "errors", "events"}
-ASSEMBLERS = {"connect", "http_state", "config", "cli", "job", "__init__", "__main__"}
+TYPES = {"doors", "errors", "events", "rng"}
+ASSEMBLERS = {"connect", "checkpointing", "http_state", "config", "cli", "job", "__init__", "__main__"}
 """Parts that put others together; everybody else is held to `ALLOWED`."""
 
 ALLOWED = {
@@ -24,7 +24,7 @@ ALLOWED = {
     "sync": set(),
     "transport": set(),
     "data": {"sync.protocol.samples"},
-    "checkpoint": set(),
+    "checkpoint": {"transport.snapshot"},
     "telemetry": set(),
     "faults": set(),
     "simulate": {"sync.protocol"},

@@ -25,6 +25,7 @@ VERBS = {
     "coordinator": "the process that forms quorums and decides",
     "replica": "one replica of a job",
     "status": "who is in, versions, rounds",
+    "export": "a checkpoint's anchor as a plain safetensors state dict",
     "simulate": "random histories of faults, each checked after every event",
 }
 """Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when it is called."""

@@ -15,17 +15,18 @@ from ftopt.errors import UserError
 def run(arguments: argparse.Namespace) -> int:
     """Runs it, then says what came out and where it lies."""
     from ftopt.config.loader import load
-    from ftopt.job.runner import Runner, on_terminal, resolved
+    from ftopt.job.runner import Runner, on_terminal, resolved, resumable
     from ftopt.telemetry.folder import RunFolder
     from ftopt.telemetry.progress import LiveTable, PlainLines
     from ftopt.telemetry.wandb import resolve
 
-    recipe = load(arguments.recipe, arguments.overrides)
+    recipe = resumable(load(arguments.recipe, arguments.overrides))
     mode = resolve(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     if mode == "offline":
         say(f"wandb is offline: no key was found; `wandb sync {folder}/wandb/offline-run-*` sends the runs later")
-    runner = Runner(resolved(recipe, mode), RunFolder(folder), LiveTable() if on_terminal() else PlainLines(say))
+    files = RunFolder(folder)
+    runner = Runner(resolved(recipe, mode, files), files, LiveTable() if on_terminal() else PlainLines(say))
     try:
         summary = runner.run()
     finally:
@@ -55,9 +56,11 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
     digests = summary["anchor_digests"]
     alike = "alike" if len(set(digests.values())) <= 1 else "NOT ALIKE"
     stall = summary["stall_s"]
+    inherited = f" + from the checkpoint {steps}" if (steps := summary["inner_steps_inherited"]) else ""
     lines = [
         f"outer steps {summary['outer_steps']}, attempts {summary['attempts']}, aborted {summary['attempts_aborted']}",
-        f"inner steps executed {summary['inner_steps_executed']} = committed {summary['inner_steps_committed']}"
+        f"inner steps executed {summary['inner_steps_executed']}{inherited}"
+        f" = committed {summary['inner_steps_committed']}"
         f" + pending {summary['inner_steps_pending']} + of the dead {summary['dead_inner_steps_lost']}"
         f" + discarded {sum(summary['inner_steps_discarded'].values())}"
         f" + survivors' lost {summary['survivor_inner_steps_lost']}",

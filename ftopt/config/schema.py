@@ -255,7 +255,15 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Snapshots of the committed state; ``every`` counts outer steps."""
+    """Checkpoints of the whole job; see ``docs/checkpoints.md``.
+
+    Args:
+        dir: their folder, which all replicas see. Default null: ``checkpoint`` in the run's folder with ``ftopt run``,
+            and no checkpoints with ``ftopt replica``.
+        every: outer steps (of fragment 0) from one to the next; 0 for none.
+        keep: so many are kept.
+        resume: a checkpoint to go on from, or a folder of several: its newest whole one.
+    """
 
     dir: str | None = None
     every: int = 5
@@ -264,11 +272,10 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         for name in ("dir", "resume"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"checkpoint.{name}={getattr(self, name)!r}; checkpoints are not available yet; leave it null"
-                )
-        at_least("checkpoint", 1, every=self.every, keep=self.keep)
+            if getattr(self, name) == "":
+                raise ValueError(f"checkpoint.{name} is empty; give a folder, or null")
+        at_least("checkpoint", 0, every=self.every)
+        at_least("checkpoint", 1, keep=self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)

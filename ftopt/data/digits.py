@@ -78,3 +78,11 @@ class Draws:
         """Pixels (batch_size, 1, 8, 8), fp32, and labels (batch_size,), int64."""
         drawn = torch.randint(len(self._images.labels), (self._batch_size,), generator=self._generator)
         return self._images.pixels[drawn], self._images.labels[drawn]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the generator stands."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Goes on where `state_dict` was taken."""
+        self._generator.set_state(state_dict["generator"])

@@ -39,3 +39,11 @@ class Windows:
         starts = torch.randint(last + 1, (self._batch_size, 1), generator=self._generator)
         rows = self._data[starts + self._offsets].long()
         return rows[:, :-1], rows[:, 1:]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Where the generator stands."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Goes on where `state_dict` was taken."""
+        self._generator.set_state(state_dict["generator"])

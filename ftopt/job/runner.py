@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
+from ftopt.checkpoint.reader import verified, whole
 from ftopt.config.loader import dump
 from ftopt.config.schema import Recipe
 from ftopt.errors import FtoptError, UserError
@@ -128,6 +130,8 @@ class Runner:
 
     def _start_replica(self, replica: str, life: int) -> None:
         arguments = ["replica", str(self._folder.recipe), "--coordinator", self._url, "--id", replica]
+        if life > 1 and self._recipe.checkpoint.resume is not None:
+            arguments.append("checkpoint.resume=null")  # The job has gone on from there: it joins.
         self._start(replica, life, [*arguments, "--job", self._recipe.name, "--supervised"])
 
     def _start(self, name: str, life: int, arguments: list[str], *, reports: bool = False) -> Child:
@@ -163,9 +167,11 @@ class Runner:
                 self._bring_back()
                 self._end_when_done()
         if state.interrupts:
-            raise RunFailed("interrupted before the end")
+            raise RunFailed(f"interrupted before the end{self._way_on()}")
         if not state.ended:
-            raise RunFailed(f"all replicas died before the end; what they said is in {self._folder.logs}")
+            raise RunFailed(
+                f"all replicas died before the end; what they said is in {self._folder.logs}{self._way_on()}"
+            )
 
     def _follow(self) -> None:
         """Takes up the new lines of all processes."""
@@ -236,6 +242,12 @@ class Runner:
                     path.unlink()
             self._start_coordinator(coming.life)
 
+    def _way_on(self) -> str:
+        """How to go on from the newest checkpoint, if there is one."""
+        folder = self._recipe.checkpoint.dir
+        there = whole(Path(folder)) if folder is not None else []
+        return f"; to go on from there: checkpoint.resume={there[-1]}" if there else ""
+
     # Ending.
 
     def _coming_back(self) -> bool:
@@ -299,11 +311,28 @@ class Runner:
         raise RunFailed(f"{child.name} could not start ({describe(status)})\n{message}")
 
 
-def resolved(recipe: Recipe, wandb: str) -> Recipe:
-    """The recipe as the run's processes read it: as many replicas at the start as there are, wandb's mode settled."""
+def resumable(recipe: Recipe) -> Recipe:
+    """The recipe with the one checkpoint that all replicas go on from, every file of it verified.
+
+    Raises:
+        UserError: it cannot be used.
+    """
+    path = recipe.checkpoint.resume
+    if path is None:
+        return recipe
+    return replace(recipe, checkpoint=replace(recipe.checkpoint, resume=str(verified(Path(path).resolve()).path)))
+
+
+def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
+    """The recipe as the run's processes read it: as many replicas at the start as there are, wandb's mode settled, a
+    folder for checkpoints."""
     start = recipe.sync.start_replicas or recipe.replicas
     sync = replace(recipe.sync, start_replicas=start)
-    return replace(recipe, sync=sync, log=replace(recipe.log, wandb=wandb))
+    checkpoint = recipe.checkpoint
+    if checkpoint.every:
+        where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
+        checkpoint = replace(checkpoint, dir=str(where.resolve()))
+    return replace(recipe, sync=sync, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
 
 
 def summarize_folder(folder: RunFolder) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,12 @@ class Batches(Protocol):
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """The next one: inputs and targets."""
+
+    def state_dict(self) -> Any:
+        """Where it stands, for a checkpoint."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Goes on where `state_dict` was taken."""
 
 
 class _Redrawn:

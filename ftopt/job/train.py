@@ -67,6 +67,7 @@ class Trainer:
         model = self._task.model
         self._inner = inner_optimizers(recipe.inner_sections(), model)
         self.optimizer = self._optimizer = ftopt.wrap(self._inner, model, recipe.method, group=group)
+        self._checkpoints = self._prepare_checkpoints()
 
     def stop(self) -> None:
         """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
@@ -81,8 +82,11 @@ class Trainer:
             self.started = True
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
             torch.manual_seed(seed)
-            steps = self._micro_batches(seed)
+            batches = self._loader or self._task.batches(seed)
+            steps = self._micro_batches(batches)
             scheduler = LambdaLR(optimizer, self._rates())
+            if self._checkpoints is not None:
+                self._checkpoints.include(batches=batches, scheduler=scheduler)
             evaluated_at = optimizer.committed.inner_step
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
@@ -94,6 +98,8 @@ class Trainer:
                     evaluated_at = now
                     if now < train.inner_steps:
                         self._evaluate()
+                if self._checkpoints is not None:
+                    self._checkpoints.step()
             done = self._is_done()
             if done:
                 optimizer.settle()
@@ -102,8 +108,13 @@ class Trainer:
                     self._tell_end("done")
                     self._wait_for_others()
                     optimizer.settle()
+                    if self._checkpoints is not None:
+                        self._checkpoints.last()
+                        self._checkpoints.close()
                     self._tell_end("done")  # again: others may have made newer versions meanwhile
             optimizer.close(flush=not done, timeout_s=_LEAVE_S)
+            if self._checkpoints is not None:
+                self._checkpoints.close()
             if not done:
                 self._tell_end("left")
         return done
@@ -130,14 +141,28 @@ class Trainer:
             num_workers=data.workers,
         )
 
-    def _micro_batches(self, seed: int) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+    def _micro_batches(self, batches: ftopt.DataLoader | Batches) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
         """The batches of an inner step at a time."""
-        if self._loader is not None:
-            yield from self._loader.steps()
+        if isinstance(batches, ftopt.DataLoader):
+            yield from batches.steps()
             return
-        batches = self._task.batches(seed)
         while True:
             yield [batches.batch() for _ in range(self._recipe.train.accumulate)]
+
+    def _prepare_checkpoints(self) -> ftopt.Checkpoints | None:
+        """Checkpoints if the recipe wants any; what to go on from is read here, before the start."""
+        settings = self._recipe.checkpoint
+        if settings.resume is None and (settings.dir is None or not settings.every):
+            return None
+        folder = settings.dir or settings.resume
+        assert folder is not None
+        writes = settings.dir is not None and settings.every > 0
+        checkpoints = ftopt.Checkpoints(
+            folder, self._optimizer, every=settings.every if writes else None, keep=settings.keep
+        )
+        if settings.resume is not None:
+            checkpoints.resume(settings.resume, replicas=self._recipe.replica_ids())
+        return checkpoints
 
     def _rates(self) -> list[Callable[[int], float]]:
         """For each parameter group, what its rate is multiplied with now."""

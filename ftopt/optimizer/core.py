@@ -21,7 +21,9 @@ from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.moments import moments
 from ftopt.optimizer.outer_step import OuterStep
+from ftopt.optimizer.resuming import Resume, check, restore
 from ftopt.optimizer.reverting import Undone, revert
+from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
 from ftopt.sync.group import ReplicaGroup
@@ -57,6 +59,7 @@ class Core:
         self.start_step = 0
         self.suspended = 0
         self.closed = False
+        self.resume: Resume | None = None
         self._clock = clock
         self._before_outer: list[list[Tensor]] | None = None
         self._rounds_taken = 0
@@ -205,13 +208,43 @@ class Core:
         check_covered(self.model, self.inner.param_groups)
         views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
         outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
-        fetched = outer.start()
+        fetched = self._go_on(outer, self.model, self.group) if self.resume is not None else outer.start()
         self.outer = outer
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
             self.group.units.when_dry(self._offer_rest)
         outer.report("training")
         return fetched
+
+    def _go_on(self, outer: OuterStep, model: nn.Module, group: ReplicaGroup) -> bool:
+        """Starts from a checkpoint."""
+        resume, self.resume = self.resume, None
+        assert resume is not None
+        try:
+            check(outer, self.inner, model, resume)
+            restore(outer, self.inner, model, resume)
+            group.resume(resume.held)
+        except ValueError as error:
+            raise resume.refuse(str(error)) from None
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise resume.refuse(f"it holds no replica ({type(error).__name__}: {error})") from error
+        self._rounds_taken = outer.rounds_taken
+        pending = [outer.pending_steps(fragment.index) for fragment in outer.fragments]
+        outer.start(resumed=True)
+        group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": pending})
+        return True
+
+    def cut(self) -> Cut | None:
+        """See `OuterOptimizer.cut`."""
+        if self.outer is None or self._before_outer is not None:
+            return None
+        return cut_of(self.outer)
+
+    def capture(self) -> Saved:
+        """See `OuterOptimizer.capture`."""
+        outer = self.started()
+        assert self.model is not None and self.group is not None
+        return capture(outer, self.inner, self.model, self.group)
 
     def _offer_rest(self) -> None:
         """While the loader waits for units that other replicas hold: the data's end is near, and nobody can reach it

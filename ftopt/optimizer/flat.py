@@ -182,6 +182,14 @@ class FlatView:
         """Puts `clones` back, bit for bit."""
         torch._foreach_copy_(self._locals(), list(clones))
 
+    def places(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
+        """Where each tensor lies, buffers and more included, with its shape and dtype."""
+        spans, start = [], 0
+        for name, tensor in zip(self.names, self._locals(), strict=True):
+            spans.append((Span(name, start, start + tensor.numel(), False), tuple(tensor.shape), tensor.dtype))
+            start += tensor.numel()
+        return spans
+
     def describe(self) -> str:
         """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on
         it."""

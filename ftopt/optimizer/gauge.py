@@ -79,7 +79,7 @@ class Gauge:
     def __init__(self, view: FlatView, uses: Number) -> None:
         self._view = view
         self._uses = uses
-        self._xi: Tensor | None = None
+        self.direction: Tensor | None = None  # xi, of the last outer step; training thread
         self._read: tuple[object, Agreed] = (None, Agreed())
 
     @property
@@ -97,7 +97,7 @@ class Gauge:
             out: flat fp32, overwritten.
         """
         u = self._trained(self._view.read(out).sub_(start))
-        along = dot(u, self._xi) if Number.ALONG in wanted and self._xi is not None else None
+        along = dot(u, self.direction) if Number.ALONG in wanted and self.direction is not None else None
         return Numbers(dot(u, u) if Number.SQUARE in wanted else None, along)
 
     def reading(self, own: Numbers, fragment: int, version: int) -> Reading | None:
@@ -110,11 +110,11 @@ class Gauge:
         """Another anchor is taken up, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
         if Number.ALONG not in self._uses or not versions:
             return
-        self._xi = None
+        self.direction = None
         if versions == 1:
             step = torch.sub(self._trained(after), self._trained(before))
             norm = math.sqrt(dot(step, step))
-            self._xi = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
+            self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
 
     def seen(self, steps: int, lr: float, now: Tally, base: Tally) -> Seen:
         """What a contribution tells the other members, as far as it is known when it is frozen."""

@@ -78,7 +78,7 @@ class OuterStep:
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self._method = method
         self._group = group
-        self._clock = clock
+        self.clock = clock
         self._said_lossless = False
         self._lock = threading.Lock()
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock)
@@ -105,8 +105,11 @@ class OuterStep:
 
     # Starting, and where it stands. Training thread.
 
-    def start(self) -> bool:
-        """Connects; afterwards the parameters are the committed ones.
+    def start(self, *, resumed: bool = False) -> bool:
+        """Connects; afterwards the parameters are the committed ones, with this replica's pending work if it has any.
+
+        Args:
+            resumed: `ftopt.optimizer.saved.restore` has put in what this replica was.
 
         Returns:
             True when they came from another replica and are not what they were.
@@ -115,12 +118,13 @@ class OuterStep:
         for meta in self._group.start(self, self.fingerprint()):
             fragment = self._fragments[meta.fragment]
             with self._lock:
-                if fragment.state is fragment.taken:
+                # A resumed one knows where it stands, and its reducer may be at work on this very state.
+                if fragment.state is fragment.taken and not resumed:
                     fragment.state = fragment.taken = replace(fragment.state, meta=meta)
         fetched = [fragment.state.digest for fragment in self._fragments] != initial
-        self.take_over()
         for fragment in self._fragments:
-            self._mark(fragment, anew=True)
+            if not self._take_over(fragment) and not resumed:
+                self.mark(fragment, anew=True)
         return fetched
 
     def fingerprint(self) -> Fingerprint:
@@ -141,6 +145,16 @@ class OuterStep:
     def fragments(self) -> Sequence[Fragment]:
         """The fragments, to look at."""
         return self._fragments
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Held while the variables of a fragment change; see ``state.py``."""
+        return self._lock
+
+    @property
+    def live(self) -> Live | None:
+        """The model and the inner state where they are part of the committed state."""
+        return self._live
 
     def anchor_digest(self) -> str:
         """Of the committed state of all fragments; of a model that is itself the committed state, of that."""
@@ -180,7 +194,7 @@ class OuterStep:
             pending_steps=self.pending_steps(index),
             local_steps=self.local_steps,
             inner_step=self.inner_step(),
-            seconds=self._clock() - fragment.marked_s,
+            seconds=self.clock() - fragment.marked_s,
             elements=fragment.view.trained,
             agreed=fragment.gauge.agreed(fragment.taken.outer),
             pace=fragment.pace or self.tally.pace(fragment.base_tally),
@@ -356,14 +370,14 @@ class OuterStep:
             fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr, self.tally, seen)
         fragment.snapshot_step = self.local_steps
         fragment.pace = seen.pace or fragment.pace
-        self._mark(fragment, anew=self._averages(fragment))
+        self.mark(fragment, anew=self._averages(fragment))
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution, now=now)
 
-    def _mark(self, fragment: Fragment, *, anew: bool) -> None:
+    def mark(self, fragment: Fragment, *, anew: bool) -> None:
         """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""
-        fragment.marked_step, fragment.marked_s = self.local_steps, self._clock()
+        fragment.marked_step, fragment.marked_s = self.local_steps, self.clock()
         if anew:
             count = len(self._fragments)
             fragment.marked_step -= fragment.method.phase(fragment.index, count, self.inner_step())
@@ -412,13 +426,13 @@ class OuterStep:
                 self._apply(fragment, fragment.view, state)
             fragment.start = start
             with self._lock:
-                fragment.taken, fragment.base = state, start
+                fragment.taken, fragment.base, fragment.before = state, start, None
                 if fragment.state is state:
                     fragment.reborn = False
             if counted:
                 self.rounds_taken += 1
             else:
-                self._mark(fragment, anew=True)
+                self.mark(fragment, anew=True)
         return True
 
     def _apply(self, fragment: Fragment, view: Gradients, state: State) -> None:
@@ -554,7 +568,8 @@ class OuterStep:
             if result is None or result.attempt != attempt.attempt:
                 assert fragment.state.meta.version >= committed.version, "a commit without its result"
                 return
-            fragment.advance(State(committed, result.anchor, result.outer, result.digest, result.sums))
+            made = State(committed, result.anchor, result.outer, result.digest, result.sums, made=attempt)
+            fragment.advance(made)
 
     def discard(self, fragment: int) -> None:
         """The attempt came to nothing: its result goes, the contribution stays (FREEZE)."""

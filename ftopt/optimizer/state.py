@@ -12,7 +12,8 @@
 
 ``base`` moves in three cases: to the snapshot when that was counted, to ``cast(anchor)`` when a state is
 taken up (the parameters move by the same amount), and to ``cast(anchor)`` with the parameters when steps are
-dropped.
+dropped. What it was, until the training thread takes the newer state up, is in ``before``: seen from the
+parameters nothing has been counted yet, and that is how a checkpoint sees it (`ftopt.optimizer.saved`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ftopt.optimizer.error_feedback import Residual
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.gauge import Gauge, Tally
 from ftopt.optimizer.gradients import Fetched
-from ftopt.sync.group import Committed, Contribution
+from ftopt.sync.group import Attempt, Committed, Contribution
 
 _OUTER = "outer."
 
@@ -46,6 +47,7 @@ class State:
         sums: of the blocks of `tensors`, as they were when the digest was taken.
         fetched: it came from a peer.
         live: of a fragment of gradients, the model and inner state that came with it.
+        made: the attempt that made it, if this replica took part.
     """
 
     meta: Committed
@@ -55,6 +57,7 @@ class State:
     sums: Mapping[str, Tensor]
     fetched: bool = False
     live: Fetched | None = None
+    made: Attempt | None = None
 
     def damage(self) -> list[str]:
         """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""
@@ -130,6 +133,18 @@ class Result:
     sums: Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where the pending work begins, by this replica's counters, and the contribution that is frozen beyond it."""
+
+    step: int
+    tokens: int
+    tally: Tally
+    version: int
+    snapshot: Snapshot | None
+    residuals: Mapping[str, Residual]
+
+
 class Fragment:
     """The variables of one fragment; the module's table says who writes them.
 
@@ -161,6 +176,8 @@ class Fragment:
         self.residuals: Mapping[str, Residual] = {}
         self.left_out: Mapping[str, Residual] | None = None
         self.reborn = False
+        # As it was when `taken` was the newest, while it is not. Under the lock.
+        self.before: Base | None = None
         # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
         self.tried = 0
         # The local step that triggers count from: the last proposal's, or that of a take-over of something else; when.
@@ -182,6 +199,8 @@ class Fragment:
     def advance(self, state: State) -> None:
         """A newer committed state. The snapshot has learnt its fate: counted (it is the new base), or not.
         Under lock."""
+        if self.state is self.taken:
+            self.before = self.seen()
         snapshot, self.snapshot, self.result = self.snapshot, None, None
         if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
             self.base = snapshot.params
@@ -192,3 +211,10 @@ class Fragment:
             if self.left_out is not None:
                 self.residuals, self.left_out = self.left_out, None
         self.state = state
+
+    def seen(self) -> Base:
+        """The pending work as the training thread sees it, on ``taken``. Under lock."""
+        if self.state is not self.taken and self.before is not None:
+            return self.before
+        tally, version = self.base_tally, self.base_version
+        return Base(self.base_step, self.base_tokens, tally, version, self.snapshot, self.residuals)

@@ -22,6 +22,8 @@ from ftopt.methods import Method
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.flat import check_covered
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.resuming import Resume
+from ftopt.optimizer.saved import Cut, Saved
 from ftopt.sync.group import Committed, ReplicaGroup
 
 STATE_KEY = "ftopt"
@@ -266,21 +268,29 @@ class OuterOptimizer(Optimizer):
         replicas."""
         return self._core.started().anchor_digest()
 
-    def private_state(self) -> dict[str, Any]:
-        """What this replica alone holds, for its own checkpoint: counters, and what its pending work is
-        measured from.
+    # For `ftopt.Checkpoints`.
 
-        Tensors by reference; clone them to keep them.
+    def cut(self) -> Cut | None:
+        """The outer step of fragment 0 that the parameters are based on, if this replica could be saved now.
+
+        None: before the start, while the outer parameters are in the model, or when this replica has fetched that
+        version instead of making it.
         """
-        outer = self._core.started()
-        return {
-            "local_steps": outer.local_steps,
-            "tokens": outer.tokens,
-            "fragments": [
-                {"base": fragment.base, "base_step": fragment.base_step, "residuals": dict(fragment.residuals)}
-                for fragment in outer.fragments
-            ],
-        }
+        return self._core.cut()
+
+    def capture(self) -> Saved:
+        """This replica as it is now, between two inner steps. Committed tensors by reference (they never change), the
+        rest copied."""
+        return self._core.capture()
+
+    def resume(self, resume: Resume) -> None:
+        """Goes on from a checkpoint when it starts; call it before.
+
+        What does not fit the model, the method or the inner optimizers is refused at the start (`UserError`).
+        """
+        if self._core.outer is not None:
+            raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
+        self._core.resume = resume
 
     # What a training loop may say.
 

@@ -16,13 +16,13 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent
 from ftopt.sync.fetcher import Fetcher
-from ftopt.sync.group import Committed, Contribution, Fingerprint, Host
+from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
 from ftopt.sync.link import Channel, Link
 from ftopt.sync.loop import LoopThread
 from ftopt.sync.ports import StateTransfer, Transport
@@ -83,6 +83,8 @@ class Client:
         self._changed = threading.Condition()
         self._failure: FtoptError | None = None
         self._incarnation = 0
+        self._resumed: Held | None = None
+        self._welcomed = False
         self._ready = False
         self._closed = False
         self._progress = ("starting", 0, 0.0)
@@ -147,6 +149,23 @@ class Client:
             self.close()
             raise
         return self._network.submit(self._committed()).result()
+
+    def held(self) -> Held:
+        machine, units = self.machine, self.units
+        held = Held(self.replica, self._incarnation, machine.epoch, dict(machine.gone))
+        if units is None:
+            return held
+        used, queue = units.kept()
+        return replace(held, samples=units.samples, cursor=machine.lease.cursor, used=used, queue=queue)
+
+    def resume(self, held: Held) -> None:
+        assert self._machine is None, "resume() after start()"
+        samples = self.units.samples if self.units is not None else None
+        if held.samples != samples:
+            raise ValueError(f"its job handed out {held.samples or 'no samples'}, and this one {samples or 'none'}")
+        if self.units is not None:
+            self.units.put_back(held.used, held.queue)
+        self._resumed = held
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         with self._changed:
@@ -276,6 +295,8 @@ class Client:
             samples=self.units.samples if self.units is not None else None,
         )
         self._machine = p.Replica(identity)
+        if self._resumed is not None:
+            self._machine.resume(self._resumed)
         self._want()
         self._tasks = [asyncio.create_task(self._session()), asyncio.create_task(self._beat())]
         for task in self._tasks:
@@ -483,7 +504,8 @@ class Client:
                 self._means[f] = machine.means(f)
             if machine.incarnation:
                 self._incarnation = machine.incarnation
-            self._ready = machine.ready
+            self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
+            self._ready = machine.ready and self._welcomed
             self._changed.notify_all()
 
     def drop(self, fragment: int, count: int) -> None:
@@ -513,7 +535,7 @@ class Client:
         machine = self.machine
         first = record if record.fragment == 0 else machine.record(0)
         inner_step = first.inner_step if first is not None else record.inner_step
-        return Committed(record.fragment, record.version, inner_step, machine.counted_step(record))
+        return Committed(record.fragment, record.version, inner_step, machine.counted_step(record), record)
 
     # ------------------------------------------------------------ the reducer's word
 

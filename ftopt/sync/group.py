@@ -19,9 +19,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
 from ftopt.sync.protocol.messages import Reading as Reading
+from ftopt.sync.protocol.messages import Record as Record
+from ftopt.sync.protocol.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
 from ftopt.sync.units import Units as Units
@@ -63,12 +66,14 @@ class Committed:
         version: committed outer steps of the fragment.
         inner_step: the job's committed inner step.
         counted_step: COUNT: this incarnation's last inner step that is in the committed state (0: none).
+        record: the protocol's part of the committed state; None in a job without a coordinator (tests).
     """
 
     fragment: int
     version: int
     inner_step: int
     counted_step: int
+    record: Record | None = None
 
 
 class Damaged(Exception):
@@ -211,6 +216,16 @@ class ReplicaGroup(Protocol):
         Raises:
             ftopt.errors.Refused: the coordinator refuses this replica; the message says why and what to do.
             ftopt.errors.Unreachable: no coordinator answers.
+        """
+
+    def held(self) -> Held:
+        """What a checkpoint keeps of this replica's membership, records and contributions left out."""
+
+    def resume(self, held: Held) -> None:
+        """Before `start`: goes on as the incarnation that a checkpoint holds, as if it had been away meanwhile.
+
+        Raises:
+            ValueError: the checkpoint's ledger counts other samples.
         """
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:

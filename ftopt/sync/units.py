@@ -155,6 +155,16 @@ class Units:
             self._changed.notify_all()
         return twice
 
+    def kept(self) -> tuple[Ranges, Ranges]:
+        """What a checkpoint keeps: used and not committed, and to be taken again (prefetched ones first)."""
+        with self._changed:
+            return self._stock.kept()
+
+    def put_back(self, used: Ranges, queue: Ranges) -> None:
+        """Goes on with what a checkpoint has kept; before the start."""
+        with self._changed:
+            self._stock.put_back(used, queue)
+
     def reset(self) -> None:
         """This incarnation is gone, and what it held."""
         with self._changed:

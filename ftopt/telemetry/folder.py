@@ -45,6 +45,11 @@ class RunFolder:
         return self.path / "coordinator.journal"
 
     @property
+    def checkpoints(self) -> Path:
+        """The job's checkpoints, unless the recipe names another folder."""
+        return self.path / "checkpoint"
+
+    @property
     def summary(self) -> Path:
         """The run's figures."""
         return self.path / "summary.json"

@@ -2,11 +2,12 @@
 
 On each fragment every executed inner step is in exactly one place::
 
-    executed = committed + pending + dead + discarded + survivors' lost
+    executed + inherited = committed + pending + dead + discarded + survivors' lost
 
-``executed`` counts the replicas' own lines less the steps that they have undone, ``committed`` the coordinator's
-decisions, ``pending`` what each survivor says at its end, ``dead`` the rest of the incarnations that died. So
-``survivor_inner_steps_lost`` is a check: nothing makes it 0 but each step being counted once.
+``executed`` counts the replicas' own lines less the steps that they have undone, ``inherited`` what was pending in the
+checkpoint that a run goes on from, ``committed`` the coordinator's decisions, ``pending`` what each survivor says at its
+end, ``dead`` the rest of the incarnations that died. So ``survivor_inner_steps_lost`` is a check: nothing makes it 0 but
+each step being counted once.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
     for event in by_name["undone"]:
         executed[_mark(event)] -= int(_data(event)["steps"])
     ends = {_mark(event): event for event in by_name["end"]}
+    inherited = _inherited(by_name["resumed"])
     survivors_end = {mark: event for mark, event in ends.items() if mark not in dead}
+    discards = by_name["discarded"]
     books = [
-        _book(fragment, executed, decisions[fragment].values(), by_name["discarded"], survivors_end, dead)
-        for fragment in sorted(decisions)
+        _book(f, _both(executed, inherited[f]), decisions[f].values(), discards, survivors_end, dead)
+        for f in sorted(decisions)
     ]
     book = books[0]
     last = max(decided.values(), key=lambda event: int(event["version"]), default=None)
@@ -56,6 +59,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         "attempts_aborted": len(by_name["abort"]),
         "inner_step": last["inner_step"] if last is not None else 0,
         "inner_steps_executed": executed.total(),
+        "inner_steps_inherited": inherited[0].total(),
         "inner_steps_committed": book.committed,
         "inner_steps_pending": book.pending,
         "survivor_inner_steps_lost": max((b.lost for b in books), key=abs),
@@ -128,6 +132,22 @@ def _book(
     discarded = {reason: dropped[reason].total() for reason in ("nonfinite", "mixed")}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
+
+
+def _both(a: Counter[Mark], b: Counter[Mark]) -> Counter[Mark]:
+    """The sum, zeros and less than that included."""
+    found = Counter(a)
+    found.update(b)
+    return found
+
+
+def _inherited(resumed: Iterable[Record]) -> dict[int, Counter[Mark]]:
+    """Per fragment, the inner steps that each incarnation has brought from a checkpoint, uncounted."""
+    found: dict[int, Counter[Mark]] = defaultdict(Counter)
+    for event in resumed:
+        for fragment, steps in enumerate(_data(event)["pending_by_fragment"]):
+            found[fragment][_mark(event)] = steps
+    return found
 
 
 def _pending(end: Record, fragment: int) -> int:

@@ -127,6 +127,7 @@ def sentence(record: Record) -> str | None:
         "put_out": f"version {record.get('version')}: {who} disagrees again; it fetches what the others hold",
         "damaged": f"{who}: memory of version {record.get('version')} has changed; it fetches it anew",
         "outlier": f"{who} weighs nothing: {data.get('reason')}",
+        "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
         "rollback": f"went back to version {record.get('version')}",
     }
     if name == "spawn" and data.get("life", 1) > 1:

@@ -54,7 +54,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
     "arguments",
     [
         ["run", "diloco_bites"],
-        ["run", "diloco_bytes", "checkpoint.dir=x"],
+        ["run", "diloco_bytes", "checkpoint.resume=x"],
         ["replica", "diloco_bytes"],
         ["replica", "diloco_bytes", "--coordinator", "nonsense"],
         ["status", "localhost:29400"],

@@ -240,15 +240,6 @@ def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_s
     assert all(digests[0][version] == digests[1][version] for version in common)
 
 
-def test_private_state_tells_what_this_replica_alone_holds() -> None:
-    model = TASK.model(0)
-    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo()) as optimizer:
-        for step in range(3):
-            _step(optimizer, model, step)
-        private = optimizer.private_state()
-        assert (private["local_steps"], private["fragments"][0]["base_step"]) == (3, 2)
-
-
 def test_what_needs_a_start_says_so() -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=solo())

@@ -34,6 +34,7 @@ from ftopt.sync.protocol.orders import Settled as Settled
 from ftopt.sync.protocol.orders import StartReduce as StartReduce
 from ftopt.sync.protocol.orders import StopReduce as StopReduce
 from ftopt.sync.protocol.outliers import withheld
+from ftopt.sync.protocol.resumed import Held
 
 
 @dataclass
@@ -53,6 +54,17 @@ class Replica:
     def __post_init__(self) -> None:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
         self._greeted = False
+
+    def resume(self, held: Held) -> None:
+        """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
+        assert self.incarnation == 0 and len(held.records) == len(self._fragments)
+        self.incarnation, self.epoch = held.incarnation, held.epoch
+        self.roster, self.gone = dict(held.roster), dict(held.gone)
+        for f, record in zip(self._fragments, held.records, strict=True):
+            f.record = record
+        self.lease.held, self.lease.cursor = held.lease, held.cursor
+        for contribution in held.contributions:
+            self._fragments[contribution.fragment].contribution = contribution
 
     # ------------------------------------------------------------ what the shell may ask
 

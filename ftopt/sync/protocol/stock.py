@@ -92,6 +92,17 @@ class Stock:
         self._taken = {unit for unit in self._taken if not contains(done, ((unit, unit + 1),))}
         return twice
 
+    def kept(self) -> tuple[Ranges, Ranges]:
+        """For a checkpoint: what was used and is not done, and what is to be taken again, in that order."""
+        prefetched = ((unit, unit + 1) for unit in (*self._drawn, *sorted(self._taken)))
+        return self._used, (*prefetched, *self._queue)
+
+    def put_back(self, used: Ranges, queue: Ranges) -> None:
+        """Goes on with what a checkpoint has kept."""
+        self.reset()
+        self._used = used
+        self._queue.extend(queue)
+
     def reset(self) -> None:
         """The incarnation is gone, and all that it held with it."""
         self._queue.clear()

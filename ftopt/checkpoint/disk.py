@@ -1,0 +1,97 @@
+"""What is done to a file system: each operation a method, so that tests can let any of them be the last one.
+
+After a crash or a power loss a file system may hold any prefix of a file that was not synced, and any subset of the
+changes to a folder that was not synced. So a file appears under its name only when its bytes are safe (write, fsync,
+rename), and nothing that names it appears before its folder entry is (fsync of the folder).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+
+class Disk:
+    """The real one."""
+
+    def make_folder(self, path: Path) -> None:
+        """Makes a folder, unless it is there; its parent must be."""
+        path.mkdir(exist_ok=True)
+
+    def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> None:
+        """Writes a new file and syncs it. OSError: nothing that is under ``path`` may be believed."""
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            for chunk in chunks:
+                left = memoryview(chunk)
+                while left:
+                    left = left[os.write(handle, left) :]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Renames a file, over another one if there is one."""
+        source.replace(target)
+
+    def sync_folder(self, path: Path) -> None:
+        """Syncs a folder's entries."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def claim(self, path: Path) -> bool:
+        """Makes an empty file; False when it was there: one claimant alone is answered True."""
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            return False
+        return True
+
+    def remove(self, path: Path) -> None:
+        """Removes a file; it need not be there."""
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, path: Path) -> None:
+        """Removes an empty folder."""
+        path.rmdir()
+
+
+def make_folders(disk: Disk, path: Path) -> None:
+    """Makes a folder and its parents, each durable."""
+    for each in [*reversed(path.parents), path]:
+        if not each.is_dir():
+            disk.make_folder(each)
+            disk.sync_folder(each.parent)
+
+
+def store(disk: Disk, path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, str]:
+    """Puts a file under its name, whole or not at all. Its entry is durable when the folder was synced.
+
+    Returns:
+        its bytes, and their SHA-256 (hex).
+    """
+    sha, size = hashlib.sha256(), 0
+
+    def passing() -> Iterable[memoryview | bytes]:
+        nonlocal size
+        for chunk in chunks:
+            sha.update(chunk)
+            size += len(chunk)
+            yield chunk
+
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.draft")
+    try:
+        disk.write(draft, passing())
+        disk.rename(draft, path)
+    except OSError:
+        with suppress(OSError):
+            disk.remove(draft)
+        raise
+    return size, sha.hexdigest()

@@ -1,0 +1,194 @@
+"""The manifest: the file whose presence makes a checkpoint whole, with size and SHA-256 of every other one.
+
+It is read before anything else of a checkpoint is believed, and it may have been written by anybody: whatever is not
+exactly a manifest is refused with the file and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftopt.errors import UserError
+
+FORMAT = 1
+NAME = "manifest.json"
+_MAX_BYTES = 16 << 20
+_MAX_INT = (1 << 53) - 1
+_LABEL = re.compile(r"v(\d{8,15})-(\d{1,16})")
+_FILE = re.compile(r"[A-Za-z0-9_%~-][A-Za-z0-9_.%~-]{0,399}")
+_SHA = re.compile(r"[0-9a-f]{64}")
+
+
+class BadCheckpoint(UserError):
+    """A checkpoint cannot be used. Exit status 2.
+
+    Args:
+        path: the file or folder that is wrong.
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file's size in bytes and its SHA-256 (hex)."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a whole checkpoint consists of.
+
+    Args:
+        version: fragment 0's.
+        attempt: which made that version; attempts are numbered through a job's lives, so it tells which of two
+            checkpoints is the newer one.
+        inner_step: the job's committed inner step.
+        replicas: replica's id -> the file that describes its part.
+        committed: per fragment, the file of the newest version in this checkpoint.
+        files: name -> size and digest, of all files but this one.
+    """
+
+    version: int
+    attempt: int
+    inner_step: int
+    replicas: Mapping[str, str]
+    committed: tuple[str, ...]
+    files: Mapping[str, File]
+
+    def text(self) -> str:
+        """As JSON."""
+        files = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(self.files.items())}
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": self.version,
+                "attempt": self.attempt,
+                "inner_step": self.inner_step,
+                "replicas": dict(sorted(self.replicas.items())),
+                "committed": list(self.committed),
+                "files": files,
+            },
+            indent=1,
+        )
+
+
+def label(version: int, attempt: int) -> str:
+    """The folder name of the checkpoint of that attempt."""
+    return f"v{version:08d}-{attempt}"
+
+
+def order(name: str) -> tuple[int, int] | None:
+    """Sorts folder names by age, ``(attempt, version)``; None for what is no checkpoint's."""
+    found = _LABEL.fullmatch(name)
+    return (int(found[2]), int(found[1])) if found else None
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """The JSON value in a file.
+
+    Raises:
+        BadCheckpoint: it cannot be read, is too large, or is no JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except OSError as error:
+        raise BadCheckpoint(path, f"cannot be read: {error.strerror}") from None
+    if len(raw) > max_bytes:
+        raise BadCheckpoint(path, f"has more than {max_bytes} bytes")
+    try:
+        return json.loads(raw, parse_constant=_no_constant, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(path, f"is no JSON: {error}") from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def read(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        BadCheckpoint: it is none; says what is wrong.
+    """
+    try:
+        return _manifest(read_json(path, _MAX_BYTES))
+    except _Wrong as wrong:
+        raise BadCheckpoint(path, str(wrong)) from None
+
+
+class _Wrong(Exception):
+    pass
+
+
+def _manifest(data: Any) -> Manifest:
+    fields = {"format", "version", "attempt", "inner_step", "replicas", "committed", "files"}
+    _keys("the manifest", data, fields)
+    if data["format"] != FORMAT:
+        raise _Wrong(f"format {data['format']!r:.20}; this ftopt reads format {FORMAT}")
+    files = _mapping("files", data["files"])
+    for name, entry in files.items():
+        _name("files", name)
+        _keys(f"files[{name}]", entry, {"bytes", "sha256"})
+        _number(f"files[{name}].bytes", entry["bytes"])
+        if not (isinstance(entry["sha256"], str) and _SHA.fullmatch(entry["sha256"])):
+            raise _Wrong(f"files[{name}].sha256 is no SHA-256")
+    replicas = _mapping("replicas", data["replicas"])
+    committed = data["committed"]
+    if not isinstance(committed, list) or not committed or not replicas:
+        raise _Wrong("committed and replicas must each name a file at least")
+    for name in [*replicas.values(), *committed]:
+        _name("a file", name)
+        if name not in files:
+            raise _Wrong(f"{name!r:.80} is not among the files")
+    return Manifest(
+        version=_number("version", data["version"]),
+        attempt=_number("attempt", data["attempt"]),
+        inner_step=_number("inner_step", data["inner_step"]),
+        replicas=replicas,
+        committed=tuple(committed),
+        files={name: File(entry["bytes"], entry["sha256"]) for name, entry in files.items()},
+    )
+
+
+def _keys(what: str, data: Any, wanted: set[str]) -> None:
+    keys = _mapping(what, data).keys()
+    if wrong := sorted(wanted ^ set(keys)):
+        raise _Wrong(f"{what}: {'unknown' if wrong[0] in keys else 'missing'} field {wrong[0]!r:.80}")
+
+
+def _mapping(what: str, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise _Wrong(f"{what} must be an object, got {type(data).__name__}")
+    return data
+
+
+def _number(what: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise _Wrong(f"{what} must be a whole number from 0 to 2^53 - 1, got {value!r:.40}")
+    return value
+
+
+def _name(what: str, name: Any) -> None:
+    if not (isinstance(name, str) and _FILE.fullmatch(name)) or name == NAME:
+        raise _Wrong(f"{what}: {name!r:.80} is no name of a file in this folder")

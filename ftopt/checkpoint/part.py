@@ -1,0 +1,162 @@
+"""What one replica puts into a checkpoint, and its description in JSON, the *note*."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor
+
+from ftopt.checkpoint.manifest import BadCheckpoint, File, label, read_json
+from ftopt.checkpoint.tree import encode
+from ftopt.transport.snapshot import Snapshot
+
+NOTE_MAX_BYTES = 1 << 30
+_LONG = 150
+
+
+@dataclass(frozen=True)
+class Committed:
+    """One version of one fragment's committed state.
+
+    Args:
+        record: the protocol's part of it, JSON; has at least ``fragment``, ``version`` and ``counted``.
+        digest: of the tensors, as the protocol knows it.
+        tensors: never changed.
+    """
+
+    record: Mapping[str, Any]
+    digest: str
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def fragment(self) -> int:
+        return int(self.record["fragment"])
+
+    @property
+    def version(self) -> int:
+        return int(self.record["version"])
+
+    @property
+    def name(self) -> str:
+        """Of its file: the same in all replicas, whoever writes it."""
+        return f"committed-{self.fragment}-v{self.version}.safetensors"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One replica's part.
+
+    Args:
+        replica, incarnation: whose.
+        attempt, version: fragment 0's outer step at which the checkpoint is taken.
+        members: of that attempt: so many parts make a checkpoint whole.
+        inner_step: the job's committed one.
+        committed: one version a fragment, the one that this replica's parameters are based on.
+        offered: per fragment, the last step of a contribution that is under way, None without.
+        membership: of the replica, for the protocol; JSON.
+        lines: what had to agree among the replicas.
+        own: all that this replica alone has: plain values and tensors.
+        model: names and places of the model's tensors, for the export; JSON.
+        fixed: the model's tensors that do not train; written once.
+    """
+
+    replica: str
+    incarnation: int
+    attempt: int
+    version: int
+    members: int
+    inner_step: int
+    committed: tuple[Committed, ...]
+    offered: tuple[int | None, ...]
+    membership: Mapping[str, Any]
+    lines: Mapping[str, str]
+    own: Mapping[str, Any]
+    model: Mapping[str, Any]
+    fixed: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The checkpoint's folder name."""
+        return label(self.version, self.attempt)
+
+    @property
+    def stem(self) -> str:
+        """What the names of its own files begin with."""
+        name = quote(self.replica, safe="")
+        if len(name) > _LONG:
+            name = f"{name[:_LONG]}~{hashlib.sha256(self.replica.encode()).hexdigest()[:12]}"
+        return f"replica-{name}"
+
+
+FIXED = "fixed.safetensors"
+
+
+def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
+    """The note's text; ``files`` are those that this replica has written."""
+    return json.dumps(
+        {
+            "replica": part.replica,
+            "incarnation": part.incarnation,
+            "attempt": part.attempt,
+            "version": part.version,
+            "members": part.members,
+            "inner_step": part.inner_step,
+            "committed": [{"name": c.name, "record": c.record, "digest": c.digest} for c in part.committed],
+            "offered": list(part.offered),
+            "membership": part.membership,
+            "lines": dict(part.lines),
+            "own": own,
+            "model": part.model,
+            "files": {name: [f.bytes, f.sha256] for name, f in files.items()},
+        },
+        separators=(",", ":"),
+        allow_nan=False,
+    )
+
+
+def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
+    """A safetensors file's bytes, in pieces; nothing is copied that lies on the CPU in one piece."""
+    snapshot = Snapshot({"format": "pt", **meta}, tensors)
+    return snapshot.chunks(0, snapshot.size)
+
+
+def own_of(part: Part) -> tuple[Any, dict[str, Tensor]]:
+    """The replica's own values as JSON, and the tensors beside it. UserError: something that no checkpoint can hold."""
+    tensors: dict[str, Tensor] = {}
+    return encode(part.own, tensors), tensors
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """A note's content, as far as it is needed to say whether a checkpoint is whole.
+
+    Raises:
+        BadCheckpoint: it is none.
+    """
+    note = read_json(path, NOTE_MAX_BYTES)
+    try:
+        _need(isinstance(note["replica"], str) and isinstance(note["lines"], dict), "replica or lines")
+        for key in ("incarnation", "attempt", "version", "members", "inner_step"):
+            _need(type(note[key]) is int, key)
+        _need(len(note["committed"]) == len(note["offered"]) > 0, "committed")
+        for index, (version, offered) in enumerate(zip(note["committed"], note["offered"], strict=True)):
+            record = version["record"]
+            _need(isinstance(version["name"], str) and isinstance(version["digest"], str), "a committed file")
+            _need(record["fragment"] == index and type(record["version"]) is int, "a record")
+            _need(all(len(entry) == 3 and type(entry[2]) is int for entry in record["counted"]), "counted")
+            _need(offered is None or type(offered) is int, "offered")
+        _need({"membership", "own", "model"} <= note.keys(), "membership, own or model")
+        _need(all(type(size) is int and isinstance(sha, str) for size, sha in note["files"].values()), "files")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(path, f"describes no replica's part ({type(error).__name__}: {error})") from None
+    return dict(note)
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)

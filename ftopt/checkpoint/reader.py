@@ -1,0 +1,186 @@
+"""Finds whole checkpoints, verifies them file by file, and reads replicas' parts.
+
+No silent step back: if the newest whole checkpoint is damaged, that is said, and the one before is named, for the user
+to choose. What was never completed is none, and is passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, order, read
+from ftopt.checkpoint.part import read_note
+from ftopt.errors import UserError
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Version:
+    """A committed state as a checkpoint holds it; ``record`` is JSON."""
+
+    record: Mapping[str, Any]
+    digest: str
+    tensors: Mapping[str, Any]
+
+
+class Checkpoint:
+    """A whole checkpoint. Nothing of a file is believed before `verify` has compared it with the manifest.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        BadCheckpoint: there is no manifest, or it is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest = read(path / NAME)
+
+    @property
+    def replicas(self) -> list[str]:
+        """Whose parts it holds, by id."""
+        return sorted(self.manifest.replicas)
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compares files with the manifest. Default: all of them.
+
+        Raises:
+            BadCheckpoint: one is missing or is not what was written; says which.
+        """
+        for name in self.manifest.files if names is None else names:
+            path, file = self.path / name, self.manifest.files[name]
+            sha = hashlib.sha256()
+            try:
+                if (size := path.stat().st_size) != file.bytes:
+                    raise BadCheckpoint(path, f"has {size} bytes; {file.bytes} were written")
+                with path.open("rb") as stream:
+                    while chunk := stream.read(_CHUNK_BYTES):
+                        sha.update(chunk)
+            except OSError as error:
+                raise BadCheckpoint(path, f"cannot be read: {error.strerror}") from None
+            if sha.hexdigest() != file.sha256:
+                raise BadCheckpoint(path, "was changed since it was written: its SHA-256 is not the manifest's")
+
+    @cached_property
+    def notes(self) -> dict[str, dict[str, Any]]:
+        """Replica -> the description of its part."""
+        self.verify(self.manifest.replicas.values())
+        found = {replica: read_note(self.path / name) for replica, name in sorted(self.manifest.replicas.items())}
+        for replica, note in found.items():
+            if note["replica"] != replica:
+                raise BadCheckpoint(self.path / NAME, f"names {note['replica']!r:.40}'s part as {replica!r:.40}'s")
+            for version in note["committed"]:
+                if version["name"] not in self.manifest.files:
+                    raise BadCheckpoint(self.path / NAME, f"lacks {version['name']!r:.80}")
+        return found
+
+    @cached_property
+    def newest(self) -> tuple[Version, ...]:
+        """The newest version of each fragment."""
+        notes = self.notes.values()
+        known = {version["name"]: version for note in notes for version in note["committed"]}
+        return tuple(self._version(known[name]) for name in self.manifest.committed)
+
+    def committed(self, replica: str) -> tuple[Version, ...]:
+        """The version of each fragment that a replica's parameters are based on."""
+        return tuple(self._version(version) for version in self.notes[replica]["committed"])
+
+    def own(self, replica: str) -> Any:
+        """All that a replica alone had."""
+        from ftopt.checkpoint.tree import decode
+
+        note, name = self.notes[replica], self.manifest.replicas[replica]
+        tensors = self.tensors(name.removesuffix(".json") + ".safetensors")
+        try:
+            return decode(note["own"], tensors)
+        except (ValueError, RecursionError) as error:
+            raise BadCheckpoint(self.path / name, f"describes no replica's own values: {error}") from None
+
+    def tensors(self, name: str) -> dict[str, Any]:
+        """A shard's tensors, verified, in memory of their own."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        if name not in self.manifest.files:
+            raise BadCheckpoint(self.path / NAME, f"lacks {name!r:.80}")
+        self.verify([name])
+        try:
+            return {key: tensor.clone() for key, tensor in load_file(self.path / name).items()}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise BadCheckpoint(self.path / name, f"is no safetensors file: {error}") from None
+
+    def _version(self, version: dict[str, Any]) -> Version:
+        known = self._shards.get(version["name"])
+        if known is None:
+            known = self._shards[version["name"]] = self.tensors(version["name"])
+        return Version(version["record"], version["digest"], known)
+
+    @cached_property
+    def _shards(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+
+def whole(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that were completed, the newest last."""
+    try:
+        found = [(age, path) for path in folder.iterdir() if (age := order(path.name)) is not None]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found) if (path / NAME).exists()]
+
+
+def find(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``, or the newest whole one in that folder.
+
+    Raises:
+        UserError: there is none. BadCheckpoint: it is damaged; the message names the one before, if that is sound.
+    """
+    if order(path.name) is None and not (path / NAME).exists():
+        there = whole(path)
+        if not there:
+            raise UserError(
+                f"{path} holds no whole checkpoint; give the folder of a run's checkpoints, or one of them "
+                f"(a folder v<version>-<attempt> with a {NAME})"
+            )
+        path = there[-1]
+    try:
+        found = Checkpoint(path)
+        found.notes  # noqa: B018
+        return found
+    except BadCheckpoint as bad:
+        raise with_offer(bad, path) from None
+
+
+def verified(path: Path) -> Checkpoint:
+    """As `find`, with every file compared with the manifest."""
+    found = find(path)
+    try:
+        found.verify()
+    except BadCheckpoint as bad:
+        raise with_offer(bad, found.path) from None
+    return found
+
+
+def with_offer(bad: BadCheckpoint, path: Path) -> BadCheckpoint:
+    """The same error, with the next older sound checkpoint named."""
+    return BadCheckpoint(bad.path, f"{bad.reason}; {offer(path)}")
+
+
+def offer(path: Path) -> str:
+    """What to do instead of using the checkpoint at ``path``: the next older sound one beside it, if there is any."""
+    age = order(path.name)
+    older = [other for other in whole(path.parent) if age is not None and (order(other.name) or (0, 0)) < age]
+    for other in reversed(older):
+        try:
+            Checkpoint(other).verify()
+        except BadCheckpoint:
+            continue
+        return f"the one before it is sound: use {other}"
+    return "there is no sound one before it; use another folder, or start anew"

@@ -1,0 +1,208 @@
+"""Writes one replica's parts, on a thread of its own, and makes a checkpoint whole if it is the last one to finish.
+
+Nobody leads. All replicas write into one folder; which of them writes a committed shard is settled by who claims it
+first, so the work spreads by itself and no shard is written twice. A replica's *note* comes after all that it has
+claimed. Whoever finds, behind its own note, that there are as many as the outer step had members, checks that they fit
+together and writes the manifest; two who find so write the same one. A replica that dies before its note leaves the
+checkpoint incomplete for ever, and the one before stands; the next one is made by those who live on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftopt.checkpoint.disk import Disk, make_folders, store
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, order
+from ftopt.checkpoint.part import FIXED, Part, note_of, own_of, read_note, shard
+from ftopt.errors import UserError
+
+_log = logging.getLogger(__name__)
+Tell = Callable[[str, Mapping[str, Any]], None]
+"""Tells an event: its name and data. ``checkpoint``: one is whole. ``checkpoint_failed``: why there will be none."""
+
+
+class Writer:
+    """One replica's writer.
+
+    Args:
+        folder: where the checkpoints of the job are; all its replicas see the same one.
+        keep: so many whole ones are kept.
+        tell: is told what becomes of them; on the writer's thread.
+        disk: for tests.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, tell: Tell, disk: Disk | None = None) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._tell = tell
+        self._disk = disk or Disk()
+        self._parts: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._warned = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, part: Part) -> bool:
+        """Starts to write; False while the last part is still being written: then this one is not."""
+        if not self._idle.is_set():
+            self._failed(part.label, "the one before is still being written; checkpoints come too often for the disk")
+            return False
+        self._idle.clear()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ftopt-checkpoint", daemon=True)
+            self._thread.start()
+        self._parts.put(part)
+        return True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until what was begun is written, or has failed; False when that takes longer."""
+        return self._idle.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for what was begun, then ends the thread."""
+        self.wait(timeout_s)
+        if self._thread is not None:
+            self._parts.put(None)
+            self._thread.join(timeout_s)
+
+    def write(self, part: Part) -> None:
+        """Writes a part and what follows from it, on the caller's thread. What goes wrong is told, never raised."""
+        try:
+            _write(self._disk, self._folder / part.label, part)
+            manifest = _complete(self._disk, self._folder / part.label, part)
+            if manifest is not None:
+                self._warned = False
+                _prune(self._disk, self._folder, self._keep)
+                size = sum(file.bytes for file in manifest.files.values())
+                self._tell("checkpoint", {"path": str(self._folder / part.label), "bytes": size})
+        except FileNotFoundError as error:
+            if (self._folder / part.label).exists():
+                self._failed(part.label, str(error))
+            # else: it is older than one that has become whole meanwhile, and was removed
+        except (OSError, UserError) as error:
+            self._failed(part.label, str(error))
+        except Exception as error:
+            _log.exception("the checkpoint %s", part.label)
+            self._failed(part.label, repr(error))
+
+    def _work(self) -> None:
+        while (part := self._parts.get()) is not None:
+            self.write(part)
+            del part
+            self._idle.set()
+
+    def _failed(self, name: str, reason: str) -> None:
+        self._tell("checkpoint_failed", {"path": str(self._folder / name), "reason": reason})
+        if not self._warned:
+            self._warned = True
+            _log.warning("no checkpoint %s: %s; training goes on, and the checkpoint before stands", name, reason)
+
+
+def _write(disk: Disk, folder: Path, part: Part) -> None:
+    """This replica's files, the note last."""
+    make_folders(disk, folder)
+    own, tensors = own_of(part)
+    files: dict[str, File] = {}
+    claims: list[Path] = []
+    try:
+        shards = [(c.name, c.tensors) for c in part.committed]
+        turn = sum(part.stem.encode()) % len(shards)  # not everybody begins with the same one
+        for name, what in [*shards[turn:], *shards[:turn], *([(FIXED, part.fixed)] if part.fixed else [])]:
+            claim = folder / f".{name}.claim"
+            if disk.claim(claim):
+                claims.append(claim)
+                files[name] = File(*store(disk, folder / name, shard(what)))
+        name = f"{part.stem}.safetensors"
+        files[name] = File(*store(disk, folder / name, shard(tensors)))
+        disk.sync_folder(folder)
+        store(disk, folder / f"{part.stem}.json", [note_of(part, files, own).encode()])
+        disk.sync_folder(folder)
+    except BaseException:
+        for path in [*(folder / name for name in files), *claims]:
+            with suppress(OSError):
+                disk.remove(path)
+        raise
+
+
+def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
+    """Makes the checkpoint whole if this was the last part of it that was missing."""
+    paths = sorted(folder.glob("replica-*.json"))
+    if len(paths) < part.members:
+        return None
+    notes = {path.name: read_note(path) for path in paths}
+    if reason := misfit(list(notes.values())):
+        raise BadCheckpoint(folder, reason)
+    files = {name: File(*entry) for note in notes.values() for name, entry in note["files"].items()}
+    for path in paths:
+        raw = path.read_bytes()
+        files[path.name] = File(len(raw), hashlib.sha256(raw).hexdigest())
+    newest = newest_of(list(notes.values()))
+    if missing := [entry["name"] for entry in newest if entry["name"] not in files]:
+        raise BadCheckpoint(folder, f"{missing[0]} was claimed and not written")
+    manifest = Manifest(
+        version=part.version,
+        attempt=part.attempt,
+        inner_step=part.inner_step,
+        replicas={note["replica"]: name for name, note in notes.items()},
+        committed=tuple(entry["name"] for entry in newest),
+        files=files,
+    )
+    store(disk, folder / NAME, [manifest.text().encode()])
+    disk.sync_folder(folder)
+    return manifest
+
+
+def newest_of(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per fragment, the newest committed version that any replica's parameters are based on."""
+    fragments = zip(*(note["committed"] for note in notes), strict=True)
+    return [max(entries, key=lambda entry: int(entry["record"]["version"])) for entries in fragments]
+
+
+def misfit(notes: list[dict[str, Any]]) -> str:
+    """Why the parts do not fit together, "" when they do.
+
+    Replicas are saved at steps of their own. Where the newest version counts steps of a replica (COUNT), that replica
+    must have been saved with them behind it, or with the contribution that brought them.
+    """
+    newest = newest_of(notes)
+    for note in notes:
+        for entry, version, offered in zip(newest, note["committed"], note["offered"], strict=True):
+            counted, own = (
+                max((step for *mark, step in table if mark == [note["replica"], note["incarnation"]]), default=0)
+                for table in (entry["record"]["counted"], version["record"]["counted"])
+            )
+            if entry["record"]["version"] == version["record"]["version"] and entry["digest"] != version["digest"]:
+                return f"fragment {entry['record']['fragment']}: parts of two histories of the same version"
+            if counted not in (own, offered):
+                return (
+                    f"fragment {entry['record']['fragment']}: a part counts the steps of {note['replica']} up to "
+                    f"{counted}, and its own part was taken before them"
+                )
+    return ""
+
+
+def _prune(disk: Disk, folder: Path, keep: int) -> None:
+    """Removes all but the newest whole ones, and what was never completed before them."""
+    found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
+    whole = [age for age, path in found if (path / NAME).exists()]
+    for age, path in found:
+        if age < whole[-1] and age not in whole[-keep:]:
+            _remove(disk, path)
+    disk.sync_folder(folder)
+
+
+def _remove(disk: Disk, path: Path) -> None:
+    """The manifest first: what is left of the rest is no checkpoint."""
+    with suppress(OSError):  # another one is at it, or still writes to it: the next one removes the rest
+        disk.remove(path / NAME)
+        disk.sync_folder(path)
+        for file in list(path.iterdir()):
+            disk.remove(file)
+        disk.remove_folder(path)

@@ -1,0 +1,261 @@
+"""`Checkpoints`: what a training loop says so that its job can go on after all of it has died.
+
+Puts together what the optimizer gives (`ftopt.optimizer.saved`), what the loop has besides, and files
+(`ftopt.checkpoint`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ftopt import rng
+from ftopt.checkpoint.manifest import BadCheckpoint
+from ftopt.checkpoint.part import Committed, Part
+from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
+from ftopt.checkpoint.reader import Version as StoredVersion
+from ftopt.checkpoint.writer import Writer
+from ftopt.optimizer.inner_state import restore_groups
+from ftopt.optimizer.layout import layout
+from ftopt.optimizer.resuming import Resume, newcomer
+from ftopt.optimizer.saved import Cut, Saved, Version
+from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.sync.group import Held
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.resumed import returning
+from ftopt.sync.protocol.wire import plain
+
+_CLOSE_S = 60.0
+
+
+class Stateful(Protocol):
+    """Schedulers, samplers, ``torchdata.StatefulDataLoader``, ..."""
+
+    def state_dict(self) -> Any:
+        """Plain values and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """The reverse."""
+
+
+class Checkpoints:
+    """One replica's part in the checkpoints of its job.
+
+    ::
+
+        checkpoints = ftopt.Checkpoints("/shared/job7", optimizer, every=5, keep=2)
+        checkpoints.resume()                        # from the newest whole one, if there is any
+        with optimizer:
+            scheduler = ...
+            checkpoints.include(scheduler=scheduler, loader=loader)
+            for batch in loader:
+                ...
+                optimizer.step(); scheduler.step(); optimizer.zero_grad()
+                checkpoints.step()
+            checkpoints.close()
+
+    Args:
+        folder: of the job's checkpoints; all replicas see the same one.
+        optimizer: what `ftopt.wrap` has made; not started yet.
+        every: outer steps (of fragment 0) from one checkpoint to the next, >= 1. Default 5. None: it writes none.
+        keep: so many are kept, >= 1. Default 2.
+    """
+
+    def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
+        if (every is not None and every < 1) or keep < 1:
+            raise ValueError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1")
+        group = optimizer._core.group
+        if group is None:
+            raise ValueError("the optimizer is a copy without a group; give the one that ftopt.wrap() made")
+        self._folder = Path(folder)
+        self._optimizer = optimizer
+        self._group = group
+        self._every = every
+        self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
+        self._last = 0  # the attempt that was saved last
+        self._watched: dict[str, Stateful] = {}
+        self._resumed: Saved | None = None
+        self._loop: Mapping[str, Any] = {}
+
+    # Going on.
+
+    def resume(self, path: str | Path | None = None, *, replicas: Sequence[str] | None = None) -> bool:
+        """Goes on from a checkpoint when the optimizer starts; call it before.
+
+        Args:
+            path: a checkpoint, or the folder of several: the newest whole one. Default: this job's folder; it is no
+                error then that there is none.
+            replicas: ids of all replicas that the job has now. Default: those that the checkpoint holds, and this one.
+                All replicas must be told the same. What missing ones had pending the others take over.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            UserError: there is none at ``path``; it is damaged, or of another model or method (at the start). The
+                message names the file, and the sound one before it if there is one.
+        """
+        if path is None and not whole(self._folder):
+            return False
+        checkpoint = find(Path(path) if path is not None else self._folder)
+        mine = self._group.replica
+        present = sorted({*(replicas if replicas is not None else checkpoint.replicas), mine})
+        try:
+            resume, own = _resume_of(checkpoint, mine, present)
+        except BadCheckpoint as bad:
+            raise with_offer(bad, checkpoint.path) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = f"holds no replicas ({type(error).__name__}: {error})"
+            raise with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path) from error
+        self._optimizer.resume(resume)
+        self._resumed, self._loop = resume.saved, own
+        return True
+
+    def include(self, **state: Stateful) -> None:
+        """What else belongs to the loop's state: anything with ``state_dict`` and ``load_state_dict``, by names.
+
+        Call it when all of it is made and before the first step: after a resume this puts it back, together with the
+        random number generators and the rates that making a scheduler has changed.
+
+        Raises:
+            UserError: the checkpoint does not hold one of them.
+        """
+        self._watched |= state
+        if self._resumed is None:
+            return
+        loop = self._loop.get("loop", {})
+        for name, each in state.items():
+            if name not in loop:
+                if loop:
+                    raise BadCheckpoint(self._folder, f"holds no state of {name!r}; it holds {', '.join(loop)}")
+                continue
+            each.load_state_dict(loop[name])
+        if self._resumed.own["inner"] is not None and self._loop:
+            restore_groups(self._optimizer._core.inner, self._resumed.own["inner"])
+        if "rng" in self._loop:
+            rng.restore(self._loop["rng"])
+        self._resumed, self._loop = None, {}
+
+    # Giving.
+
+    def step(self) -> bool:
+        """Call it at the end of each pass of the loop. Usually it does nothing.
+
+        When an outer step that a checkpoint is due at has been taken up, it copies what training changes, and has it
+        written beside the training.
+
+        Returns:
+            Whether it began to write one.
+        """
+        cut = self._optimizer.cut()
+        if self._every is None or cut is None or cut.attempt <= self._last or cut.version % self._every:
+            return False
+        return self._begin(cut)
+
+    def last(self) -> bool:
+        """A checkpoint of where the job stands now, unless there is one: at the end, when all replicas are there."""
+        cut = self._optimizer.cut()
+        if self._every is None or cut is None or cut.attempt <= self._last:
+            return False
+        self._writer.wait(_CLOSE_S)
+        return self._begin(cut)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Waits until what was begun is written."""
+        self._writer.close(timeout_s)
+
+    def _begin(self, cut: Cut) -> bool:
+        self._last = cut.attempt
+        started = time.perf_counter()
+        optimizer = self._optimizer
+        saved = optimizer.capture()
+        own = {
+            "replica": saved.own,
+            "loop": {name: each.state_dict() for name, each in self._watched.items()},
+            "rng": rng.capture(),
+        }
+        begun = self._writer.begin(self._part(cut, saved, own))
+        stall_s = time.perf_counter() - started
+        self._group.emit("checkpointing", version=cut.version, attempt=cut.attempt, data={"stall_s": stall_s})
+        return begun
+
+    def _part(self, cut: Cut, saved: Saved, own: Mapping[str, Any]) -> Part:
+        core, held = self._optimizer._core, saved.held
+        outer, model = core.started(), core.model
+        assert model is not None
+        places, fixed = layout(outer, model)
+        offered = {c.fragment: c.last_step for c in held.contributions}
+        return Part(
+            replica=held.replica,
+            incarnation=held.incarnation,
+            attempt=cut.attempt,
+            version=cut.version,
+            members=cut.members,
+            inner_step=cut.inner_step,
+            committed=tuple(Committed(plain(v.record), v.digest, v.tensors) for v in saved.committed),
+            offered=tuple(offered.get(index) for index in range(len(saved.committed))),
+            membership=plain(dataclasses.replace(held, records=(), contributions=())),
+            lines=outer.fingerprint().lines,
+            own=own,
+            model=places,
+            fixed=fixed,
+        )
+
+
+def _resume_of(
+    checkpoint: Checkpoint, mine: str, present: Sequence[str]
+) -> tuple[Resume, Mapping[str, Any]]:  # fmt: skip
+    """What replica ``mine`` goes on from when ``present`` are there, and what its loop had."""
+    newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
+    there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
+    back = returning(there, present, [version.record for version in newest])
+    missing = [replica for replica, heir in sorted(back.heirs.items()) if heir == mine]
+    lives = {held.replica: held for held in there}
+    held = dataclasses.replace(
+        lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
+        incarnation=back.marks[mine], epoch=back.epoch, gone=back.gone, roster=back.marks,
+    )  # fmt: skip
+    own = {replica: checkpoint.own(replica) for replica in {*missing, mine if mine in lives else there[0].replica}}
+    saved = {
+        life.replica: _saved(checkpoint, held if life.replica == mine else life, own[life.replica]["replica"])
+        for life in there
+        if life.replica in own
+    }
+    me = saved[mine] if mine in lives else newcomer(held, newest, saved[there[0].replica])
+    lines = checkpoint.notes[there[0].replica]["lines"]
+
+    def refuse(reason: str) -> BadCheckpoint:
+        return with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path)
+
+    adopted = tuple(saved[replica] for replica in missing)
+    resume = Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", refuse)
+    return resume, own[mine] if mine in lives else {}
+
+
+def _held(checkpoint: Checkpoint, replica: str) -> Held:
+    """A replica's membership, as it was."""
+    try:
+        return m.from_plain(Held, checkpoint.notes[replica]["membership"])
+    except m.MessageError as error:
+        raise BadCheckpoint(checkpoint.path, f"tells no membership of {replica}: {error}") from None
+
+
+def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> Saved:
+    committed = tuple(_version(checkpoint, version) for version in checkpoint.committed(held.replica))
+    try:
+        under_way = [part["snapshot"] for part in own["fragments"] if part["snapshot"] is not None]
+        contributions = tuple(m.Contribution(**snapshot["contribution"]) for snapshot in under_way)
+    except (KeyError, TypeError) as error:
+        raise BadCheckpoint(checkpoint.path, f"tells no contribution of {held.replica}: {error!r}") from None
+    records = tuple(version.record for version in committed)
+    return Saved(dataclasses.replace(held, records=records, contributions=contributions), committed, own)
+
+
+def _version(checkpoint: Checkpoint, version: StoredVersion) -> Version:
+    try:
+        return Version(m.from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
+    except m.MessageError as error:
+        raise BadCheckpoint(checkpoint.path, f"holds a record that is none: {error}") from None

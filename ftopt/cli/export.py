@@ -1,0 +1,32 @@
+"""``ftopt export CHECKPOINT FILE``: the anchor as a plain safetensors state dict."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ftopt.cli.output import say
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """CHECKPOINT FILE."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint, or a folder: its newest one")
+    parser.add_argument("file", metavar="FILE", type=Path, help="e.g. model.safetensors; not there yet")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes it, for ``model.load_state_dict`` and Hugging Face."""
+    from ftopt.checkpoint.export import export
+    from ftopt.checkpoint.manifest import BadCheckpoint
+    from ftopt.checkpoint.reader import find, with_offer
+
+    checkpoint = find(arguments.checkpoint.resolve())
+    try:
+        tensors = export(checkpoint, arguments.file)
+    except BadCheckpoint as bad:
+        raise with_offer(bad, checkpoint.path) from None
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    manifest = checkpoint.manifest
+    at = f"version {manifest.version}, inner step {manifest.inner_step}"
+    say(f"{arguments.file}: {len(tensors)} tensors, {elements:,} elements, of {at}")
+    return 0

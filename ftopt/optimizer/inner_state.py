@@ -1,0 +1,90 @@
+"""The inner optimizers' state and groups as a tree of plain values and tensors, by the parameters' names, and back.
+
+``load_state_dict`` will not do here: it casts floating-point state to its parameter's dtype, and goes by the order of
+the parameters. This brings every bit back, with its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.optimizer.flat import trainable
+from ftopt.optimizer.inner import Inner
+
+Tree = dict[str, Any]
+"""Nested dicts, lists and tuples of numbers, strings, None and tensors."""
+
+
+def capture(inner: Inner, model: nn.Module) -> list[Tree]:
+    """A copy: one entry an inner optimizer. One pass over the state at memory speed; it stays on its device."""
+    names = {id(p): name for name, p in trainable(model)}
+    found = []
+    for optimizer in inner.optimizers:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        state = {
+            names[id(p)]: {key: _copy(value) for key, value in optimizer.state[p].items()}
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in names and p in optimizer.state
+        }
+        found.append({"class": type(optimizer).__name__, "groups": _copy(groups), "state": state})
+    return found
+
+
+def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
+    """Refuses what is of other inner optimizers.
+
+    Raises:
+        ValueError: another number of optimizers or groups, another class, or state of a parameter that does not fit.
+    """
+    have = [(type(o).__name__, len(o.param_groups)) for o in inner.optimizers]
+    got = [(entry["class"], len(entry["groups"])) for entry in saved]
+    if have != got:
+        raise ValueError(f"inner optimizers with so many parameter groups: {got} in the checkpoint, {have} here")
+    named = dict(trainable(model))
+    for optimizer, entry in zip(inner.optimizers, saved, strict=True):
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name in entry["state"]:
+            if name not in named or id(named[name]) not in own:
+                raise ValueError(f"{entry['class']} has state of {name}, which it does not train here")
+
+
+def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
+    """Puts a checked capture back: the state of parameters that had some, none for the others, all groups' values."""
+    named = dict(trainable(model))
+    for optimizer, entry in zip(inner.optimizers, saved, strict=True):
+        optimizer.state.clear()
+        for name, values in entry["state"].items():
+            parameter = named[name]
+            optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in values.items()}
+    restore_groups(inner, saved)
+
+
+def restore_groups(inner: Inner, saved: list[Tree]) -> None:
+    """The groups' values alone: rates, and what a scheduler has written beside them."""
+    for optimizer, entry in zip(inner.optimizers, saved, strict=True):
+        for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
+            group.update(_copy(values))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(item) for item in value)
+    return value
+
+
+def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:
+    """On the parameter's device, but for step counters, which torch keeps where they were."""
+    if not isinstance(value, Tensor):
+        return _copy(value)
+    if key == "step" and value.dim() == 0 and parameter.device.type != "cpu":
+        return value.to(torch.device("cpu") if not value.is_cuda else parameter.device, copy=True)
+    return value.to(parameter.device, copy=True)

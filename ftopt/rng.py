@@ -1,0 +1,33 @@
+"""The states of the random number generators that a training loop draws from."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """Those of torch (CPU and, where it is in use, CUDA), Python, and NumPy if it is loaded: values and tensors."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, keys, *rest)
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Puts a capture back; CUDA's only onto as many devices as there were."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(state["numpy"])

@@ -1,0 +1,179 @@
+"""Several replicas write one checkpoint; what goes wrong stops no training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ftopt.checkpoint.manifest import NAME
+from ftopt.checkpoint.reader import find, verified, whole
+from tests.checkpoint.parts import FullDisk, part, writer
+
+
+def test_it_is_whole_when_every_member_has_written(tmp_path: Path) -> None:
+    for index, replica in enumerate(("r2", "r0", "r1")):
+        one, told = writer(tmp_path)
+        one.write(part(replica, members=3, fragments=2))
+        assert bool(whole(tmp_path)) == (index == 2)
+        assert told.names() == (["checkpoint"] if index == 2 else [])
+    found = verified(tmp_path)
+    assert found.replicas == ["r0", "r1", "r2"]
+    assert [v.record["fragment"] for v in found.newest] == [0, 1]
+    names = {path.name for path in found.path.iterdir() if not path.name.startswith(".")}
+    assert names == found.manifest.files.keys() | {NAME}
+    assert sum(name.startswith("committed") for name in names) == 2
+
+
+def test_all_at_once_make_one_whole_checkpoint(tmp_path: Path) -> None:
+    """Each shard is written by one of them, and whoever is last sees all the others."""
+    for version in range(5, 105, 5):
+        parts = [part(f"r{i}", version=version, members=6, fragments=3) for i in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            tolds = list(pool.map(lambda p: _write(tmp_path, p), parts))
+        assert not [reason for told in tolds for reason in told.reasons()]
+        assert find(tmp_path).manifest.version == version
+        assert len(whole(tmp_path)) == min(2, version // 5)
+
+
+def _write(folder: Path, each: object) -> object:
+    one, told = writer(folder)
+    one.write(each)  # type: ignore[arg-type]
+    return told
+
+
+def test_a_death_before_the_last_part_leaves_the_one_before(tmp_path: Path) -> None:
+    one, _ = writer(tmp_path)
+    one.write(part("r0", version=5))
+    one.write(part("r0", version=10, members=2))
+    assert find(tmp_path).manifest.version == 5
+    one.write(part("r0", version=15))
+    assert [path.name[:9] for path in sorted(tmp_path.iterdir())] == ["v00000005", "v00000015"]
+
+
+def test_so_many_are_kept(tmp_path: Path) -> None:
+    one, _ = writer(tmp_path, keep=3)
+    for version in range(1, 9):
+        one.write(part(version=version))
+    assert [path.name[:9] for path in whole(tmp_path)] == ["v00000006", "v00000007", "v00000008"]
+
+
+def test_parts_that_do_not_fit_together_make_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """r1 counts r0's step 20, and r0 was saved without it."""
+    one, told = writer(tmp_path)
+    one.write(part("r0", members=2, counted=(("r0", 1, 10), ("r1", 1, 10))))
+    behind = part("r1", members=2, version=6, attempt=1005, counted=(("r0", 1, 20), ("r1", 1, 10)))
+    one.write(_at(behind, 5))
+    assert whole(tmp_path) == []
+    assert "counts the steps of r0 up to 20" in told.reasons()[0]
+
+
+def test_a_newer_version_fits_who_offers_what_it_counts(tmp_path: Path) -> None:
+    """r0 was saved with the contribution under way that r1 has seen counted."""
+    one, told = writer(tmp_path)
+    one.write(part("r0", members=2, counted=(("r0", 1, 10), ("r1", 1, 10)), offered=20))
+    one.write(_at(part("r1", members=2, version=6, attempt=1005, counted=(("r0", 1, 20), ("r1", 1, 10))), 5))
+    assert told.names() == ["checkpoint"]
+    found = verified(tmp_path)
+    assert [v.record["version"] for v in found.newest] == [6]
+    assert [v.record["version"] for v in found.committed("r0")] == [5]
+
+
+def _at(each: object, version: int) -> object:
+    """The same part in the checkpoint of another version."""
+    from dataclasses import replace
+
+    return replace(each, version=version)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("room", [0, 100, 500, 1000, 1500, 2000])
+def test_a_full_disk_is_one_warning_and_the_one_before_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    writer(tmp_path)[0].write(part(version=5))
+    one, told = writer(tmp_path, disk=FullDisk(room))
+    with caplog.at_level(logging.WARNING):
+        for version in (10, 15, 20):
+            one.write(part(version=version))
+    assert told.names() == ["checkpoint_failed"] * 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no checkpoint v00000010-1010: {told.reasons()[0]}; training goes on, and the checkpoint before stands"
+    ]
+    assert "No space left on device" in told.reasons()[0]
+    assert verified(tmp_path).manifest.version == 5
+    leftover = sum(path.stat().st_size for path in tmp_path.glob("v00000020*/*"))
+    assert leftover <= max(0, room)
+
+
+def test_after_a_full_disk_the_next_one_is_written(tmp_path: Path) -> None:
+    disk = FullDisk(0)
+    one, told = writer(tmp_path, disk=disk)
+    one.write(part(version=5))
+    disk.room = 1 << 20
+    one.write(part(version=10))
+    assert told.names() == ["checkpoint_failed", "checkpoint"]
+    assert [path.name[:9] for path in tmp_path.iterdir()] == ["v00000010"]
+
+
+def test_a_real_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
+    writer(tmp_path)[0].write(part(version=5))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))
+        one, told = writer(tmp_path)
+        one.write(part(version=10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "File too large" in told.reasons()[0]
+    assert verified(tmp_path).manifest.version == 5
+
+
+def test_what_no_checkpoint_can_hold_stops_nothing(tmp_path: Path) -> None:
+    one, told = writer(tmp_path)
+    one.write(part(own={"loader": {"state": object()}}))
+    assert told.reasons() == [
+        "loader.state is a object, which a checkpoint cannot hold; allowed: numbers, strings, bytes, None, tensors, "
+        "NumPy arrays, and lists, tuples and dicts of them"
+    ]
+
+
+def test_it_writes_beside_the_caller_and_never_two_at_once(tmp_path: Path) -> None:
+    class Slow(FullDisk):
+        def __init__(self) -> None:
+            super().__init__(1 << 20)
+            self.read, self.write_end = os.pipe()
+
+        def claim(self, path: Path) -> bool:
+            os.read(self.read, 1)
+            return super().claim(path)
+
+    disk = Slow()
+    one, told = writer(tmp_path, disk=disk)
+    assert one.begin(part(version=5))
+    assert not one.begin(part(version=10))
+    assert "still being written" in told.reasons()[0]
+    os.write(disk.write_end, b"x")
+    assert one.wait(30) and find(tmp_path).manifest.version == 5
+    os.write(disk.write_end, b"x")
+    assert one.begin(part(version=15))
+    one.close(30)
+    assert find(tmp_path).manifest.version == 15
+    os.close(disk.read), os.close(disk.write_end)
+
+
+def test_names_of_replicas_may_be_anything(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    names = ["../r0", "r 1", "日本" * 60, "".join(chr(chance.randint(33, 0x2FFF)) for _ in range(128)), "a" * 128]
+    for name in names:
+        writer(tmp_path)[0].write(part(name, members=len(names)))
+    found = verified(tmp_path)
+    assert found.replicas == sorted(names)
+    assert [found.own(name)["of"] for name in found.replicas] == sorted(names)

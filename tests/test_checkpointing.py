@@ -1,0 +1,301 @@
+"""Jobs that go on from a checkpoint: with as many replicas bit for bit, with more or fewer without losing a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from ftopt import (
+    PAFT,
+    SGD,
+    AdaComm,
+    Checkpoints,
+    DiLoCo,
+    Event,
+    LocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+    Strided,
+    SyncSGD,
+    UserError,
+    local_groups,
+    wrap,
+)
+from ftopt.checkpoint.reader import Checkpoint, whole
+from ftopt.methods import Method
+from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
+from tests.optimizer.running import PATIENT, together
+from tests.problems import Problem, flat, problem
+
+TASK = problem("deep", "adamw")
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", patience_s=30)
+
+
+@dataclass
+class Ended:
+    """A replica at its end."""
+
+    params: Tensor
+    digest: str
+    chain: str
+    rate: float
+    began: tuple[int, tuple[int, ...]]
+    pending: Tensor
+
+
+def run(
+    folder: Path,
+    method: Method,
+    *,
+    steps: int = 24,
+    more: int | None = None,
+    names: Sequence[str] = ("r0", "r1", "r2"),
+    resume: Path | None = None,
+    task: Problem = TASK,
+    codec: str = "fp32",
+    every: int = 1,
+    keep: int = 50,
+    on_event: Callable[[Event], None] = lambda event: None,
+    dtype: torch.dtype = torch.float32,
+) -> list[Ended]:
+    """Trains each replica until its step, or so many ``more`` after a resume, with a checkpoint at each outer step."""
+    models = [task.model(0).to(dtype) for _ in names]
+    sync = replace(PATIENT, codec=codec)
+    groups = local_groups(len(names), sync=sync, names=list(names), on_event=on_event)
+
+    def replica(index: int) -> Ended:
+        model, number = models[index], int(names[index][1:])
+        optimizer = wrap(task.inner(model.parameters()), model, method, group=groups[index])
+        checkpoints = Checkpoints(folder, optimizer, every=every, keep=keep)
+        if resume is not None:
+            checkpoints.resume(resume, replicas=names)
+        with optimizer:
+            scheduler = CosineAnnealingLR(optimizer, 100)
+            checkpoints.include(scheduler=scheduler)
+            first = optimizer._core.started().fragments[-1]
+            pending = first.view.read(first.view.empty()) - first.base
+            began = optimizer.committed.inner_step, optimizer.pending_by_fragment
+            end = steps if more is None else optimizer.local_steps + more
+            while optimizer.local_steps < end:
+                optimizer.zero_grad()
+                optimizer.count(loss=task.backward(model, number, optimizer.local_steps))
+                optimizer.step()
+                scheduler.step()
+                checkpoints.step()
+                assert checkpoints._writer.wait(30)  # each one is whole, however fast the steps
+            optimizer.settle()
+            chain = optimizer.committed.record.chain if optimizer.committed.record else ""
+            checkpoints.close()
+            rate = optimizer.param_groups[0]["lr"]
+            return Ended(flat(model), optimizer.anchor_digest(), chain, rate, began, pending)
+
+    return together([lambda i=i: replica(i) for i in range(len(names))])
+
+
+BIT_EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
+    "diloco": lambda: {"method": DiLoCo(sync_every=5)},
+    "diloco, momentum, bf16": lambda: {
+        "method": DiLoCo(sync_every=5), "task": problem("mlp", "sgd"), "dtype": torch.bfloat16,
+    },
+    "streaming with delay, mixed": lambda: {"method": STREAMING},
+    "streaming with delay, rebased": lambda: {"method": replace(STREAMING, merge="rebase", delay=3)},
+    "slowmo": lambda: {"method": SlowMo(sync_every=5)},
+    "paft": lambda: {"method": PAFT(sync_every=4), "every": 6},
+    "paft, moments": lambda: {"method": PAFT(sync_every=4, moments=True), "every": 6},
+    "sync_sgd": lambda: {"method": SyncSGD(), "every": 6},
+    "local_sgd": lambda: {"method": LocalSGD(sync_every=4)},
+    "diloco, error feedback": lambda: {"method": DiLoCo(sync_every=5), "codec": "int8"},
+    "a trigger that members agree on": lambda: {"method": LocalSGD(sync_every=16, trigger=AdaComm(initial=4))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BIT_EQUAL)
+def test_a_fault_free_resume_at_half_way_is_the_uninterrupted_run(tmp_path: Path, case: str) -> None:
+    settings = BIT_EQUAL[case]()
+    uninterrupted = run(tmp_path / "a", **settings)
+    there = whole(tmp_path / "a")
+    resumed = run(tmp_path / "b", **settings, resume=there[len(there) // 2 - 1])
+    for a, b in zip(uninterrupted, resumed, strict=True):
+        assert 0 < b.began[0] < 24, b.began
+        assert torch.equal(a.params, b.params)
+        assert (a.digest, a.chain, a.rate) == (b.digest, b.chain, b.rate)
+
+
+def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Path) -> None:
+    """A commit that the parameters have not taken up has not happened for the checkpoint: it happens again."""
+    ends: list[Tensor] = []
+    captured: list[Any] = []
+    seen = []
+    for resume in (False, True):
+        model = TASK.model(0)
+        (group,) = local_groups(1, sync=PATIENT)
+        optimizer = wrap(TASK.inner(model.parameters()), model, STREAMING, group=group)
+        if resume:
+            optimizer.resume(captured[0])
+        with optimizer:
+            core = optimizer._core.started()
+            while optimizer.local_steps < 40:
+                optimizer.zero_grad()
+                TASK.backward(model, 0, optimizer.local_steps)
+                optimizer.step()
+                for fragment in core.fragments:
+                    group.wait(fragment.index)
+                untaken = [fragment.index for fragment in core.fragments if fragment.state is not fragment.taken]
+                seen.append(untaken)
+                if untaken and not captured and optimizer.local_steps > 18:
+                    captured.append(_resume_of(optimizer))
+            ends.append(flat(model))
+    assert max(len(untaken) for untaken in seen) >= 2
+    assert torch.equal(ends[0], ends[1])
+
+
+def _resume_of(optimizer: Any) -> Any:
+    from ftopt.optimizer.resuming import Resume
+
+    saved = copy.deepcopy(optimizer.capture())
+    saved = replace(saved, held=replace(saved.held, roster={"r0": 1}))
+    lines = optimizer._core.started().fingerprint().lines
+    return Resume(saved, (), saved.committed, lines, "here", UserError)
+
+
+# More replicas, or fewer.
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three replicas with pending work and fragments under way."""
+    folder = tmp_path_factory.mktemp("made")
+    run(folder, replace(STREAMING, merge="rebase"))
+    return whole(folder)[1]
+
+
+def work_of(checkpoint: Checkpoint, replica: str, fragment: int) -> tuple[Tensor, int]:
+    """A replica's pending work and steps of one fragment, from the files alone."""
+    part = checkpoint.own(replica)["replica"]["fragments"][fragment]
+    steps = checkpoint.own(replica)["replica"]["local_steps"] - part["base_step"]
+    return part["params"] - checkpoint.committed(replica)[fragment].tensors["anchor"], steps
+
+
+@pytest.mark.parametrize("names", [("r0",), ("r1", "r2"), ("r7",), ("r0", "r7")])
+def test_fewer_replicas_take_over_what_the_missing_ones_had_pending(
+    tmp_path: Path, made: Path, names: tuple[str, ...]
+) -> None:
+    checkpoint = Checkpoint(made)
+    works = [work_of(checkpoint, replica, 2) for replica in checkpoint.replicas]
+    assert all(steps > 0 for _, steps in works)
+    events: list[Event] = []
+    ends = run(tmp_path, replace(STREAMING, merge="rebase"), names=names, resume=made, more=12, on_event=events.append)
+    assert sum(end.began[1][2] for end in ends) == sum(steps for _, steps in works)
+    together_moved = torch.stack([end.pending for end in ends]).sum(0)
+    torch.testing.assert_close(together_moved, torch.stack([delta for delta, _ in works]).sum(0))
+    assert not [event for event in events if event.event in ("fork", "reborn", "refuse")]
+    _every_step_once(events, [end.began[1] for end in ends], names)
+
+
+def _every_step_once(events: list[Event], inherited: list[tuple[int, ...]], names: Sequence[str]) -> None:
+    """Executed and inherited steps of each fragment are all committed or pending, none twice."""
+    executed = sum(event.event == "stepped" for event in events)
+    for fragment in range(3):
+        committed, last = 0, dict[tuple[str, int], int]()
+        for event in events:
+            if event.event == "decide" and event.fragment == fragment:
+                for replica, life, steps, last_step, *_ in event.data["members"]:
+                    assert steps <= last_step - last.get((replica, life), 0), "a step was counted twice"
+                    last[replica, life] = last_step
+                    committed += steps
+        pending = executed + sum(each[fragment] for each in inherited) - committed
+        assert 0 <= pending <= 12 * len(names)
+
+
+def test_more_replicas_begin_with_the_newest_state(tmp_path: Path, made: Path) -> None:
+    names = ("r0", "r1", "r2", "r3", "r4")
+    ends = run(tmp_path, replace(STREAMING, merge="rebase"), names=names, resume=made, more=12)
+    assert [end.began[1] for end in ends[3:]] == [(0, 0, 0)] * 2
+    assert len({end.began[0] for end in ends}) == 1
+
+
+# Refused.
+
+
+def refused(path: Path, method: Method, *, task: Problem = TASK) -> str:
+    with pytest.raises(UserError) as caught:
+        run(path.parent / "refused", method, task=task, names=("r0",), resume=path)
+    return str(caught.value)
+
+
+def test_a_foreign_checkpoint_is_refused_with_the_reason_and_the_one_before_is_offered(made: Path) -> None:
+    before = whole(made.parent)[0]
+    advice = f"; the one before it is sound: use {before}"
+
+    def wider(seed: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6), nn.Linear(6, 4))
+
+    model = refused(made, replace(STREAMING, merge="rebase"), task=Problem(wider, TASK.inner))
+    assert model.startswith(f"{made}: it is of another model: 4 tensors") and model.endswith(advice)
+    assert "it is of another method: streaming_diloco there, diloco here" in refused(made, DiLoCo(sync_every=5))
+    parts = refused(made, replace(STREAMING, fragments=Strided(n=2)))
+    assert "it is of another model" in parts
+    inner = refused(made, replace(STREAMING, merge="rebase"), task=problem("deep", "sgd"))
+    assert "so many parameter groups: [('AdamW', 1)] in the checkpoint, [('SGD', 1)] here" in inner
+
+
+def test_other_settings_are_told(tmp_path: Path, made: Path) -> None:
+    with pytest.warns(UserWarning, match=r"was written with other settings: method\.outer\.lr=0\.4"):
+        run(
+            tmp_path,
+            replace(STREAMING, merge="rebase", outer=SGD(lr=0.3, momentum=0.9)),
+            names=("r0",),
+            resume=made,
+            more=1,
+        )
+
+
+def test_state_that_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    model = TASK.model(0)
+    run(tmp_path, LocalSGD(sync_every=4), names=("r0",), steps=8)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
+    checkpoints = Checkpoints(tmp_path, optimizer)
+    assert checkpoints.resume()
+    with optimizer, pytest.raises(UserError, match="holds no state of 'loader'; it holds scheduler"):
+        checkpoints.include(loader=optimizer)
+
+
+def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
+    assert not Checkpoints(tmp_path / "none", optimizer).resume()
+    with pytest.raises(UserError, match="holds no whole checkpoint"):
+        Checkpoints(tmp_path / "none", optimizer).resume(tmp_path)
+
+
+def test_settings_are_checked(tmp_path: Path) -> None:
+    model = TASK.model(0)
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        Checkpoints(tmp_path, optimizer, every=0)
+    with pytest.raises(ValueError, match="a copy without a group"):
+        Checkpoints(tmp_path, copy.deepcopy(optimizer))
+
+
+def test_buffers_and_counters_of_a_replica_come_back(tmp_path: Path) -> None:
+    """BatchNorm's statistics and counters are each replica's own."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+    task = Problem(lambda seed: model(), TASK.inner)
+    uninterrupted = run(tmp_path / "a", LocalSGD(sync_every=4), task=task, names=("r0", "r1"))
+    there = whole(tmp_path / "a")[2]
+    resumed = run(tmp_path / "b", LocalSGD(sync_every=4), task=task, names=("r0", "r1"), resume=there)
+    assert all(torch.equal(a.params, b.params) for a, b in zip(uninterrupted, resumed, strict=True))
+    own = Checkpoint(there).own("r0")["replica"]["buffers"]
+    assert int(own["1.num_batches_tracked"]) == 12
