@@ -5,9 +5,9 @@ On each fragment every executed inner step is in exactly one place::
     executed + inherited = committed + pending + dead + discarded + survivors' lost
 
 ``executed`` counts the replicas' own lines less the steps that they have undone, ``inherited`` what was pending in the
-checkpoint that a run goes on from, ``committed`` the coordinator's decisions, ``pending`` what each survivor says at its
-end, ``dead`` the rest of the incarnations that died. So ``survivor_inner_steps_lost`` is a check: nothing makes it 0 but
-each step being counted once.
+checkpoint that a run goes on from, ``committed`` the coordinator's decisions, ``pending`` what each survivor says at
+its end, ``dead`` the rest of the incarnations that died. So ``survivor_inner_steps_lost`` is a check: nothing makes it
+0 but each step being counted once.
 """
 
 from __future__ import annotations
