@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ftopt import (
 )
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.methods import Method
+from ftopt.sync.protocol.samples import Samples
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
@@ -220,6 +222,67 @@ def test_more_replicas_begin_with_the_newest_state(tmp_path: Path, made: Path) -
     ends = run(tmp_path, replace(STREAMING, merge="rebase"), names=names, resume=made, more=12)
     assert [end.began[1] for end in ends[3:]] == [(0, 0, 0)] * 2
     assert len({end.began[0] for end in ends}) == 1
+
+
+# With a sample ledger.
+
+
+@pytest.mark.parametrize("names", [("r0", "r1", "r2"), ("r1",), ("r0", "r1", "r2", "r3")])
+def test_every_sample_is_in_one_commit_though_all_died(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """An epoch of 90 units: all die, those who come back end it."""
+    samples = Samples(samples=179, batch_size=2, epochs=1)
+    first = _epoch(tmp_path, samples, ("r0", "r1", "r2"), dies_at=18)
+    there = whole(tmp_path)[-1]
+    done = Checkpoint(there).newest[0].record["done"]
+    assert 0 < sum(stop - start for start, stop in done) < 90
+    committed = [unit for start, stop in done for unit in range(start, stop)]
+    assert set(committed) <= set(first)
+    committed += _epoch(tmp_path / "b", samples, names, resume=there)
+    assert sorted(committed) == list(range(90))
+
+
+def _epoch(
+    folder: Path, samples: Samples, names: Sequence[str], *, resume: Path | None = None, dies_at: int = 1000
+) -> list[int]:
+    """Trains on the units that the ledger hands out; the units of all commits, as often as they are in one."""
+    events: list[Event] = []
+    models = [TASK.model(0) for _ in names]
+    sync = replace(PATIENT, grace_s=1.0)  # at the end of the data nobody waits for those who have none left
+    groups = local_groups(len(names), sync=sync, names=list(names), samples=samples, on_event=events.append)
+
+    def replica(index: int) -> None:
+        group, model = groups[index], models[index]
+        optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group)
+        checkpoints = Checkpoints(folder, optimizer, every=2)
+        if resume is not None:
+            checkpoints.resume(resume, replicas=names)
+        units = group.units
+        assert units is not None
+        with optimizer:
+            checkpoints.include()
+            while (unit := units.take()) is not None:
+                assert units.drawn(unit)
+                optimizer.zero_grad()
+                TASK.backward(model, 0, unit)
+                optimizer.step()
+                checkpoints.step()
+                if optimizer.local_steps == dies_at:
+                    checkpoints.close()
+                    raise KeyboardInterrupt
+            checkpoints.close()
+
+    tasks = [lambda i=i: replica(i) for i in range(len(names))]
+    with pytest.raises(KeyboardInterrupt) if dies_at < 1000 else nullcontext():
+        together(tasks)
+    ranges = [each for event in events if event.event == "decide" for each in event.data.get("ranges", {}).values()]
+    return [unit for each in ranges for start, stop in each for unit in range(start, stop)]
+
+
+def test_another_data_set_is_refused(tmp_path: Path) -> None:
+    samples = Samples(samples=179, batch_size=2, epochs=1)
+    _epoch(tmp_path, samples, ("r0",), dies_at=18)
+    with pytest.raises(UserError, match=r"its job handed out .*batch_size=2.* this one .*batch_size=3"):
+        _epoch(tmp_path / "b", replace(samples, batch_size=3), ("r0",), resume=whole(tmp_path)[-1])
 
 
 # Refused.

@@ -77,8 +77,8 @@ class Writer:
         try:
             _write(self._disk, self._folder / part.label, part)
             manifest = _complete(self._disk, self._folder / part.label, part)
+            self._warned = False
             if manifest is not None:
-                self._warned = False
                 _prune(self._disk, self._folder, self._keep)
                 size = sum(file.bytes for file in manifest.files.values())
                 self._tell("checkpoint", {"path": str(self._folder / part.label), "bytes": size})

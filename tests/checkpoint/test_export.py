@@ -108,7 +108,7 @@ def test_the_command_says_what_it_wrote_and_never_over_a_file(
     trained(tmp_path / "c", METHODS["local_sgd"])
     path = tmp_path / "model.safetensors"
     assert main(["export", str(tmp_path / "c"), str(path)]) == 0
-    assert f"{path}: 13 tensors, " in capsys.readouterr().out
+    assert f"{path}: 12 tensors, " in capsys.readouterr().out
     assert main(["export", str(tmp_path / "c"), str(path)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
