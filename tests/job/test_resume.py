@@ -85,6 +85,7 @@ def killed_and_resumed(folder: Path, start: Start, moments: int, replicas: list[
     assert then[0]["inner_step"] > first[0]["inner_step"] and then[0]["loss"] < first[0]["loss"]
 
 
+@pytest.mark.timeout(300)
 def test_kill_9_of_everything_and_on_with_another_number_of_replicas(tmp_path: Path, start: Start) -> None:
     killed_and_resumed(tmp_path, start, 1, [3, 2])
 
@@ -96,6 +97,7 @@ def test_kill_9_of_everything_at_fifty_moments(tmp_path: Path, start: Start) -> 
     killed_and_resumed(tmp_path, start, 50, [3, 3, 2, 2, 4, 4])
 
 
+@pytest.mark.timeout(300)
 def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, start: Start) -> None:
     kills = ",".join(f"{{replica: {i}, at_step: {45 + 2 * i}, point: inner, do: kill}}" for i in range(2))
     short = ("method.sync_every=10", "checkpoint.every=2", "train.inner_steps=100")
@@ -103,7 +105,8 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     assert status == 1
     assert "all replicas died before the end" in error
     path = error.strip().rpartition("checkpoint.resume=")[2]
-    assert verified(Path(path)).manifest.version == 4
+    began = verified(Path(path)).manifest.inner_step
+    assert began in (20, 40)  # the last one may have been under way
     first = newest_run(tmp_path).path.rename(tmp_path / "first")
     path = path.replace(str(tmp_path / "runs" / first.name), str(first))
     there = whole(first / "checkpoint")[-1]
@@ -111,7 +114,7 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     assert status == 0, error
     summary = summary_of(tmp_path)
     every_step_once(summary)
-    assert summary["inner_steps_committed"] == 3 * 60
+    assert summary["inner_steps_committed"] == 3 * (100 - began)
     assert [event["data"]["pending_by_fragment"] for event in events_of(tmp_path, "resumed")] == [[0]] * 3
 
 
