@@ -55,6 +55,12 @@ class _Redrawn:
         inputs, targets = default_collate([self._dataset[index] for index in drawn.tolist()])
         return inputs, targets
 
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._generator.set_state(state_dict["generator"])
+
 
 @dataclass(frozen=True)
 class Score:

@@ -24,7 +24,7 @@ from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import StepRecord
-from ftopt.job.task import task_of
+from ftopt.job.task import Batches, task_of
 from ftopt.sync.group import ReplicaGroup
 
 _LEAVE_S = 30.0
