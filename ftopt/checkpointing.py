@@ -75,7 +75,7 @@ class Checkpoints:
         self._group = group
         self._every = every
         self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
-        self._last = 0  # the attempt that was saved last
+        self._tried = self._begun = 0  # attempts whose version was due, and was begun to be written
         self._watched: dict[str, Stateful] = {}
         self._resumed: Saved | None = None
         self._loop: Mapping[str, Any] = {}
@@ -151,14 +151,14 @@ class Checkpoints:
             Whether it began to write one.
         """
         cut = self._optimizer.cut()
-        if self._every is None or cut is None or cut.attempt <= self._last or cut.version % self._every:
+        if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
         return self._begin(cut)
 
     def last(self) -> bool:
         """A checkpoint of where the job stands now, unless there is one: at the end, when all replicas are there."""
         cut = self._optimizer.cut()
-        if self._every is None or cut is None or cut.attempt <= self._last:
+        if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
         self._writer.wait(_CLOSE_S)
         return self._begin(cut)
@@ -168,7 +168,7 @@ class Checkpoints:
         self._writer.close(timeout_s)
 
     def _begin(self, cut: Cut) -> bool:
-        self._last = cut.attempt
+        self._tried = cut.attempt
         started = time.perf_counter()
         optimizer = self._optimizer
         saved = optimizer.capture()
@@ -178,6 +178,7 @@ class Checkpoints:
             "rng": rng.capture(),
         }
         begun = self._writer.begin(self._part(cut, saved, own))
+        self._begun = cut.attempt if begun else self._begun
         stall_s = time.perf_counter() - started
         self._group.emit("checkpointing", version=cut.version, attempt=cut.attempt, data={"stall_s": stall_s})
         return begun

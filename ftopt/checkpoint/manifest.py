@@ -144,7 +144,7 @@ class _Wrong(Exception):
 def _manifest(data: Any) -> Manifest:
     fields = {"format", "version", "attempt", "inner_step", "replicas", "committed", "files"}
     _keys("the manifest", data, fields)
-    if data["format"] != FORMAT:
+    if type(data["format"]) is not int or data["format"] != FORMAT:
         raise _Wrong(f"format {data['format']!r:.20}; this ftopt reads format {FORMAT}")
     files = _mapping("files", data["files"])
     for name, entry in files.items():
