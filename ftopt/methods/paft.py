@@ -65,6 +65,10 @@ class PAFT(LocalSGD):
         """Averaged in every step."""
         return SyncSGD(max_norm=self.max_norm, weights=self.weights, staleness_discount=self.staleness_discount)
 
+    def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
+        """Averages are due at multiples of H, so that a joiner is due with the others; after a trigger's period."""
+        return (inner_step - self.outer_start_step) % self.sync_every if self.trigger is None else 0
+
     @property
     def inner_buffers(self) -> str:
         """``average`` with ``moments``."""

@@ -190,7 +190,7 @@ class OuterStep:
         fragment = self._fragments[index]
         return Progress(
             fragment=index,
-            steps=self.local_steps - fragment.marked_step,
+            steps=self._beat(fragment) - fragment.marked_step,
             pending_steps=self.pending_steps(index),
             local_steps=self.local_steps,
             inner_step=self.inner_step(),
@@ -375,9 +375,14 @@ class OuterStep:
         # version is old.
         self._group.propose(contribution, now=now)
 
+    def _beat(self, fragment: Fragment) -> int:
+        """What triggers count by: this replica's inner steps. Beside gradients, which keep replicas in step, the job's:
+        whoever waited for an average that the others are not due for would hold up their gradients."""
+        return self.inner_step() if self._gradients is not None and fragment.index else self.local_steps
+
     def mark(self, fragment: Fragment, *, anew: bool) -> None:
         """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""
-        fragment.marked_step, fragment.marked_s = self.local_steps, self.clock()
+        fragment.marked_step, fragment.marked_s = self._beat(fragment), self.clock()
         if anew:
             count = len(self._fragments)
             fragment.marked_step -= fragment.method.phase(fragment.index, count, self.inner_step())
