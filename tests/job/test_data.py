@@ -87,7 +87,7 @@ def test_one_seed_draws_the_same_and_another_one_does_not(tmp_path: Path, sampli
             load("diloco_bytes", settings), group, lambda event: None, record=StepRecord(), evaluates=False
         )
         with trainer.optimizer:
-            ((inputs, _),) = next(trainer._micro_batches(seed))
+            ((inputs, _),) = next(trainer._micro_batches(trainer._loader or trainer._task.batches(seed)))
         return inputs.tolist()
 
     assert batch(0) == batch(0) != batch(1)
