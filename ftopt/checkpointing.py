@@ -18,6 +18,7 @@ from ftopt.checkpoint.part import Committed, Part
 from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.reader import Version as StoredVersion
 from ftopt.checkpoint.writer import Writer
+from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.inner_state import restore_groups
 from ftopt.optimizer.layout import layout
 from ftopt.optimizer.resuming import Resume, newcomer
@@ -76,6 +77,7 @@ class Checkpoints:
         self._every = every
         self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
         self._tried = self._begun = 0  # attempts whose version was due, and was begun to be written
+        self._copies = Copies()
         self._watched: dict[str, Stateful] = {}
         self._resumed: Saved | None = None
         self._loop: Mapping[str, Any] = {}
@@ -170,18 +172,20 @@ class Checkpoints:
     def _begin(self, cut: Cut) -> bool:
         self._tried = cut.attempt
         started = time.perf_counter()
-        optimizer = self._optimizer
-        saved = optimizer.capture()
+        if not self._writer.idle(cut.version, cut.attempt):
+            return False
+        self._copies.again()
+        saved = self._optimizer.capture(self._copies)
         own = {
             "replica": saved.own,
             "loop": {name: each.state_dict() for name, each in self._watched.items()},
             "rng": rng.capture(),
         }
-        begun = self._writer.begin(self._part(cut, saved, own))
-        self._begun = cut.attempt if begun else self._begun
+        self._writer.begin(self._part(cut, saved, own))
+        self._begun = cut.attempt
         stall_s = time.perf_counter() - started
         self._group.emit("checkpointing", version=cut.version, attempt=cut.attempt, data={"stall_s": stall_s})
-        return begun
+        return True
 
     def _part(self, cut: Cut, saved: Saved, own: Mapping[str, Any]) -> Part:
         core, held = self._optimizer._core, saved.held

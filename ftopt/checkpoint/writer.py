@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.disk import Disk, make_folders, store
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, order
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order
 from ftopt.checkpoint.part import FIXED, Part, note_of, own_of, read_note, shard
 from ftopt.errors import UserError
 
@@ -49,17 +49,21 @@ class Writer:
         self._warned = False
         self._thread: threading.Thread | None = None
 
-    def begin(self, part: Part) -> bool:
-        """Starts to write; False while the last part is still being written: then this one is not."""
-        if not self._idle.is_set():
-            self._failed(part.label, "the one before is still being written; checkpoints come too often for the disk")
-            return False
+    def idle(self, version: int, attempt: int) -> bool:
+        """Whether a part of that checkpoint could be written now; says so when not: the last one still is."""
+        if self._idle.is_set():
+            return True
+        reason = "the one before is still being written; checkpoints come too often for the disk"
+        self._failed(label(version, attempt), reason)
+        return False
+
+    def begin(self, part: Part) -> None:
+        """Starts to write; only while it is `idle`. The part's tensors must not change before it is so again."""
         self._idle.clear()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ftopt-checkpoint", daemon=True)
             self._thread.start()
         self._parts.put(part)
-        return True
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until what was begun is written, or has failed; False when that takes longer."""

@@ -17,6 +17,7 @@ from ftopt.codecs import Codec, codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.buffers import averaged, shared_out
+from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.moments import moments
@@ -240,11 +241,11 @@ class Core:
             return None
         return cut_of(self.outer)
 
-    def capture(self) -> Saved:
+    def capture(self, copies: Copies) -> Saved:
         """See `OuterOptimizer.capture`."""
         outer = self.started()
         assert self.model is not None and self.group is not None
-        return capture(outer, self.inner, self.model, self.group)
+        return capture(outer, self.inner, self.model, self.group, copies=copies)
 
     def _offer_rest(self) -> None:
         """While the loader waits for units that other replicas hold: the data's end is near, and nobody can reach it

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.flat import trainable
 from ftopt.optimizer.inner import Inner
 
@@ -19,19 +20,19 @@ Tree = dict[str, Any]
 """Nested dicts, lists and tuples of numbers, strings, None and tensors."""
 
 
-def capture(inner: Inner, model: nn.Module) -> list[Tree]:
+def capture(inner: Inner, model: nn.Module, copies: Copies) -> list[Tree]:
     """A copy: one entry an inner optimizer. One pass over the state at memory speed; it stays on its device."""
     names = {id(p): name for name, p in trainable(model)}
     found = []
     for optimizer in inner.optimizers:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         state = {
-            names[id(p)]: {key: _copy(value) for key, value in optimizer.state[p].items()}
+            names[id(p)]: {key: _copy(value, copies) for key, value in optimizer.state[p].items()}
             for group in optimizer.param_groups
             for p in group["params"]
             if id(p) in names and p in optimizer.state
         }
-        found.append({"class": type(optimizer).__name__, "groups": _copy(groups), "state": state})
+        found.append({"class": type(optimizer).__name__, "groups": _copy(groups, copies), "state": state})
     return found
 
 
@@ -68,23 +69,23 @@ def restore_groups(inner: Inner, saved: list[Tree]) -> None:
     """The groups' values alone: rates, and what a scheduler has written beside them."""
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
-            group.update(_copy(values))
+            group.update(_copy(values, Copies()))
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, copies: Copies) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return copies.of(value)
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: _copy(item, copies) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copy(item) for item in value)
+        return type(value)(_copy(item, copies) for item in value)
     return value
 
 
 def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:
     """On the parameter's device, but for step counters, which torch keeps where they were."""
     if not isinstance(value, Tensor):
-        return _copy(value)
+        return _copy(value, Copies())
     if key == "step" and value.dim() == 0 and parameter.device.type != "cpu":
         return value.to(torch.device("cpu") if not value.is_cuda else parameter.device, copy=True)
     return value.to(parameter.device, copy=True)

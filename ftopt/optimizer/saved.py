@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.optimizer import inner_state
+from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.error_feedback import Residual
 from ftopt.optimizer.flat import FlatView, uncompiled
 from ftopt.optimizer.gauge import Tally, pack
@@ -76,8 +77,9 @@ def cut_of(outer: OuterStep) -> Cut | None:
 
 
 @torch.no_grad()
-def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup) -> Saved:
+def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup, *, copies: Copies) -> Saved:
     """Copies what training changes. Training thread, between two inner steps."""
+    now_s = outer.clock()
     with outer.lock:
         seen = [(fragment.taken, fragment.seen()) for fragment in outer.fragments]
     contributions = tuple(base.snapshot.contribution for _, base in seen if base.snapshot is not None)
@@ -93,10 +95,13 @@ def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGrou
         "tokens": outer.tokens,
         "tally": of_tally(outer.tally),
         "rounds_taken": outer.rounds_taken,
-        "fragments": [_of_fragment(f, base, outer.clock()) for f, (_, base) in zip(outer.fragments, seen, strict=True)],
-        "inner": inner_state.capture(inner, model),
-        "buffers": {uncompiled(name): buffer.detach().clone() for name, buffer in buffers(model)},
-        "model": _whole(model) if outer.live is not None else None,
+        "fragments": [
+            _of_fragment(fragment, base, now_s, copies)
+            for fragment, (_, base) in zip(outer.fragments, seen, strict=True)
+        ],
+        "inner": inner_state.capture(inner, model, copies),
+        "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
+        "model": _flat(FlatView(model), copies) if outer.live is not None else None,
     }
     return Saved(held, tuple(Version(_record(t), t.digest, t.tensors()) for t, _ in seen), own)
 
@@ -106,9 +111,13 @@ def _record(state: State) -> Record:
     return state.meta.record
 
 
-def _of_fragment(fragment: Fragment, base: Base, now_s: float) -> Tree:
+def _flat(view: FlatView, copies: Copies) -> Tensor:
+    return view.read(copies.room((view.numel,), torch.float32, view.device))
+
+
+def _of_fragment(fragment: Fragment, base: Base, now_s: float, copies: Copies) -> Tree:
     return {
-        "params": fragment.view.read(fragment.view.empty()),
+        "params": _flat(fragment.view, copies),
         "base_step": base.step,
         "base_tokens": base.tokens,
         "base_tally": of_tally(base.tally),
@@ -119,7 +128,7 @@ def _of_fragment(fragment: Fragment, base: Base, now_s: float) -> Tree:
         "marked_ago_s": now_s - fragment.marked_s,
         "snapshot_step": fragment.snapshot_step,
         "pace": fragment.pace,
-        "snapshot": None if base.snapshot is None else _of_snapshot(base.snapshot),
+        "snapshot": None if base.snapshot is None else _of_snapshot(base.snapshot, copies),
     }
 
 
@@ -128,10 +137,10 @@ def _of_residual(residual: Residual) -> Tree:
     return {"own": residual.own, "first": first, "owed": values}
 
 
-def _of_snapshot(snapshot: Snapshot) -> Tree:
+def _of_snapshot(snapshot: Snapshot, copies: Copies) -> Tree:
     return {
         "contribution": asdict(snapshot.contribution),
-        "params": snapshot.params.clone(),  # its buffer is used again once the round is decided
+        "params": copies.of(snapshot.params),  # its buffer is used again once the round is decided
         "tokens": snapshot.tokens,
         "lr": snapshot.lr,
         "tally": of_tally(snapshot.tally),
@@ -147,8 +156,3 @@ def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Those that the model's state dict holds."""
     kept = model.state_dict().keys()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
-
-
-def _whole(model: nn.Module) -> Tensor:
-    view = FlatView(model)
-    return view.read(view.empty())

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ftopt.codecs import codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.flat import check_covered
 from ftopt.optimizer.inner import Inner
@@ -278,10 +279,9 @@ class OuterOptimizer(Optimizer):
         """
         return self._core.cut()
 
-    def capture(self) -> Saved:
-        """This replica as it is now, between two inner steps. Committed tensors by reference (they never change), the
-        rest copied."""
-        return self._core.capture()
+    def capture(self, copies: Copies | None = None) -> Saved:
+        """This replica, between two inner steps. What training changes is copied, into the memory of ``copies``."""
+        return self._core.capture(copies or Copies())
 
     def resume(self, resume: Resume) -> None:
         """Goes on from a checkpoint when it starts; call it before.

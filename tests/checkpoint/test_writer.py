@@ -157,13 +157,14 @@ def test_it_writes_beside_the_caller_and_never_two_at_once(tmp_path: Path) -> No
 
     disk = Slow()
     one, told = writer(tmp_path, disk=disk)
-    assert one.begin(part(version=5))
-    assert not one.begin(part(version=10))
+    one.begin(part(version=5))
+    assert not one.idle(10, 1010)
     assert "still being written" in told.reasons()[0]
     os.write(disk.write_end, b"x")
     assert one.wait(30) and find(tmp_path).manifest.version == 5
     os.write(disk.write_end, b"x")
-    assert one.begin(part(version=15))
+    assert one.idle(15, 1015)
+    one.begin(part(version=15))
     one.close(30)
     assert find(tmp_path).manifest.version == 15
     os.close(disk.read), os.close(disk.write_end)
