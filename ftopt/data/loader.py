@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from ftopt.data.ahead import Ahead, Here
 from ftopt.data.batches import Batches, MapStyle
+from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.units import Counted, Group, Units
 from ftopt.data.workers import PoolSettings
@@ -57,6 +58,8 @@ class DataLoader:
         collate_fn: list of samples to batch. Default torch's ``default_collate``.
         pin_memory: page-locked batches; needs ``num_workers``. Default False.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's.
+        global_batch: samples of one step of all replicas together, a multiple of ``batch_size``, for `ftopt.SyncSGD`:
+            see `global_batches`. Needs a group, and batches are loaded on the training thread. Default None.
         shard: (this replica's, how many there are), of an iterable data set. Default: the number at the end of the
             replica's id, and ``sync.start_replicas``.
 
@@ -79,6 +82,7 @@ class DataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         multiprocessing_context: str | None = None,
+        global_batch: int | None = None,
         shard: tuple[int, int] | None = None,
     ) -> None:
         lowest = (
@@ -98,8 +102,17 @@ class DataLoader:
             pin_memory=pin_memory,
             context=multiprocessing_context,
         )
-        self._source: _FromUnits | _FromStream
-        if _has_positions(dataset):
+        self._source: _FromUnits | _FromStream | FromShares
+        if global_batch is not None:
+            if group is None or num_workers or not _has_positions(dataset):
+                raise UserError(
+                    f"global_batch={global_batch} needs a group, a data set with positions, and num_workers=0; the "
+                    "group shares it out while it is computed"
+                )
+            samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last, global_batch=global_batch)
+            share = group.keep_global_batch(samples)
+            self._source = FromShares(Batches(dataset, samples, collate_fn), samples, share)
+        elif _has_positions(dataset):
             if shard is not None:
                 raise UserError(
                     f"shard={shard} with a data set that has positions; leave it out: the job shares it out"
@@ -147,6 +160,25 @@ class DataLoader:
         while batches := list(islice(self._source.batches(), self._accumulate)):
             yield batches
 
+    def global_batches(self) -> Iterator[Iterator[Any]]:
+        """This replica's micro-batches of one global batch after the other, until the data have ended. ::
+
+            for micro_batches in loader.global_batches():
+                for inputs, targets in micro_batches:
+                    loss(model(inputs), targets).backward()  # the mean over the micro-batch
+                optimizer.step()
+
+        The step's gradient is the mean over the global batch's samples, whoever has computed which. When a replica
+        fails, its micro-batches come to those who are left, who keep what they have; the inner loop ends when the
+        global batch is whole. Gradients are taken away after each micro-batch: clip them with ``SyncSGD(max_norm=)``.
+
+        Raises:
+            UserError: the loader has no ``global_batch``.
+        """
+        if not isinstance(self._source, FromShares):
+            raise UserError("global_batches() of a loader without a global batch; give it global_batch=")
+        return self._source.global_batches()
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on behind the last batch drawn.
 
@@ -162,7 +194,8 @@ class DataLoader:
             UserError: the state is of other data or settings, or holds what cannot be shared out among another number
                 of workers or shards. Nothing is changed.
         """
-        kind = "units" if isinstance(self._source, _FromUnits) else "stream"
+        kinds = {_FromUnits: "units", _FromStream: "stream", FromShares: "shares"}
+        kind = kinds[type(self._source)]
         if kind not in state_dict:
             found = ", ".join(map(str, state_dict)) or "nothing"
             raise UserError(
@@ -271,11 +304,11 @@ class _FromStream:
         self._stream.load_state_dict(state)
 
 
-def _samples(count: int, batch_size: int, seed: int, epochs: int | None, *, drop_last: bool) -> Samples:
+def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:
     if not count:
         raise UserError("the data set is empty; give one with samples")
     try:
-        return Samples(samples=count, batch_size=batch_size, seed=seed, drop_last=drop_last, epochs=epochs)
+        return Samples(samples=count, batch_size=batch_size, seed=seed, epochs=epochs, **more)
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ftopt.data.shared import Share
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -62,6 +63,9 @@ class Group(Protocol):
         Raises:
             UserError: it has joined already, or hands out others.
         """
+
+    def keep_global_batch(self, samples: Samples) -> Share:
+        """The job shares out these samples, a ``global_batch`` a step; as `keep_ledger`."""
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
         """Tells an event in this replica's name."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ftopt.codecs import Codec, codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.optimizer.accumulation import Accumulation
 from ftopt.optimizer.buffers import averaged, shared_out
 from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.flat import FlatView, check_covered, parameters
@@ -27,7 +28,7 @@ from ftopt.optimizer.reverting import Undone, revert
 from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
-from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.group import GlobalBatch, ReplicaGroup
 
 _POLL_S = 0.005
 
@@ -84,6 +85,8 @@ class Core:
         if self.group is None:
             return self._step_detached(closure)
         outer = self.outer
+        if self.group.global_batch is not None:
+            return self._step_of_batch(self.group, self.group.global_batch, closure)
         if self.inner.is_empty_step():
             return self.inner.step(closure)
         if self.closed or self._before_outer is not None:
@@ -150,6 +153,33 @@ class Core:
             outer.report("training")
         return undone
 
+    def _step_of_batch(self, group: ReplicaGroup, batch: GlobalBatch, closure: Callable[[], Any] | None) -> None:
+        """The inner optimizers' step with the gradient of the global batch."""
+        if closure is not None:
+            raise UserError(
+                "step(closure) in a job with a global batch; compute the gradients in its loop, then step()"
+            )
+        outer = self.outer
+        if self.closed or self._before_outer is not None:
+            raise RuntimeError(self._no_step_now())
+        if outer is None or not outer.is_whole():
+            raise RuntimeError(
+                "step() before the global batch is whole; go through all micro-batches that "
+                "`loader.global_batches()` gives, also those that are inherited"
+            )
+        began = self._clock()
+        outer.take_over()
+        self._after_outer_work(outer)
+        stall_s = batch.waited_s + self._clock() - began
+        outer.report("training")
+        group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
+
+    def _take_counted(self) -> dict[str, int] | None:
+        counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
+        self.started().tokens += self._tokens
+        self._tokens = self._samples = 0
+        return counted
+
     def _step_detached(self, closure: Callable[[], Any] | None) -> Any:
         if not self._said_detached:
             self._said_detached = True
@@ -207,6 +237,8 @@ class Core:
         if self.closed:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
         check_covered(self.model, self.inner.param_groups)
+        if self.group.global_batch is not None:
+            self._check_averages_gradients(self.method)
         views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
         outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
         fetched = self._go_on(outer, self.model, self.group) if self.resume is not None else outer.start()
@@ -214,6 +246,8 @@ class Core:
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
             self.group.units.when_dry(self._offer_rest)
+        if self.group.global_batch is not None:
+            self.group.global_batch.attend(Accumulation(outer, self.inner, self.group, self._take_counted))
         outer.report("training")
         return fetched
 
@@ -246,6 +280,15 @@ class Core:
         outer = self.started()
         assert self.model is not None and self.group is not None
         return capture(outer, self.inner, self.model, self.group, copies=copies)
+
+    def _check_averages_gradients(self, method: Method) -> None:
+        """For a job with a global batch. Raises UserError."""
+        if method.gradients is not method or method.sync_every != 1:
+            raise UserError(
+                f"method {method.name} with sync_every={method.sync_every} in a job with a global batch; that is for a "
+                "method that averages gradients, and nothing else, before each step: use ftopt.SyncSGD(), or leave "
+                "global_batch out"
+            )
 
     def _offer_rest(self) -> None:
         """While the loader waits for units that other replicas hold: the data's end is near, and nobody can reach it

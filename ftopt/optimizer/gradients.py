@@ -34,11 +34,11 @@ class Gradients(FlatView):
         self._sum = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
-    def add(self) -> None:
-        """Takes the gradients at hand into the sum."""
+    def add(self, times: float = 1.0) -> None:
+        """Takes the gradients at hand into the sum, ``times`` as they are."""
         for parameter, place in zip(self._parameters, self._views(self._sum), strict=True):
             if parameter.grad is not None:
-                place.sub_(local(parameter.grad))
+                place.sub_(local(parameter.grad), alpha=times)
 
     @torch.no_grad()
     def give(self, gradient: Tensor) -> None:

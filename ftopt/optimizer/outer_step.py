@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,21 @@ from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damag
 _SMOOTHING = 0.9
 _DESCRIBED = 8
 """So many fragments are described one by one to the other replicas, the others by a hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a contribution to a global batch is made of.
+
+    Args:
+        plan: whose share it is.
+        units: ``(start, stop)``.
+        samples: in them; the contribution weighs as much.
+    """
+
+    plan: int
+    units: tuple[tuple[int, int], ...]
+    samples: int
 
 
 class OuterStep:
@@ -80,6 +95,7 @@ class OuterStep:
         self._group = group
         self.clock = clock
         self._said_lossless = False
+        self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock)
         self._fragments: list[Fragment] = []
@@ -170,10 +186,15 @@ class OuterStep:
         """Whether a backward pass is followed by `accumulate`, and not by a step of the inner optimizers."""
         return self._gradients is not None
 
-    def accumulate(self) -> None:
-        """Adds the gradients at hand to those that wait for a round."""
+    def accumulate(self, times: float = 1.0) -> None:
+        """Adds the gradients at hand, ``times`` as they are, to those that wait for a round."""
         assert self._gradients is not None
-        self._gradients.add()
+        self._gradients.add(times)
+
+    def empty(self) -> None:
+        """The gradients that wait for a round are void."""
+        fragment = self._fragments[0]
+        fragment.view.write(fragment.start)
 
     def pending_steps(self, index: int = 0) -> int:
         """Inner steps of this replica that no committed state has counted (dropped ones left out)."""
@@ -304,10 +325,23 @@ class OuterStep:
 
     def propose_pending(self, index: int, *, lr: float) -> bool:
         """Proposes the pending steps of a fragment if there are any and nothing is outstanding."""
-        if self._group.outstanding(index) or not (self.pending_steps(index) or self._group.called_in(index)):
+        if self._shared_out or self._group.outstanding(index):
+            return False
+        if not (self.pending_steps(index) or self._group.called_in(index)):
             return False
         self._propose(self._fragments[index], lr)
         return True
+
+    def propose_share(self, share: Share, *, lr: float) -> None:
+        """Offers the gradients that are added up as a share of the global batch."""
+        self._propose(self._fragments[0], lr, share=share)
+
+    def is_whole(self) -> bool:
+        """Whether the global batch is committed and not taken up yet. A sound copy of what was damaged here is."""
+        fragment = self._fragments[0]
+        if fragment.state is not fragment.taken and fragment.state.meta.version == fragment.taken.meta.version:
+            self._take_over(fragment)
+        return fragment.state is not fragment.taken
 
     def take_over(self) -> bool:
         """Takes up whatever newer committed states there are (step 6); True when there was one."""
@@ -330,11 +364,13 @@ class OuterStep:
             self.report("training")
 
     @torch.no_grad()
-    def _propose(self, fragment: Fragment, lr: float, *, now: bool = False) -> None:
+    def _propose(self, fragment: Fragment, lr: float, *, now: bool = False, share: Share | None = None) -> None:
         taken, view, index = fragment.taken, fragment.view, fragment.index
         version = taken.meta.version
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
         params = view.read(_borrow(fragment))
+        if share is not None and share.samples:
+            params.div_(share.samples)
         displacement = torch.sub(fragment.start, params)
         norm = float(torch.linalg.vector_norm(displacement[: view.trained]))
         whole = math.isfinite(norm) and bool(torch.isfinite(displacement[view.trained :]).all())
@@ -342,16 +378,19 @@ class OuterStep:
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
         work = Work(steps, tokens, staleness=version - fragment.base_version)
+        weight = fragment.method.weight(work) if share is None else float(share.samples)
+        ranges = self._group.units.offer() if self._group.units is not None and not index else ()
         contribution = Contribution(
             fragment=index,
             version=version,
             steps=steps,
             last_step=self.local_steps,
-            weight=fragment.method.weight(work) if finite else 0.0,
+            weight=weight if finite else 0.0,
             tokens=tokens,
             norm=norm if math.isfinite(norm) else 0.0,
             finite=finite,
-            ranges=self._group.units.offer() if self._group.units is not None and not index else (),
+            ranges=ranges if share is None else share.units,
+            plan=share.plan if share is not None else 0,
             overlap_s=self._tau(fragment) * self.step_s,
             grace=fragment.method.grace,
         )
@@ -360,7 +399,8 @@ class OuterStep:
             self._warn_of_no_loss()
         if not finite:
             params.copy_(fragment.start)
-            self._drop(fragment, fragment.start, "nonfinite")
+            if share is None:  # with more units in it, a share still holds what is not finite
+                self._drop(fragment, fragment.start, "nonfinite")
         with self._lock:
             if fragment.state is not taken:
                 # A newer state came since the boundary began. The caller takes it up; these steps go with the
@@ -415,8 +455,8 @@ class OuterStep:
             if self.local_steps == fragment.base_step:
                 fragment.view.write(start)
                 fragment.base_version = version
-            elif reborn:
-                self._drop(fragment, start, "reborn")
+            elif reborn or (self._shared_out and version != fragment.taken.meta.version):
+                self._drop(fragment, start, "reborn" if reborn else "taken_over")
             elif alpha is not None:
                 self._mix(fragment, start, alpha)
             elif counted or version != fragment.taken.meta.version:
@@ -547,6 +587,8 @@ class OuterStep:
             outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
             if any(tensor is work for tensor in (anchor, *outer.values())):
                 fragment.work = None
+        elif self._shared_out:  # nothing finite in the whole batch
+            outer = fragment.method.init(anchor)
         result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
         fragment.tried = attempt.version
         with self._lock:

@@ -22,6 +22,7 @@ from typing import Any
 from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent
 from ftopt.sync.fetcher import Fetcher
+from ftopt.sync.global_batch import GlobalBatch
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
 from ftopt.sync.link import Channel, Link
 from ftopt.sync.loop import LoopThread
@@ -71,7 +72,12 @@ class Client:
     ) -> None:
         self.replica = replica
         self.sync = sync
-        self.units = Units(samples) if samples is not None else None
+        self.units: Units | None = None
+        self.global_batch: GlobalBatch | None = None
+        if samples is not None and samples.global_batch is None:
+            self.units = Units(samples)
+        elif samples is not None:
+            self.global_batch = GlobalBatch(samples)
         self._accumulate = accumulate
         self._job = job
         self._link = link
@@ -114,18 +120,35 @@ class Client:
         return self._incarnation
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
-        units = self.units
-        if units is None and self._host is not None:
-            raise UserError("this replica has joined its job already; make its data loader before `with optimizer:`")
-        if units is None:
-            units = self.units = Units(samples)
+        if self.units is None and self._is_free_for(samples):
+            self.units = Units(samples)
             self._accumulate = accumulate
-        if units.samples != samples:
+        assert self.units is not None
+        return self.units
+
+    def keep_global_batch(self, samples: Samples) -> GlobalBatch:
+        if self.global_batch is None and self._is_free_for(samples):
+            self.global_batch = GlobalBatch(samples)
+        assert self.global_batch is not None
+        return self.global_batch
+
+    def _is_free_for(self, samples: Samples) -> bool:
+        """Whether nothing is handed out yet; raises UserError if something else is."""
+        handed_out = self.samples
+        if handed_out is None and self._host is not None:
+            raise UserError("this replica has joined its job already; make its data loader before `with optimizer:`")
+        if handed_out not in (None, samples):
             raise UserError(
-                f"the job hands out {units.samples}, and this loader asks for {samples}; a group has one data "
+                f"the job hands out {handed_out}, and this loader asks for {samples}; a group has one data "
                 "set to train on: give a loader for evaluation no group"
             )
-        return units
+        return handed_out is None
+
+    @property
+    def samples(self) -> Samples | None:
+        """What the job hands out, None without a ledger."""
+        source = self.units or self.global_batch
+        return source.samples if source is not None else None
 
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         self._host = host
@@ -137,6 +160,8 @@ class Client:
         if self.units is not None:
             steps = fingerprint.period
             self.units.begin(self._run_short, round_units=steps * self._accumulate if steps else None)
+        if self.global_batch is not None:
+            self.global_batch.begin(self._check)
         self._reducer.start()
         self._network.submit(self._open(fingerprint)).result()
         try:
@@ -243,6 +268,8 @@ class Client:
             self._changed.notify_all()
         if self.units is not None:
             self.units.close()
+        if self.global_batch is not None:
+            self.global_batch.close()
         if self._host is None:
             return
         self._reducer.stop()
@@ -292,7 +319,7 @@ class Client:
             initial=fingerprint.initial,
             fragments=fingerprint.fragments,
             address=address,
-            samples=self.units.samples if self.units is not None else None,
+            samples=self.samples,
         )
         self._machine = p.Replica(identity)
         if self._resumed is not None:
@@ -387,6 +414,13 @@ class Client:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+        if self.global_batch is not None:
+            self.global_batch.poke()
+
+    def _check(self) -> None:
+        """Raises what `wait` raises."""
+        if self._failure is not None:
+            raise self._failure
 
     # ------------------------------------------------------------ network thread: the machine
 
@@ -461,9 +495,13 @@ class Client:
             case p.Settled(done=done, own=own) if self.units is not None:
                 if twice := self.units.settle(done, own):
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
+            case p.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
+                self.global_batch.assign(version, plan, units, ended=ended)
             case p.Reborn(reason=reason):
                 if self.units is not None:
                     self.units.reset()
+                if self.global_batch is not None:
+                    self.global_batch.reset()
                 self.emit("reborn", data={"reason": reason})
                 self._hang_up()
             case p.GiveUp(reason=reason):
@@ -507,6 +545,8 @@ class Client:
             self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
             self._ready = machine.ready and self._welcomed
             self._changed.notify_all()
+        if self.global_batch is not None:
+            self.global_batch.poke()
 
     def drop(self, fragment: int, count: int) -> None:
         """``count`` proposals that the machine has not seen are void."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ftopt.sync.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
@@ -198,6 +199,8 @@ class ReplicaGroup(Protocol):
     sync: Sync
     units: Units | None
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
+    global_batch: GlobalBatch | None
+    """In their place: this replica's share of a global batch."""
 
     @property
     def incarnation(self) -> int:
@@ -205,6 +208,13 @@ class ReplicaGroup(Protocol):
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
         """The job hands out ``samples``, a batch a unit; before `start`. Their units, ``accumulate`` an inner step.
+
+        Raises:
+            ftopt.errors.UserError: it is too late, or the job hands out others.
+        """
+
+    def keep_global_batch(self, samples: Samples) -> GlobalBatch:
+        """The job shares out ``samples``, a ``global_batch`` a step; before `start`.
 
         Raises:
             ftopt.errors.UserError: it is too late, or the job hands out others.

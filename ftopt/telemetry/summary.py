@@ -129,7 +129,8 @@ def _book(
     lost_by_dead = dropped["reborn"].total()
     for mark in dead:
         lost_by_dead += executed[mark] - committed[mark] - sum(counts[mark] for counts in dropped.values())
-    discarded = {reason: dropped[reason].total() for reason in ("nonfinite", "mixed")}
+    reasons = ["nonfinite", "mixed"] + ["taken_over"] * ("taken_over" in dropped)
+    discarded = {reason: dropped[reason].total() for reason in reasons}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
 
@@ -178,9 +179,9 @@ def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:
     last: dict[Mark, int] = {}
     twice = 0
     for decision in sorted(decisions, key=lambda event: int(event["version"])):
-        for replica, incarnation, steps, last_step, weight, finite in _data(decision)["members"]:
+        for replica, incarnation, steps, last_step, _weight, finite in _data(decision)["members"]:
             mark = (replica, incarnation)
-            if finite and weight > 0:
+            if finite:  # also of a share of a global batch without samples
                 committed[mark] += steps
                 twice += max(0, steps - (last_step - last.get(mark, 0)))
             last[mark] = max(last_step, last.get(mark, 0))
@@ -190,7 +191,7 @@ def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:
 def _discarded(events: Iterable[Record]) -> dict[str, Counter[Mark]]:
     dropped: dict[str, Counter[Mark]] = {"nonfinite": Counter(), "mixed": Counter(), "reborn": Counter()}
     for event in events:
-        dropped[_data(event)["reason"]][_mark(event)] += _data(event)["steps"]
+        dropped.setdefault(_data(event)["reason"], Counter())[_mark(event)] += _data(event)["steps"]
     return dropped
 
 

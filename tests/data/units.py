@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftopt.data.shared import Share
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -68,6 +69,9 @@ class StandIn:
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Granted:
         self.ledgers.append((samples, accumulate))
         return self.units
+
+    def keep_global_batch(self, samples: Samples) -> Share:
+        raise NotImplementedError
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
         self.events.append((event, data or {}))

@@ -58,6 +58,7 @@ class Scripted:
         self.replica = "r0"
         self.sync = Sync()
         self.units = None
+        self.global_batch = None
         self.incarnation = 1
         self.committed = Committed(0, 0, 0, 0)
         self.anchor = torch.zeros(size, dtype=torch.float64)

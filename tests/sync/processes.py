@@ -142,6 +142,9 @@ def _train(
     injectors: Sequence[FaultInjector],
     trains: threading.Event,
 ) -> None:
+    if "samples" in options:
+        _train_together(url, replica, options, on_event, target, finish, trains)
+        return
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
     model = tiny_model(options.get("width", 16))
@@ -195,6 +198,62 @@ def _train(
         optimizer.close(flush=not done, timeout_s=10.0)
         if not done:
             _tell_end(optimizer, group, on_event, "left")
+
+
+class Points:
+    """A data set for `tiny_model`: what it gets, turned round, is what it shall give."""
+
+    random = False
+
+    def __init__(self, count: int) -> None:
+        self.inputs = torch.randn(count, 8, generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.inputs[index]
+
+
+def together_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The mean over the samples of ``x``."""
+    return (model(x) - x.flip(1)).square().mean()
+
+
+def _train_together(
+    url: str,
+    replica: str,
+    options: Mapping[str, Any],
+    on_event: Callable[[Event], None],
+    target: Any,
+    finish: Any,
+    trains: threading.Event,
+) -> None:
+    """A global batch of ``samples`` is shared out; each step's gradient is told."""
+    samples = options["samples"]
+    model = tiny_model(options.get("width", 16))
+    group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=5.0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = ftopt.wrap(inner, model, ftopt.SyncSGD(), group=group)
+    loader = ftopt.DataLoader(
+        Points(samples.samples), samples.batch_size, group=group, epochs=samples.epochs,
+        global_batch=samples.global_batch,
+    )  # fmt: skip
+    with optimizer:
+        trains.set()
+        for micro_batches in loader.global_batches():
+            for x in micro_batches:
+                together_loss(model, x).backward()
+            optimizer.step()
+            gradient = [float(g) for p in model.parameters() if p.grad is not None for g in p.grad.flatten()]
+            data = {"version": optimizer.committed.version, "gradient": gradient}
+            on_event(Event("gradient", replica, group.incarnation, data=data))
+            if optimizer.committed.inner_step >= target.value:
+                break
+        with optimizer.busy("done"):
+            _tell_end(optimizer, group, on_event, "done")
+            finish.wait(LIMIT_S)
+        optimizer.close(flush=False)
 
 
 def _tell_end(

@@ -67,6 +67,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Abort(0, 7, "r1 was lost"),
     m.Commit(0, 4, 7, "d", "c" * 32),
     m.Grant(((0, 30),), 1024, False),
+    m.Plan(8, 1_000_003, ((48, 50), (52, 53)), False),
     m.StoreValue("k", "dmFsdWU="),
 ]
 

@@ -41,6 +41,11 @@ def test_a_global_batch_is_made_of_whole_units(global_batch: int) -> None:
         Samples(samples=100, batch_size=4, global_batch=global_batch)
 
 
+def test_a_global_batch_of_very_many_units_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than 16,384 micro-batches; use a larger batch_size"):
+        Samples(samples=10**9, batch_size=1, global_batch=10**6)
+
+
 def test_four_micro_batches_are_shared_out_among_three() -> None:
     assert share_out(((8, 12),), SPEEDS) == {A: ((8, 10),), B: ((10, 11),), C: ((11, 12),)}
 
@@ -59,6 +64,15 @@ def test_noise_in_the_speeds_does_not_decide_the_shares() -> None:
     assert even == share_out(((0, 12),), {A: 0.1, B: 0.12, C: 0.11})
 
 
+def test_everybody_has_a_unit_of_each_batch_and_is_measured_again() -> None:
+    assert first_plan(1, 1, ((0, 8),), {A: 9.0, B: 0.1}).shares == {A: ((0, 1),), B: ((1, 8),)}
+    assert first_plan(1, 1, ((0, 1),), {A: 9.0, B: 0.1}).shares == {B: ((0, 1),)}
+
+
+def test_units_that_take_no_time_are_shared_out_evenly() -> None:
+    assert share_out(((0, 4),), {A: 0.01, B: 0.001}) == {A: ((0, 2),), B: ((2, 4),)}
+
+
 def test_who_is_not_measured_yet_counts_as_the_others() -> None:
     assert share_out(((0, 8),), {A: 0.3, B: 0.1, C: 0.0}) == {A: ((0, 1),), B: ((1, 6),), C: ((6, 8),)}
 
@@ -73,7 +87,7 @@ def test_every_unit_has_one_owner_and_nobody_waits_much_longer_than_needed(count
     pace = {mark: s or (sum(known) / len(known) if known else 1.0) for mark, s in speeds.items()}
     takes = max((size(share) * pace[mark] for mark, share in shares.items()), default=0.0)
     ideal = count / sum(1 / s for s in pace.values())
-    assert takes <= plans.EVEN * (ideal + max(pace.values()))
+    assert takes <= plans.EVEN * (ideal + max(pace.values())) + plans.WORTH_S
 
 
 # ---------------------------------------------------------------- PLAN

@@ -62,7 +62,8 @@ class Attempt:
 
     ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone marks whose
     COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step. ``reported_s``:
-    when a member has prepared last. ``ranges``: all units that its contributions have used.
+    when a member has prepared last. ``ranges``: all units that its contributions have used. ``plan``: what they are
+    shares of, 0 without a global batch.
     """
 
     attempt: int
@@ -76,6 +77,7 @@ class Attempt:
     prepared: dict[str, str] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     ranges: Ranges = ()
+    plan: int = 0
 
     def verdict(self) -> Agreed | Failure | Disagreement | None:
         """Step 5. None: wait for the members that have not prepared yet."""
@@ -118,6 +120,7 @@ class Attempt:
             drop=self.drop,
             outlier=outlier,
             ranges=self.ranges,
+            plan=self.plan,
         )
 
     def decided(self, at: m.Position, digest: str, inner_step: int, done: Ranges) -> Decided:

@@ -112,6 +112,8 @@ def _hello(hello: m.Hello) -> None:
     _ranges("done", hello.done, limits.MAX_DONE)
     _within("cursor", hello.cursor, limits.MAX_UNIT)
     _within("wants", hello.wants, limits.MAX_WANTS)
+    _within("plan", hello.plan, MAX_INT)
+    _ranges("units", hello.units, limits.MAX_RANGES)
 
 
 def _contribution(c: m.Contribution) -> None:
@@ -127,6 +129,7 @@ def _contribution(c: m.Contribution) -> None:
     _within("overlap_s", c.overlap_s, limits.MAX_OVERLAP_S)
     _within("grace", c.grace, limits.MAX_GRACE)
     _ranges("ranges", c.ranges, limits.MAX_RANGES)
+    _within("plan", c.plan, MAX_INT)
 
 
 def _ranges(what: str, ranges: Ranges, most: int) -> None:

@@ -11,6 +11,7 @@ its journal saved, or nothing.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
@@ -144,7 +145,7 @@ class Coordinator:
     # ------------------------------------------------------------ hellos
 
     def _hello(self, now: float, conn: int, hello: m.Hello) -> list[Effect]:
-        if refusal := misfit(self.job, self.lines, hello, self.lending.samples if self.lending else None):
+        if refusal := misfit(self.job, self.lines, hello, self.members.samples):
             return self._refuse(conn, hello, "final", refusal)
         if self.lines is None:
             self._define(hello)
@@ -379,7 +380,11 @@ class Coordinator:
             unheard = [x.mark for x in self.roster.away() if not gathering.heard(x.mark)]
             done = top.last.done if top.last is not None else gathering.done(top.at)
             effects += self.lending.open(done, gathering.cursor(), unheard)
-            data |= {"samples": self.lending.settings(), "done": done}
+            data["done"] = done
+        if self.members.sharing is not None:
+            data["done"] = self.members.sharing.open(top.at.version + 1, gathering.shares(top.at))
+        if self.members.samples is not None:
+            data["samples"] = asdict(self.members.samples)
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
             if hello.incarnation == 0:

@@ -161,6 +161,14 @@ class Gathering:
         told += [h.done for h in self.hellos.values() if at in h.positions]
         return told[0] if told else ()
 
+    def shares(self, at: m.Position) -> dict[m.Mark, tuple[int, Ranges]]:
+        """RESTART: the plan and the share of who holds ``at``, as they were told last."""
+        return {
+            (h.replica, h.incarnation): (h.plan, h.units)
+            for h in self.hellos.values()
+            if h.incarnation and at in h.positions and h.units
+        }
+
     def cursor(self) -> int:
         """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))

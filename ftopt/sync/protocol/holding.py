@@ -81,6 +81,7 @@ def greeting(
     gone: Mapping[str, int],
     lease: Lease,
     done: Ranges,
+    share: m.Plan,
 ) -> m.Hello:
     """The hello of a replica that holds ``held`` soundly; ``fresh``: it has held nothing yet."""
     return m.Hello(
@@ -111,6 +112,8 @@ def greeting(
         done=done,
         cursor=lease.cursor,
         wants=lease.wants,
+        plan=share.plan,
+        units=share.units,
     )
 
 

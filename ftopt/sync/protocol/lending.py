@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Cursor, Effect, Send, Tell
@@ -140,10 +139,6 @@ class Lending:
                 self._told_dry.add(mark)
         self._stuck = bool(self._asks)
         return effects
-
-    def settings(self) -> dict[str, object]:
-        """For events."""
-        return asdict(self.samples)
 
     def _freed(self) -> None:
         self._stuck = False

@@ -24,6 +24,8 @@ MAX_DONE = 1 << 14
 """Ranges of the units that are done: holes are what a job of 4096 replicas holds."""
 MAX_UNIT = 1 << 52
 """Units of a job: what is granted stays below `MAX_INT`."""
+MAX_BATCH = 1 << 14
+"""Units of a global batch: sharing them out among replicas of unlike speed takes 10 ms."""
 MAX_WANTS = 1 << 30
 """Units that a replica asks for."""
 MAX_VALUES = 8

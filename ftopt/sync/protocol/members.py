@@ -11,6 +11,7 @@ from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.sharing import Sharing
 
 
 class Members:
@@ -19,7 +20,9 @@ class Members:
     def __init__(self) -> None:
         self.roster = Roster()
         self.rounds: list[Rounds] = []
+        self.samples: Samples | None = None
         self.lending: Lending | None = None
+        self.sharing: Sharing | None = None
         self._cuts = Cuts()
 
     def define(self, fragments: int, sync: Sync, numbers: Numbers, samples: Samples | None) -> None:
@@ -27,7 +30,11 @@ class Members:
         self.rounds = [Rounds(f, self.roster, sync, numbers, self._cuts) for f in range(fragments)]
         for r in self.rounds:
             r.undropped = dict(self.roster.gone)
-        self.lending = self.rounds[0].lending = Lending(samples, self.roster) if samples is not None else None
+        self.samples, self.lending, self.sharing = samples, None, None
+        if samples is not None and samples.global_batch is None:
+            self.lending = self.rounds[0].lending = Lending(samples, self.roster)
+        elif samples is not None:
+            self.sharing = self.rounds[0].sharing = Sharing(samples, numbers)
 
     def know(self, now: float, mark: m.Mark) -> list[Effect]:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""

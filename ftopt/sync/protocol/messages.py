@@ -43,6 +43,7 @@ class Contribution:
             without a ledger, and of any fragment but 0.
         overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
         grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
+        plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
     """
 
     fragment: int
@@ -56,6 +57,7 @@ class Contribution:
     ranges: Ranges = ()
     overlap_s: float = 0.0
     grace: float = 0.0
+    plan: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class Hello:
 
     ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
     ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
-    fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold.
+    fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold. With a global
+    batch: ``units`` is the sender's share of the plan ``plan`` for the next version.
     """
 
     protocol: int
@@ -164,6 +167,8 @@ class Hello:
     done: Ranges = ()
     cursor: int = 0
     wants: int = 0
+    plan: int = 0
+    units: Ranges = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +355,7 @@ class Quorum:
     ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone marks whose COUNT entries
     the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why that one
     weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have used.
+    ``plan``: the one that they are shares of (COVER), 0 without a global batch.
     """
 
     fragment: int
@@ -367,6 +373,7 @@ class Quorum:
     drop: tuple[Mark, ...]
     outlier: str = ""
     ranges: Ranges = ()
+    plan: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,6 +406,19 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """The newest plan of the global batch that makes ``version``; the same one again to who comes back.
+
+    ``units``: the receiver's share. ``ended``: there is no such batch, every unit of the job is done.
+    """
+
+    version: int
+    plan: int
+    units: Ranges
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StoreValue:
     """Answer to `StoreGet`; ``value`` is base64."""
 
@@ -411,7 +431,7 @@ FromReplica = (
 )  # fmt: skip
 FromCoordinator = (
     Welcome | Refused | Hold | Start | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort | Commit
-    | Grant | StoreValue
+    | Grant | Plan | StoreValue
 )  # fmt: skip
 
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}

@@ -78,6 +78,16 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """The own share of the newest plan of the global batch that makes ``version``; ``ended``: there is none."""
+
+    version: int
+    plan: int
+    units: Ranges
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Reborn:
     """This incarnation is gone: pending work is void. Hang up, and connect anew as a newcomer."""
 
@@ -106,5 +116,17 @@ class Notice:
 
 
 Effect = (
-    Send | StartReduce | StopReduce | Adopt | Fetch | Begin | Granted | Settled | Reborn | GiveUp | Disconnect | Notice
+    Send
+    | StartReduce
+    | StopReduce
+    | Adopt
+    | Fetch
+    | Begin
+    | Granted
+    | Settled
+    | Planned
+    | Reborn
+    | GiveUp
+    | Disconnect
+    | Notice
 )

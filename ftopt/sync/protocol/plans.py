@@ -29,6 +29,8 @@ from ftopt.sync.protocol.messages import Mark
 EVEN = 1.25
 """Shares are even unless shares by speed would be done this much sooner: speeds are measured, and between equal
 machines the noise in them must not decide what is added up where."""
+WORTH_S = 0.05
+"""And unless that would save as many seconds: of units that take no time only the noise is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Plan:
 
 def first_plan(number: int, version: int, batch: Ranges, speeds: Mapping[Mark, float]) -> Plan:
     """The first plan of a batch; ``speeds``: as in `Plan.without`."""
-    return Plan(number, version, batch, share_out(batch, speeds))
+    return Plan(number, version, batch, share_out(batch, speeds, least=1))
 
 
 def restart(version: int, batch: Ranges, claims: Mapping[Mark, tuple[int, Ranges]]) -> Plan:
@@ -94,21 +96,22 @@ def restart(version: int, batch: Ranges, claims: Mapping[Mark, tuple[int, Ranges
     return Plan(0, version, batch, kept)
 
 
-def share_out(units: Ranges, speeds: Mapping[Mark, float]) -> dict[Mark, Ranges]:
+def share_out(units: Ranges, speeds: Mapping[Mark, float], *, least: int = 0) -> dict[Mark, Ranges]:
     """Who computes which units so that all are done soonest; those that get none are left out.
 
-    Even shares (the first by id have one more) unless that would take `EVEN` times as long. Each share is a run of
-    neighbours.
+    Even shares (the first by id have one more) unless that would take `EVEN` times as long, and `WORTH_S` longer. Each
+    share is a run of neighbours.
 
     Args:
         units: to be computed.
         speeds: seconds a unit, 0 if unknown: then as the mean of the others.
+        least: so many for everybody, if there are enough: who has none is not measured any more.
     """
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
     pace = {mark: speeds[mark] if speeds[mark] > 0 else usual for mark in sorted(speeds)}
-    counts, soonest = _even(size(units), pace), _soonest(size(units), pace)
-    if _takes(counts, pace) > EVEN * _takes(soonest, pace):
+    counts, soonest = _even(size(units), pace), _soonest(size(units), pace, least)
+    if _takes(counts, pace) > max(EVEN * _takes(soonest, pace), _takes(soonest, pace) + WORTH_S):
         counts = soonest
     shares: dict[Mark, Ranges] = {}
     for mark, count in counts.items():
@@ -123,12 +126,13 @@ def _even(count: int, pace: Mapping[Mark, float]) -> dict[Mark, int]:
     return {mark: each + (place < more) for place, mark in enumerate(pace)}
 
 
-def _soonest(count: int, pace: Mapping[Mark, float]) -> dict[Mark, int]:
+def _soonest(count: int, pace: Mapping[Mark, float], least: int) -> dict[Mark, int]:
     """The least makespan: each unit goes to whoever would be done with it first."""
-    counts = dict.fromkeys(pace, 0)
-    done = [(unit_s, mark) for mark, unit_s in pace.items()]
+    least = least if least * len(pace) <= count else 0
+    counts = dict.fromkeys(pace, least)
+    done = [((least + 1) * unit_s, mark) for mark, unit_s in pace.items()]
     heapq.heapify(done)
-    for _ in range(count):
+    for _ in range(count - least * len(pace)):
         at, mark = done[0]
         counts[mark] += 1
         heapq.heapreplace(done, (at + pace[mark], mark))

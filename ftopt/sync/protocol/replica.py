@@ -12,7 +12,7 @@ would make current.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import HISTORY
@@ -28,6 +28,7 @@ from ftopt.sync.protocol.orders import Fetch as Fetch
 from ftopt.sync.protocol.orders import GiveUp as GiveUp
 from ftopt.sync.protocol.orders import Granted as Granted
 from ftopt.sync.protocol.orders import Notice as Notice
+from ftopt.sync.protocol.orders import Planned as Planned
 from ftopt.sync.protocol.orders import Reborn as Reborn
 from ftopt.sync.protocol.orders import Send as Send
 from ftopt.sync.protocol.orders import Settled as Settled
@@ -35,6 +36,8 @@ from ftopt.sync.protocol.orders import StartReduce as StartReduce
 from ftopt.sync.protocol.orders import StopReduce as StopReduce
 from ftopt.sync.protocol.outliers import withheld
 from ftopt.sync.protocol.resumed import Held
+
+NO_PLAN = m.Plan(0, 0, ())
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Replica:
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
     lease: Lease = field(default_factory=Lease)
+    plan: m.Plan = NO_PLAN
 
     def __post_init__(self) -> None:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
@@ -153,6 +157,7 @@ class Replica:
             gone=self.gone,
             lease=self.lease,
             done=first.done if first else (),
+            share=self.plan if first is not None and self.plan.version == first.version + 1 else NO_PLAN,
         )
 
     def connect(self) -> list[Effect]:
@@ -186,11 +191,18 @@ class Replica:
         f = self._fragments[contribution.fragment]
         if f.contribution is not None or f.fetching is not None or f.unhealed or f.reborn:
             return []
-        if f.record is None or f.record.version != contribution.version or not self.lease.covers(contribution.ranges):
+        if f.record is None or f.record.version != contribution.version or not self._may_offer(contribution):
             return []
         f.contribution, f.called_in, f.released, f.offered = contribution, False, not self.welcomed, False
         f.now = now
         return self._offer()
+
+    def _may_offer(self, c: m.Contribution) -> bool:
+        """Whether it holds the units that ``c`` has used. COVER: of a global batch, the newest plan's share."""
+        if c.fragment or self.identity.samples is None or self.identity.samples.global_batch is None:
+            return self.lease.covers(c.ranges)
+        plan = self.plan
+        return (c.version + 1, c.plan, c.ranges) == (plan.version, plan.plan, plan.units)
 
     def leave(self) -> list[Effect]:
         """From now on nobody waits for this replica."""
@@ -324,7 +336,28 @@ class Replica:
                 return self._commit(message)
             case m.Grant():
                 return self.lease.granted(message)
+            case m.Plan():
+                return self._take_plan(message)
         return []
+
+    def _take_plan(self, plan: m.Plan) -> list[Effect]:
+        """PLAN. What is outstanding under an older plan fits the new one too, or is free: extended, or dropped (OWN).
+
+        FREEZE's one exception: none is issued while an attempt is undecided, so that was aborted.
+        """
+        f = self._fragments[0]
+        if f.record is None or plan.version != f.record.version + 1:  # TIE
+            return []
+        self.plan = plan
+        planned, c = Planned(plan.version, plan.plan, plan.units, plan.ended), f.contribution
+        if c is None or c.plan == plan.plan:
+            return [planned]
+        effects = self._stop(0)
+        f.prepared, f.contribution = None, None
+        if c.ranges != plan.units:
+            return [*effects, planned]
+        f.contribution, f.offered = replace(c, plan=plan.plan), False
+        return [*effects, planned, *self._offer()]
 
     def _welcome(self, message: m.Welcome) -> list[Effect]:
         if message.epoch < self.epoch:
@@ -353,7 +386,7 @@ class Replica:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def _die(self, reason: str) -> list[Effect]:
-        self.incarnation, self.welcomed, self.lease.held = 0, False, ()
+        self.incarnation, self.welcomed, self.lease.held, self.plan = 0, False, (), NO_PLAN
         effects: list[Effect] = []
         for index, f in enumerate(self._fragments):
             effects += self._stop(index)
@@ -405,7 +438,7 @@ class Replica:
         own = (self.identity.replica, self.incarnation)
         fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
         c = f.contribution if f.contribution and f.contribution.last_step == q.last_step else None
-        fits = fits and c is not None and (bool(q.outlier) or contains(q.ranges, c.ranges))
+        fits = fits and c is not None and c.plan == q.plan and (bool(q.outlier) or contains(q.ranges, c.ranges))
         if not fits or c is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
             failed = m.Failed(q.fragment, q.attempt, "the quorum does not fit what this replica holds", "")
             return [*effects, Send(failed), *self._lacks(q.fragment)]

@@ -40,6 +40,8 @@ class Member:
     """An attempt with it was over then, and it has not said since that its reducer is free; None: it is."""
     late: int = 0
     """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
+    load: int = 1
+    """Units that a step of it takes: with a global batch ``step_s`` is that of one of them."""
     wants: int = 0
     """Units of the sample ledger that it wants to hold after a commit."""
     called_in: dict[int, int] = field(default_factory=dict)
@@ -76,7 +78,7 @@ class Member:
         """
         if self.state == "dry":
             return 0.5
-        return max(0.5, 2 * self.step_s) if self.state == "training" else 0.0
+        return max(0.5, 2 * self.step_s * self.load) if self.state == "training" else 0.0
 
     def progress(self, message: m.Progress) -> bool:
         """Takes a heartbeat in; returns whether it shows that a stalled trainer moves again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
@@ -24,6 +25,7 @@ from ftopt.sync.protocol.pace import Pace
 from ftopt.sync.protocol.readings import Readings
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.sharing import Sharing
 from ftopt.sync.protocol.waiting import Waiting
 
 
@@ -52,6 +54,7 @@ class Rounds:
         self.aborted = 0
         self.catch_up = CatchUp(fragment, roster)
         self.lending: Lending | None = None  # the sample ledger, of fragment 0
+        self.sharing: Sharing | None = None  # in its place: a global batch that is shared out
         self._cuts = cuts
         self._seats = Seats(cuts, roster)
         self._readings = Readings(fragment)
@@ -64,6 +67,7 @@ class Rounds:
 
     def _new_round(self) -> None:
         self.proposals.clear()
+        self._late: set[str] = set()
         self._waiting = Waiting(self.fragment, self.roster, self.sync)
         self._retry = False
         self._retry_s = 0.0
@@ -104,6 +108,9 @@ class Rounds:
             return []
         if contribution.version != self.at.version:
             return []
+        if self.sharing is not None and not self.sharing.fits(member.mark, contribution):
+            return []
+        self._late.discard(member.replica)
         known = self.proposals.setdefault(member.replica, contribution)
         if known != contribution:
             return [Tell("frozen", member.replica, member.incarnation, self.fragment, self.at.version + 1)]
@@ -130,6 +137,8 @@ class Rounds:
         self._waiting.forget(replica)
         self._readings.drop(replica)
         self._told_train_on.discard(replica)
+        if self.sharing is not None:
+            self.sharing.forget(replica)
         if self.attempt and replica in self.attempt.contributions:
             self.attempt.lost.add(replica)
 
@@ -195,6 +204,8 @@ class Rounds:
         self._stepped_s = now
         effects = self._decide(now)
         if self.attempt is None:
+            if self.sharing is not None:
+                effects += self._share_out(now, self.sharing)
             effects += self._gather(now)
         return effects + self.catch_up.step(now, self.at)
 
@@ -205,9 +216,25 @@ class Rounds:
             return min(due_s, self._overdue_s(self.attempt))
         if not self.proposals:
             return due_s
+        if self.sharing is not None:  # who is parted, or busy, takes part again when time has passed
+            due_s = min(due_s, self._stepped_s + self.sync.dead_after_s)
         if self._retry and self._retry_s > self._stepped_s:
             return min(due_s, self._retry_s)
         return min(due_s, self._waiting.deadline_s(self._stepped_s, self.proposals))
+
+    def _share_out(self, now: float, sharing: Sharing) -> list[Effect]:
+        """PLAN: whoever cannot hand in its share loses it to those who can. No attempt is under way."""
+        holders = [x for x in self.roster.connected() if self.holds(x)]
+        able = [x for x in holders if not x.stalled and x.replica not in self._late]
+        able = self._seats.choose(now, [x for x in able if not x.busy(now, self.sync.dead_after_s)])
+        present = [x for x in able if not x.leaving or x.replica in self.proposals]
+        effects = sharing.renew(self.at.version + 1, present, [x for x in able if not x.leaving])
+        if effects and sharing.plan is not None:
+            plan, marks = sharing.plan, {x.replica: x.mark for x in holders}
+            same = {r: c for r, c in self.proposals.items() if r in marks and c.ranges == plan.share(marks[r])}
+            self.proposals = {r: replace(c, plan=plan.number) for r, c in same.items()}
+            self._waiting, self._retry = Waiting(self.fragment, self.roster, self.sync), False
+        return effects + sharing.tell(self.at.version + 1, holders)
 
     def _gather(self, now: float) -> list[Effect]:
         proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
@@ -225,6 +252,9 @@ class Rounds:
         for x in self._waiting.hung(self.proposals, self.holds):
             x.stalled_at = x.inner_step
             effects.append(Tell("stalled", x.replica, x.incarnation, self.fragment, self.at.version + 1))
+        if self.sharing is not None and (late := self.sharing.missing(self.proposals)):
+            self._late.update(late)
+            return effects + self._share_out(now, self.sharing)
         return effects + self._form(now, proposers)
 
     def _form(self, now: float, proposers: list[Member]) -> list[Effect]:
@@ -237,11 +267,13 @@ class Rounds:
             untold = [x for x in proposers if x.replica not in self._told_train_on and x.conn is not None]
             self._told_train_on |= {x.replica for x in untold}
             return [Send(x.conn, m.TrainOn(self.fragment)) for x in untold if x.conn is not None]
+        if self.sharing is not None and not self.sharing.covers(members, self.proposals):
+            return []
         chosen = {x.replica: self.proposals[x.replica] for x in members}
-        odd = outliers(chosen, self.sync.norm_limit)
+        odd = outliers(chosen, self.sync.norm_limit if self.sharing is None else None)
         chosen |= {replica: withheld(chosen[replica]) for replica in odd}
         contributors = [c for c in chosen.values() if c.weight > 0]
-        if not contributors:
+        if not contributors and self.sharing is None:
             return self._void(members)
         self.attempts += 1
         a = self.attempt = Attempt(
@@ -250,11 +282,13 @@ class Rounds:
             members=tuple(x.mark for x in members),
             contributions=chosen,
             drop=tuple(sorted(self.undropped.items())),
-            advance=max(c.steps for c in contributors),
+            advance=max(c.steps for c in contributors or chosen.values()),
             started_s=now,
         )
         if self.lending is not None:
             a.ranges = self.lending.hold(chosen.values())
+        if self.sharing is not None and self.sharing.plan is not None:
+            a.ranges, a.plan = self.sharing.plan.batch, self.sharing.plan.number
         key = tuple((x.mark, x.conn) for x in members)
         if key != self._group_key:
             self._group, self._group_key = a.attempt, key
@@ -382,7 +416,7 @@ class Rounds:
             "chain": d.chain,
             "away": sorted(a.lost),
         }
-        if self.lending is not None:
+        if self.lending is not None or self.sharing is not None:
             data["ranges"] = {r: list(c.ranges) for r, c in a.contributions.items() if c.ranges}
             data["done_to"] = low_water(done)
         message = m.Commit(self.fragment, a.version, a.attempt, digest, d.chain)
@@ -391,6 +425,8 @@ class Rounds:
 
     def _mark_done(self, a: Attempt) -> tuple[list[Effect], Ranges]:
         """DONE: what follows, and all units that are done by now."""
+        if self.sharing is not None:
+            return self.sharing.commit(a.version)
         if self.lending is None:
             return [], ()
         found = [self.roster.members.get(replica) for replica, _ in a.members]

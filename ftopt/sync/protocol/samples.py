@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.limits import MAX_INT
+from ftopt.sync.protocol.limits import MAX_BATCH, MAX_INT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,12 @@ class Samples:
             raise ValueError(
                 f"global_batch={self.global_batch} with batch_size={self.batch_size}; must be a multiple of it, such "
                 f"as {max(1, round(self.global_batch / self.batch_size)) * self.batch_size}"
+            )
+
+        if self.global_batch is not None and self.global_batch // self.batch_size > MAX_BATCH:
+            raise ValueError(
+                f"global_batch={self.global_batch} with batch_size={self.batch_size} is more than {MAX_BATCH:,} "
+                "micro-batches; use a larger batch_size"
             )
 
     @cached_property
