@@ -94,6 +94,8 @@ def test_a_gone_one_comes_back_without_its_units() -> None:
     assert (a.stock.queued, a.stock.offer(), a.machine.lease.held) == (0, (), ())
     a.connect()
     assert a.machine.incarnation == 2
+    assert a.machine.lease.held == (), "nobody holds units before it holds a state"
+    a.fetch(b)
     assert not set(a.machine.lease.held) & set(b.machine.lease.held)
     assert a.machine.lease.held == ((0, 10),), "they were free by then"
 

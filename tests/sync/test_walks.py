@@ -1,4 +1,4 @@
-"""Random walks of the real machines: 2,000 histories hold I1, I2, I4, I5 and I6; planted bugs don't.
+"""Random walks of the real machines: 2,000 histories hold I1 to I6; planted bugs don't.
 
 ``ftopt simulate --replay n`` runs one history again and prints its trace; ``FTOPT_WALK_HISTORIES=n`` runs more.
 """

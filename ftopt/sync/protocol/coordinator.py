@@ -248,10 +248,10 @@ class Coordinator:
             Send(conn, m.Welcome(self.epoch, member.incarnation, marks, gone)),
             Tell(name, *member.mark, inner_step=top.inner_step, version=top.at.version),
         ]
-        if self.lending is not None:
-            effects += self.lending.admit(member, hello)
         for r in self.rounds:
             effects += self._place(member, r, hello, founder=founder)
+        if self.lending is not None:
+            effects += self.lending.admit(member, hello)
         return effects
 
     def _place(self, member: Member, r: Rounds, hello: m.Hello, *, founder: bool) -> list[Effect]:
@@ -299,6 +299,8 @@ class Coordinator:
                 if self.rounds[p.fragment].off_branch(p):
                     return self._fork(member, (p,))
                 self.rounds[p.fragment].fetched(member, p)
+                if self.lending is not None and not p.fragment:
+                    self.lending.arrived(member)
             case m.Lacks(fragment=f) if self._has(f):
                 self.rounds[f].lacks(now, member)
             case m.Ask(units=units) if self.lending is not None:

@@ -30,6 +30,7 @@ class Lending:
         self.ledger = Ledger(samples)
         self._roster = roster
         self._asks: dict[m.Mark, int] = {}
+        self._early: dict[m.Mark, int] = {}
         self._stuck = False
         self._told_dry: set[m.Mark] = set()
         self._since_s: dict[m.Mark, float] = {}
@@ -40,6 +41,7 @@ class Lending:
         """See `Ledger.open`; nobody has asked yet."""
         self.ledger.open(done, max(cursor, self.ledger.cursor), tuple(unheard))
         self._asks.clear()
+        self._early.clear()
         self._freed()
         return [Cursor(self.ledger.promised)] if self.ledger.promised else []
 
@@ -57,6 +59,7 @@ class Lending:
     def gone(self, mark: m.Mark) -> None:
         """GONE."""
         self.ledger.gone(mark)
+        self._early.pop(mark, None)
         self._freed()
 
     def want(self, member: Member, wants: int) -> None:
@@ -65,10 +68,20 @@ class Lending:
         self.ask(member, wants - size(self.ledger.leases.get(member.mark, ())))
 
     def ask(self, member: Member, units: int) -> None:
-        """It shall be granted so many more as soon as there are any."""
+        """It shall be granted so many more as soon as there are any, and it holds a state to train on.
+
+        Without one it has used nothing, and a new coordinator need not have heard of it before a cold start.
+        """
         if units > 0 and not member.leaving:
+            if 0 not in member.held:
+                self._early[member.mark] = units
+                return
             self._asks[member.mark] = units
             self._stuck = False
+
+    def arrived(self, member: Member) -> None:
+        """It has fetched a state."""
+        self.ask(member, self._early.pop(member.mark, 0))
 
     # ------------------------------------------------------------ attempts
 
