@@ -93,7 +93,7 @@ class Coordinator:
             return []  # not welcomed yet, or superseded: what it says now it says again in its next hello
         member.heard_s = now
         effects = self._from_member(now, member, message)
-        if isinstance(message, m.Progress) and not member.progress(message) and not self._contenders:
+        if isinstance(message, m.Progress) and not member.progress(now, message) and not self._contenders:
             return effects
         return effects + self._step(now)
 
@@ -119,7 +119,9 @@ class Coordinator:
                 effects += self.members.gone(member.mark, "away for longer than forget_s")
         for member in self._lessees():
             if now >= self._tail_s(member):
-                reason = "it holds the rest of the data, and nothing of that was counted within tail_s (forget_s)"
+                reason = "it holds the rest of the data, and has done nothing with it for tail_s (forget_s)"
+                assert self.lending is not None
+                self.lending.idle.add(member.replica)
                 effects += self.members.gone(member.mark, reason)
         return effects + self._step(now)
 
@@ -129,7 +131,7 @@ class Coordinator:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
         due += [x.lost_s + self.sync.forget_s for x in self._forgettable()]
-        due += [self._tail_s(x) for x in self._lessees()]
+        due += [max(self._tail_s(x), self._stepped_s + 0.01) for x in self._lessees()]  # a step may have made it due
         if self.gathering is not None and not math.isinf(self._stepped_s):
             end_s = self.gathering.deadline_s()
             due += [end_s] if end_s > self._stepped_s else []
@@ -344,7 +346,13 @@ class Coordinator:
         """When it is given up, since the rest of the data waits for it; inf: it does not."""
         assert self.lending is not None
         patience_s = self.sync.forget_s if self.sync.tail_s is None else self.sync.tail_s
-        return self.lending.waits_since_s(member.mark) + patience_s
+        quiet_since_s = max(self.lending.waits_since_s(member.mark), member.moved_s)
+        top = self.rounds[0]
+        if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
+            if top.attempt is None:
+                return math.inf
+            quiet_since_s = max(quiet_since_s, top.attempt.started_s + self.sync.forget_s)
+        return quiet_since_s + patience_s + member.patience_s()
 
     # ------------------------------------------------------------ phases
 

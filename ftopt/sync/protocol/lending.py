@@ -31,6 +31,8 @@ class Lending:
         self._roster = roster
         self._asks: dict[m.Mark, int] = {}
         self._early: dict[m.Mark, int] = {}
+        self.idle: set[str] = set()
+        """Replicas that were given up since they did nothing with the last units."""
         self._stuck = False
         self._told_dry: set[m.Mark] = set()
         self._since_s: dict[m.Mark, float] = {}
@@ -136,7 +138,12 @@ class Lending:
     def _grant(self) -> list[Effect]:
         here = {x.mark: x for x in self._roster.connected() if not x.leaving}
         self._asks = {mark: units for mark, units in sorted(self._asks.items()) if mark in here}
-        granted = self.ledger.grant(list(self._asks.items()), shares=len(here))
+        # Who has sat on units at the end of the data gets none, as long as another one can use them.
+        able = [
+            mark for mark in here if mark[0] not in self.idle and (mark in self._asks or self.ledger.leases.get(mark))
+        ]
+        asks = [(mark, units) for mark, units in self._asks.items() if not able or mark in able]
+        granted = self.ledger.grant(asks, shares=len(able or here))
         effects: list[Effect] = []
         moved = self.ledger.promise()
         if moved:

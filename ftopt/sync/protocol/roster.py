@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
@@ -22,6 +23,8 @@ class Member:
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0
+    moved_s: float = -math.inf
+    """When it was last seen to have taken an inner step."""
     heard_s: float = 0.0
     lost_s: float = 0.0
     leaving: bool = False
@@ -80,13 +83,16 @@ class Member:
             return 0.5
         return max(0.5, 2 * self.step_s * self.load) if self.state == "training" else 0.0
 
-    def progress(self, message: m.Progress) -> bool:
-        """Takes a heartbeat in; returns whether it shows that a stalled trainer moves again."""
+    def progress(self, now: float, message: m.Progress) -> bool:
+        """Takes a heartbeat in; returns whether a stalled trainer moves again, or one has run out of units."""
+        if message.inner_step != self.inner_step:
+            self.moved_s = now
         moves = self.stalled and (message.inner_step != self.stalled_at or message.state != "training")
         if moves:
             self.stalled_at = None
+        dry = message.state == "dry" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
-        return moves
+        return moves or dry
 
 
 class Roster:

@@ -316,6 +316,7 @@ class Rounds:
         effects: list[Effect] = [Send(x.conn, m.Void(self.fragment)) for x in members if x.conn is not None]
         self._seats.taken([x.mark for x in members], self.proposals)
         for x in members:
+            x.newcomer.discard(self.fragment)  # once is enough: it would be called in again at once
             del self.proposals[x.replica]
         rest = dict(self.proposals)
         self._new_round()

@@ -23,8 +23,8 @@ class Sync:
             after which an attempt fails. Default 3; at least 3 heartbeats.
         recovery_s: seconds that a coordinator without its journal waits for the replicas it hears of. Default 30.
         forget_s: seconds after which a replica that is away is gone for good. Default 600.
-        tail_s: at the end of the data: seconds after which a replica is gone for good of whose last samples nothing was
-            counted, while another one has nothing left to train on. Default None: ``forget_s``.
+        tail_s: at the end of the data: seconds after which a replica is gone for good that holds samples and does
+            nothing with them, while another one has nothing left to train on. Default None: ``forget_s``.
         norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
             steps stay pending. Counts with two peers at least. Default 100: a spoilt replica, no noisy one; None: off.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4`` or

@@ -71,6 +71,7 @@ class Waiting:
         if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
             return [] if missing or self._leave_together(now, proposed, holds) else None
         effects: list[Effect] = []
+        called: list[Member] = []
         for x in missing:
             if self._hurried and x.replica not in self._asked and holds(x):
                 self._asked.add(x.replica)
@@ -87,7 +88,10 @@ class Waiting:
             if dry or (x.replica not in self._deadline and (late or newcomer)):
                 self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
                 effects += self.call_in(x, version) if ready else []
+                called += [x] if ready else []
         if any(now < self._deadline.get(x.replica, math.inf) for x in missing):
+            for member in called:
+                member.called_in[self._fragment] = version
             return effects
         return None
 
@@ -113,7 +117,6 @@ class Waiting:
         """Asks for a contribution at the next step boundary."""
         if member.conn is None:
             return []
-        member.called_in[self._fragment] = version
         return [
             Send(member.conn, m.CallIn(self._fragment, version)),
             Tell("call_in", member.replica, member.incarnation, self._fragment, version),
