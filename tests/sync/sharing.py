@@ -124,7 +124,7 @@ class Batches:
         return worker
 
     def fetch(self, worker: Worker) -> bool:
-        """Does the fetch that its machine has asked for; False when there is none, or no source."""
+        """Does the fetch that its machine has asked for; False when there is none, or nobody to fetch from."""
         worker.take()
         wanted = [x for x in worker.seat.asked if isinstance(x, r.Fetch)]
         if not wanted:
@@ -138,6 +138,8 @@ class Batches:
                     worker.seat.end_fetch(record)
                     worker.take()
                     return True
+        worker.seat.asked.remove(wanted[-1])
+        worker.seat.do(worker.seat.machine.fetch_failed(0))
         return False
 
     def work(self, names: Iterable[str]) -> None:
