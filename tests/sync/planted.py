@@ -412,9 +412,9 @@ BUGS = (
     Bug("DONE", dead_not_done),
     Bug("TOTAL", claim_adds),
     Bug("FENCE", gone_untold, slow=True),
-    Bug("HOLD", hold_off),
+    Bug("HOLD", hold_off, slow=True),
     Bug("UNIT", taken_is_used),
-    Bug("UNIT", void_is_used),
+    Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
 )
