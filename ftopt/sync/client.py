@@ -120,14 +120,14 @@ class Client:
         return self._incarnation
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
-        if self.units is None and self._is_free_for(samples):
+        if self._is_free_for(samples):
             self.units = Units(samples)
             self._accumulate = accumulate
         assert self.units is not None
         return self.units
 
     def keep_global_batch(self, samples: Samples) -> GlobalBatch:
-        if self.global_batch is None and self._is_free_for(samples):
+        if self._is_free_for(samples):
             self.global_batch = GlobalBatch(samples)
         assert self.global_batch is not None
         return self.global_batch

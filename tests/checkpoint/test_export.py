@@ -95,6 +95,7 @@ def test_it_is_the_anchor_and_not_a_replicas_parameters(tmp_path: Path) -> None:
             nn.functional.cross_entropy(model(torch.arange(8)), torch.arange(8)).backward()
             optimizer.step()
             checkpoints.step()
+        checkpoints.last()
         with optimizer.outer_parameters():
             anchor = model.hidden.weight.detach().clone()
         assert not torch.equal(anchor, model.hidden.weight)

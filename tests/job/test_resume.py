@@ -99,6 +99,7 @@ def test_kill_9_of_everything_at_fifty_moments(tmp_path: Path, start: Start) -> 
     killed_and_resumed(tmp_path, start, 50, [3, 3, 2, 2, 4, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, start: Start) -> None:
     kills = ",".join(f"{{replica: {i}, at_step: {45 + 2 * i}, point: inner, do: kill}}" for i in range(2))

@@ -26,6 +26,7 @@ class Silent:
 
     sync = ftopt.Sync()
     units = None
+    global_batch = None
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []

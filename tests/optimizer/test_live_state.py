@@ -16,6 +16,7 @@ from ftopt.sync.group import Committed
 class Silent:
     sync = ftopt.Sync()
     units = None
+    global_batch = None
 
     def emit(self, event: str, **fields: Any) -> None:
         """Listens."""

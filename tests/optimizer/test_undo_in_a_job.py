@@ -47,7 +47,7 @@ def test_an_undone_step_is_counted_nowhere_and_can_be_taken_again() -> None:
         assert (optimizer.local_steps, optimizer.pending_steps, optimizer.inner_step) == (7, 3, 7)
         assert undo_step(optimizer) == Undone(whole=True, reverted=4, untouched=0)
         assert (optimizer.local_steps, optimizer.pending_steps, optimizer.inner_step) == (6, 2, 6)
-        assert optimizer.private_state()["tokens"] == 0
+        assert optimizer._core.started().tokens == 0
         torch.testing.assert_close(flat(model), before, rtol=1e-6, atol=1e-7)
         optimizer.step()
         torch.testing.assert_close(flat(model), after, rtol=1e-6, atol=1e-7)

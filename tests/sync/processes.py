@@ -142,7 +142,7 @@ def _train(
     injectors: Sequence[FaultInjector],
     trains: threading.Event,
 ) -> None:
-    if "samples" in options:
+    if (samples := options.get("samples")) is not None and samples.global_batch is not None:
         _train_together(url, replica, options, on_event, target, finish, trains)
         return
     leaving = threading.Event()

@@ -31,7 +31,9 @@ def test_a_proposal_that_the_network_thread_is_busy_with_is_outstanding(monkeypa
     assert _contributions(2, LocalSGD(sync_every=H), H * ROUNDS) == [[H, H]] * ROUNDS
 
 
-@pytest.mark.parametrize("method", [LocalSGD(sync_every=H), StreamingDiLoCo(sync_every=H, fragments=Strided(n=2))])
+@pytest.mark.parametrize(
+    "method", [LocalSGD(sync_every=H), StreamingDiLoCo(sync_every=H, fragments=Strided(n=2), delay=0)]
+)
 def test_all_that_is_pending_when_a_job_ends_is_in_its_last_outer_step(method: Method) -> None:
     fragments = len(method.partition(parameters(problem("mlp", "sgd").model(0))))
     found = _contributions(3, method, H + 2)
@@ -42,6 +44,7 @@ def test_all_that_is_pending_when_a_job_ends_is_in_its_last_outer_step(method: M
 def _contributions(replicas: int, method: Method, steps: int) -> list[list[int]]:
     """Trains; returns what the members of each quorum brought."""
     task, found = problem("mlp", "sgd"), list[list[int]]()
+    models = [task.model(0) for _ in range(replicas)]  # not in the threads: the global seed is the process'
 
     def on_event(event: Event) -> None:
         if event.event == "quorum":
@@ -50,7 +53,7 @@ def _contributions(replicas: int, method: Method, steps: int) -> list[list[int]]
     groups = local_groups(replicas, sync=PATIENT, on_event=on_event)
 
     def replica(m: int) -> None:
-        model = task.model(0)
+        model = models[m]
         optimizer = wrap(task.inner(model.parameters()), model, method, group=groups[m])
         with optimizer:
             for step in range(steps):
