@@ -87,6 +87,7 @@ def killed_and_resumed(folder: Path, start: Start, moments: int, replicas: list[
     assert then[0]["inner_step"] > first[0]["inner_step"] and then[0]["loss"] < first[0]["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kill_9_of_everything_and_on_with_another_number_of_replicas(tmp_path: Path, start: Start) -> None:
     killed_and_resumed(tmp_path, start, 1, [3, 2])

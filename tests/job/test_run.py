@@ -77,7 +77,7 @@ def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> No
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("model.factory=no_such_module:build", "no_such_module"),
+        pytest.param("model.factory=no_such_module:build", "no_such_module", marks=pytest.mark.slow),
         pytest.param("data.path=nowhere/*.txt", "no file is there", marks=pytest.mark.slow),
     ],
 )
@@ -89,6 +89,7 @@ def test_what_a_replica_finds_wrong_is_the_runs_message(tmp_path: Path, start: S
     assert folder_of(tmp_path).summary.exists()
 
 
+@pytest.mark.slow
 def test_a_run_whose_replicas_all_die_fails(tmp_path: Path, start: Start) -> None:
     fault = "{at_step: 30, do: kill}"
     status, error = start(tmp_path, "replicas=1", "train.inner_steps=100", f"faults=[{fault}]").wait()

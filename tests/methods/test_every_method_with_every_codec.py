@@ -125,7 +125,7 @@ def _product() -> Iterator[ParameterSet]:
         for j, codec in enumerate(CODECS):
             row = min(i, len(CASES) - 2)  # PAFT's two ways are one
             pair = (INNER[(row + j) % 2], REPLICAS[(row + j) % 3])
-            shown = codec != "fp32" and name != ("paft", "paft_dyn")[j % 2]
+            shown = codec in ("fp4", "top_k:0.1:4") and name != ("paft", "paft_dyn")[j % 2]
             for inner in INNER:
                 for replicas in REPLICAS:
                     marks = [] if shown and (inner, replicas) == pair else [pytest.mark.slow]

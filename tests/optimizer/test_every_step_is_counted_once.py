@@ -75,7 +75,7 @@ def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
     torch.testing.assert_close(trainer.params(), group.anchor + work, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
 def test_whatever_happens_between_threads_each_step_is_counted_once(method: Method, dtype: torch.dtype) -> None:
     happened: dict[str, int] = {}
@@ -150,6 +150,7 @@ class _Threaded(Scripted):
             super().propose(contribution, now=now)
 
 
+@pytest.mark.slow
 def test_real_threads_count_each_step_once_too() -> None:
     group = _Threaded(random.Random(1), SIZE)
     trainer = _Trainer(group, LocalSGD(sync_every=2), torch.float32)

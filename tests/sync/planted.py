@@ -403,7 +403,7 @@ BUGS = (
     Bug("COLD", cold_off),
     Bug("ROLLBACK", rollback_off),
     Bug("I5", stale_proposal),
-    Bug("I5", stale_state),
+    Bug("I5", stale_state, slow=True),
     Bug("I5", unhealed_source, slow=True),
     Bug("I5", unhealed_votes),
     Bug("GONE", suspect_releases),

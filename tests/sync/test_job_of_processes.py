@@ -83,7 +83,7 @@ def test_the_successor_is_killed_in_its_fetch_and_the_next_one_takes_part(tmp_pa
     assert [j["incarnation"] for j in summary["joins"] if j["replica"] == "r1"] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("point", ["inner", "reduce", pytest.param("commit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", ["reduce", *(pytest.param(p, marks=pytest.mark.slow) for p in ("inner", "commit"))])
 def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) -> None:
     with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="stop", for_s=2.0)]}, steps=None) as job:
         job.start_all()
@@ -96,7 +96,7 @@ def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) 
     assert summary["dead_inner_steps_lost"] == 0
 
 
-@pytest.mark.parametrize("point", ["inner", "reduce"])
+@pytest.mark.parametrize("point", ["inner", pytest.param("reduce", marks=pytest.mark.slow)])
 def test_a_hung_training_thread_holds_nobody_up_for_long(tmp_path: Path, point: str) -> None:
     with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="hang", for_s=3.0)]}, steps=None) as job:
         job.start_all()

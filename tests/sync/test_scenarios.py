@@ -493,6 +493,34 @@ def test_a_leaver_that_hands_nothing_in_holds_the_others_up_for_half_a_second() 
     assert a.machine.counted_step(a.record) == 3
 
 
+def test_who_lacks_the_newest_version_may_still_hold_the_one_before() -> None:
+    """ROLLBACK, and the last one who holds a version is away: no cold start beside it."""
+    table = Table(recovery_s=5.0)
+    a, b = table.start("a", "b")
+    a.propose(5)
+    table.tick(3.0)  # B hangs
+    a.reduce()
+    a.take()
+    a.cut()
+    b.take()
+    b.pop(r.Fetch)
+    b.do(b.machine.fetch_failed(0))
+    anew = a.die()
+    anew.connect()
+    assert table.events("rollback")
+    for seat in (anew, b):
+        if seat.conn is not None:
+            seat.cut()
+    anew.connect()
+    table.tick(60.0)
+    anew.take()
+    assert anew.machine.record(0) is None
+    b.connect()
+    anew.take()
+    anew.fetch(b)
+    assert anew.record == b.record
+
+
 def test_a_leaver_that_alone_holds_the_newest_version_stays_until_another_one_has_it() -> None:
     table = Table()
     a, b = table.start("a", "b")

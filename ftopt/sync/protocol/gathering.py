@@ -85,7 +85,8 @@ class Gathering:
             ahead = any(x.may_exceed(best) for x in unheard)
             return not ahead and (not unknown or now >= self.deadline_s())
         if unheard:  # what they hold may come back; with a journal we know that it exists
-            return not self._decided and not any(x.held for x in unheard) and now >= self.deadline_s()
+            may_hold = any(x.held or x.in_doubt for x in unheard)
+            return not self._decided and not may_hold and now >= self.deadline_s()
         wanted = self.sync.start_replicas
         return (wanted is not None and len(self.hellos) >= wanted) or now >= self.deadline_s()
 

@@ -33,6 +33,8 @@ class Member:
     held: dict[int, m.Position] = field(default_factory=dict)
     hopes: dict[int, m.Position] = field(default_factory=dict)
     """The highest version per fragment that it was told to fetch, and may hold by now."""
+    in_doubt: bool = False
+    """It has held a version, and has said since that it lacks the next one: it may still hold that."""
     said_bye: bool = False
     """It goes as soon as another one holds what it holds."""
     newcomer: set[int] = field(default_factory=set)

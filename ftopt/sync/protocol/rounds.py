@@ -174,7 +174,7 @@ class Rounds:
 
     def lacks(self, now: float, member: Member) -> None:
         """It could not fetch, or what it holds does not fit."""
-        member.held.pop(self.fragment, None)
+        member.in_doubt |= member.held.pop(self.fragment, None) is not None
         member.hopes.pop(self.fragment, None)
         member.told.pop(self.fragment, None)
         self.withdraw(member.replica)
