@@ -35,6 +35,7 @@ def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path
     assert any(member[:2] == ["r1", 2] and member[2] > 0 for member in later), "the successor contributed"
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_comes_back_with_its_journal_and_nothing_is_lost(tmp_path: Path, start: Start) -> None:
     fault = "{replica: coordinator, at_step: 100, point: decide, do: kill, rejoin_s: 0}"
     status, error = start(tmp_path, "replicas=2", "train.inner_steps=300", f"faults=[{fault}]").wait()
@@ -49,6 +50,7 @@ def test_a_killed_coordinator_comes_back_with_its_journal_and_nothing_is_lost(tm
     assert spawns == [1, 2]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_in_good_order_and_keeps_what_is_pending(tmp_path: Path, start: Start) -> None:
     run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
     until(lambda: (tmp_path / "runs").exists() and len(events_of(tmp_path, "decide")) > 2)

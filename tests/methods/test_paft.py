@@ -75,6 +75,7 @@ def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlapped"])
+@pytest.mark.slow
 def test_until_the_outer_start_step_parameters_are_averaged_after_every_step(overlap: bool) -> None:
     task = problem("mlp", "sgd")
     settings = {"sync_every": 10, "overlap": overlap}

@@ -117,6 +117,7 @@ def test_the_coordinator_cut_off_from_all_stops_nobody_from_training(tmp_path: P
     assert summary["deaths"] == []
 
 
+@pytest.mark.slow
 def test_one_jobs_faults_do_not_touch_the_other_job_of_the_same_coordinator(tmp_path: Path) -> None:
     faults = {
         "a0": [Fault(point="prepare", do="partition", for_s=0.5, at_step=60)],

@@ -226,6 +226,7 @@ def test_a_second_process_of_the_same_name_is_refused(tmp_path: Path) -> None:
     assert_nothing_lost(summary)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:
     with tiny_job(tmp_path) as job:
         job.kill("coordinator")

@@ -27,6 +27,7 @@ def assert_every_sample_once(job: TinyJob, summary: dict[str, Any], samples: Sam
     assert (summary["samples_duplicated"], summary["samples_lost"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_an_epoch_is_shared_out_and_its_short_batch_is_one_of_them(tmp_path: Path) -> None:
     samples = replace(SAMPLES, samples=1201)
     with tiny_job(

@@ -250,6 +250,7 @@ async def _random_answers(count: int, chance: random.Random) -> None:
                 assert set(got) <= set(tensors) | set(got_meta) | set(got)
 
 
+@pytest.mark.slow
 def test_a_source_of_random_answers_is_read_or_left(chance: random.Random) -> None:
     with no_errors_logged():
         asyncio.run(_random_answers(60, chance))
