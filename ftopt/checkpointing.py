@@ -232,11 +232,14 @@ def _resume_of(
     me = saved[mine] if mine in lives else newcomer(held, newest, saved[there[0].replica])
     lines = checkpoint.notes[there[0].replica]["lines"]
 
-    def refuse(reason: str) -> BadCheckpoint:
+    def damaged(reason: str) -> BadCheckpoint:
         return with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path)
 
+    def foreign(reason: str) -> BadCheckpoint:
+        return BadCheckpoint(checkpoint.path, f"{reason}; go on from it with what it was written with, or start anew")
+
     adopted = tuple(saved[replica] for replica in missing)
-    resume = Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", refuse)
+    resume = Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", damaged, foreign)
     return resume, own[mine] if mine in lives else {}
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -30,6 +34,7 @@ from ftopt import (
     local_groups,
     wrap,
 )
+from ftopt.checkpoint.manifest import NAME
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.methods import Method
 from ftopt.sync.protocol.samples import Samples
@@ -165,7 +170,7 @@ def _resume_of(optimizer: Any) -> Any:
     saved = copy.deepcopy(optimizer.capture())
     saved = replace(saved, held=replace(saved.held, roster={"r0": 1}))
     lines = optimizer._core.started().fingerprint().lines
-    return Resume(saved, (), saved.committed, lines, "here", UserError)
+    return Resume(saved, (), saved.committed, lines, "here", UserError, UserError)
 
 
 # More replicas, or fewer.
@@ -294,20 +299,42 @@ def refused(path: Path, method: Method, *, task: Problem = TASK) -> str:
     return str(caught.value)
 
 
-def test_a_foreign_checkpoint_is_refused_with_the_reason_and_the_one_before_is_offered(made: Path) -> None:
-    before = whole(made.parent)[0]
-    advice = f"; the one before it is sound: use {before}"
+def test_a_foreign_checkpoint_is_refused_with_the_reason_and_no_other_of_its_job_is_offered(made: Path) -> None:
+    advice = "; go on from it with what it was written with, or start anew"
 
     def wider(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6), nn.Linear(6, 4))
 
-    model = refused(made, replace(STREAMING, merge="rebase"), task=Problem(wider, TASK.inner))
-    assert model.startswith(f"{made}: it is of another model: 4 tensors") and model.endswith(advice)
-    assert "it is of another method: streaming_diloco there, diloco here" in refused(made, DiLoCo(sync_every=5))
-    parts = refused(made, replace(STREAMING, fragments=Strided(n=2)))
-    assert "it is of another model" in parts
-    inner = refused(made, replace(STREAMING, merge="rebase"), task=problem("deep", "sgd"))
-    assert "so many parameter groups: [('AdamW', 1)] in the checkpoint, [('SGD', 1)] here" in inner
+    rebased = replace(STREAMING, merge="rebase")
+    wide = Problem(wider, TASK.inner)
+    for reason, message in [
+        ("it is of another model: 4 tensors", refused(made, rebased, task=wide)),
+        ("it is of another model: 4 tensors", refused(made, replace(STREAMING, fragments=Strided(n=2)))),
+        ("it is of another method: streaming_diloco there, diloco here", refused(made, DiLoCo(sync_every=5))),
+        (
+            "inner optimizers with so many parameter groups: [('AdamW', 1)] in the checkpoint, [('SGD', 1)] here",
+            refused(made, rebased, task=problem("deep", "sgd")),
+        ),
+    ]:
+        assert message.startswith(f"{made}: {reason}") and message.endswith(advice), message
+
+
+def test_a_damaged_state_that_its_manifest_vouches_for_is_refused_and_the_one_before_is_offered(
+    tmp_path: Path, made: Path
+) -> None:
+    """The committed state has a digest of its own, which the job knows it by."""
+    shutil.copytree(made.parent, tmp_path / "c")
+    (before, path), manifest = [tmp_path / "c" / each.name for each in whole(made.parent)[:2]], made / NAME
+    name = Checkpoint(path).manifest.committed[0]
+    tensors = load_file(path / name)
+    tensors["anchor"][3] += 1
+    save_file(tensors, path / name)
+    told = json.loads(manifest.read_text())
+    raw = (path / name).read_bytes()
+    told["files"][name] = {"bytes": len(raw), "sha256": sha256(raw).hexdigest()}
+    (path / NAME).write_text(json.dumps(told))
+    message = refused(path, replace(STREAMING, merge="rebase"))
+    assert message.startswith(f"{path}: ") and message.endswith(f"; the one before it is sound: use {before}")
 
 
 def test_other_settings_are_told(tmp_path: Path, made: Path) -> None:

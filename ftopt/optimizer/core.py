@@ -28,7 +28,7 @@ from ftopt.optimizer.reverting import Undone, revert
 from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
-from ftopt.sync.group import GlobalBatch, ReplicaGroup
+from ftopt.sync.group import Foreign, GlobalBatch, ReplicaGroup
 
 _POLL_S = 0.005
 
@@ -259,10 +259,12 @@ class Core:
             check(outer, self.inner, model, resume)
             restore(outer, self.inner, model, resume)
             group.resume(resume.held)
+        except Foreign as error:
+            raise resume.foreign(str(error)) from None
         except ValueError as error:
-            raise resume.refuse(str(error)) from None
+            raise resume.damaged(str(error)) from None
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-            raise resume.refuse(f"it holds no replica ({type(error).__name__}: {error})") from error
+            raise resume.damaged(f"it holds no replica ({type(error).__name__}: {error})") from error
         self._rounds_taken = outer.rounds_taken
         pending = [outer.pending_steps(fragment.index) for fragment in outer.fragments]
         outer.start(resumed=True)

@@ -21,7 +21,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.optimizer.saved import Saved, Tree, Version, buffers, of_tally
 from ftopt.optimizer.state import Fragment, Snapshot, State
-from ftopt.sync.group import Contribution, Held, union
+from ftopt.sync.group import Contribution, Foreign, Held, union
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Resume:
         newest: the newest version of each fragment in the checkpoint.
         lines: the fingerprint of the job that wrote the checkpoint.
         source: the checkpoint, for messages.
-        refuse: the error to raise for a reason why it cannot be used.
+        damaged, foreign: the error to raise for a reason why it cannot be used.
     """
 
     saved: Saved
@@ -42,7 +42,8 @@ class Resume:
     newest: tuple[Version, ...]
     lines: Mapping[str, str]
     source: str
-    refuse: Callable[[str], UserError]
+    damaged: Callable[[str], UserError]
+    foreign: Callable[[str], UserError]
 
     @property
     def held(self) -> Held:
@@ -84,17 +85,16 @@ def check(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> N
     """Refuses what is of another model, method or inner optimizer; warns of other settings.
 
     Raises:
-        ValueError: says what differs; nothing has changed.
+        Foreign: says what differs; nothing has changed.
+        ValueError: says what is damaged; nothing has changed.
     """
     lines = outer.fingerprint().lines
     for name in ("method", "model"):
         if resume.lines.get(name) != lines[name]:
-            raise ValueError(f"it is of another {name}: {resume.lines.get(name)} there, {lines[name]} here")
+            raise Foreign(f"it is of another {name}: {resume.lines.get(name)} there, {lines[name]} here")
     for saved in (resume.saved, *resume.adopted):
         if len(saved.committed) != len(outer.fragments):
-            raise ValueError(
-                f"it has {len(saved.committed)} fragments, and the method makes {len(outer.fragments)} here"
-            )
+            raise Foreign(f"it has {len(saved.committed)} fragments, and the method makes {len(outer.fragments)} here")
         for fragment, version in zip(outer.fragments, saved.committed, strict=True):
             state_of(fragment, version, saved.held, saved.committed[0].record)
     _check_own(inner, model, resume.saved.own)
@@ -105,13 +105,16 @@ def check(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> N
 
 def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
     if own["inner"] is not None:
-        inner_state.check(inner, model, own["inner"])
+        try:
+            inner_state.check(inner, model, own["inner"])
+        except ValueError as error:
+            raise Foreign(str(error)) from None
     if own["buffers"] is not None:
         shapes = {uncompiled(name): tuple(buffer.shape) for name, buffer in buffers(model)}
         got = {name: tuple(buffer.shape) for name, buffer in own["buffers"].items()}
         if shapes != got:
             wrong = sorted(n for n in shapes.keys() | got.keys() if shapes.get(n) != got.get(n))
-            raise ValueError(f"buffers are not alike there and here: {', '.join(wrong[:8])}")
+            raise Foreign(f"buffers are not alike there and here: {', '.join(wrong[:8])}")
 
 
 @torch.no_grad()

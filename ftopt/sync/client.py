@@ -23,7 +23,7 @@ from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent
 from ftopt.sync.fetcher import Fetcher
 from ftopt.sync.global_batch import GlobalBatch
-from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
+from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
 from ftopt.sync.link import Channel, Link
 from ftopt.sync.loop import LoopThread
 from ftopt.sync.ports import StateTransfer, Transport
@@ -177,17 +177,16 @@ class Client:
 
     def held(self) -> Held:
         machine, units = self.machine, self.units
-        held = Held(self.replica, self._incarnation, machine.epoch, dict(machine.gone))
+        held = Held(self.replica, self._incarnation, machine.epoch, dict(machine.gone), samples=self.samples)
         if units is None:
             return held
         used, queue = units.kept()
-        return replace(held, samples=units.samples, cursor=machine.lease.cursor, used=used, queue=queue)
+        return replace(held, cursor=machine.lease.cursor, used=used, queue=queue)
 
     def resume(self, held: Held) -> None:
         assert self._machine is None, "resume() after start()"
-        samples = self.units.samples if self.units is not None else None
-        if held.samples != samples:
-            raise ValueError(f"its job handed out {held.samples or 'no samples'}, and this one {samples or 'none'}")
+        if held.samples != self.samples:
+            raise Foreign(f"its job handed out {held.samples or 'no samples'}, and this one {self.samples or 'none'}")
         if self.units is not None:
             self.units.put_back(held.used, held.queue)
         self._resumed = held

@@ -81,6 +81,10 @@ class Damaged(Exception):
     """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
 
 
+class Foreign(ValueError):
+    """A checkpoint is sound, and of another job; the message says what differs."""
+
+
 Owed = tuple[int, Tensor]
 """What a member owes of earlier encoded sums: the first element that it is about, and fp32 values."""
 
@@ -235,7 +239,7 @@ class ReplicaGroup(Protocol):
         """Before `start`: goes on as the incarnation that a checkpoint holds, as if it had been away meanwhile.
 
         Raises:
-            ValueError: the checkpoint's ledger counts other samples.
+            Foreign: the checkpoint's ledger counts other samples.
         """
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:

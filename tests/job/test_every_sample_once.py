@@ -7,7 +7,6 @@ import random
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,8 @@ import pytest
 from ftopt.data.order import Order
 from ftopt.faults.spec import COORDINATOR, Fault
 from ftopt.sync.protocol.samples import Samples
-from tests.job.running import Start, events_of, summary_of
+from tests.job.recount import times, units_by_version
+from tests.job.running import Start, events_of, folder_of, summary_of
 
 CONTEXT = 16  # of `TINY`
 
@@ -31,16 +31,11 @@ def tokens(folder: Path, windows: int) -> list[str]:
 
 def times_committed(folder: Path, samples: Samples) -> Counter[int]:
     """Sample -> contributions of commits that it is in, listed from the events of the run alone."""
-    last_word: dict[int, Any] = {}
-    for event in events_of(folder, "decide"):
-        if not event["fragment"]:
-            last_word[event["version"]] = event["data"]["ranges"]
     order = Order(samples.samples, seed=samples.seed)
     listed: Counter[int] = Counter()
-    for by_replica in last_word.values():
-        for first, stop in (part for parts in by_replica.values() for part in parts):
-            for unit in range(first, stop):
-                listed.update(order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist())
+    for unit, count in times(units_by_version(folder_of(folder))).items():
+        for sample in order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist():
+            listed[sample] += count
     return listed
 
 
