@@ -82,26 +82,25 @@ def tasks_of(optimizer: Optimizer) -> tuple[list[Task], bool]:
                 "the same; use foreach=True, and clear the optimizer's state"
             )
         return [], True
-    if log.record.after is None:
+    if log.record.versions_after is None:
         return _broken_off(optimizer, log.record, rules), False
     return _through(optimizer, log.record, rules), True
 
 
 def _through(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> list[Task]:
     """The record's step was taken as a whole; its gradients must still be there."""
-    assert record.after is not None
     tasks, gone = [], []
-    for number, (marks, afters) in enumerate(zip(record.marks, record.after, strict=True)):
-        for place, (mark, after) in enumerate(zip(marks, afters, strict=True)):
+    for number, marks in enumerate(record.marks()):
+        for place, mark in enumerate(marks):
             p, name = mark.parameter, _name(optimizer, number, place)
-            if p._version != after.version:
+            if p._version != mark.version_after:
                 raise UserError(
                     f"undo_step: {name} has been changed since the step (an outer step was taken up, say); "
                     "call it before anything else changes the parameters"
                 )
-            if after.gradient is None:
+            if not mark.stepped:
                 continue
-            if p.grad is None or after.gradient() is not p.grad or p.grad._version != after.gradient_version:
+            if mark.gradient is None:
                 gone.append(name)
                 continue
             t = _count(optimizer, p)
@@ -115,7 +114,7 @@ def _through(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> lis
 def _broken_off(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> list[Task]:
     """The record's step raised: which operations came to which tensor."""
     tasks = []
-    for number, (marks, rule) in enumerate(zip(record.marks, rules, strict=True)):
+    for number, (marks, rule) in enumerate(zip(record.marks(), rules, strict=True)):
         counted = {mark.parameter: _times_counted(optimizer, mark) for mark in marks}
         came = {
             kind: _came_to(optimizer, samples, [p for p in counted if kind_of(p) == kind], counted, rule)
@@ -131,7 +130,9 @@ def _broken_off(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> 
                 done = rule.whole if came[kind_of(p)] else dict.fromkeys(rule.whole, 0)
             else:
                 done = {"param": p._version - mark.version} | {m: _changes(optimizer, mark, m) for m in rule.moments}
-            if any(times > rule.whole[what] for what, times in done.items()) or counted[p] > 1:
+            odd = any(not 0 <= times <= rule.whole[what] for what, times in done.items())
+            ahead = "exp_avg" in rule.moments and not counted[p] and any(done.values())  # Adam counts first
+            if odd or ahead or counted[p] > 1:
                 raise UserError(f"undo_step: {name} has been changed by more than the step; restore a checkpoint")
             t = _count(optimizer, p)
             first = t == counted[p] if t else not _has_moments(mark.state, rule)

@@ -68,8 +68,7 @@ class Core:
         self._ended_at: float | None = None
         self._said_detached = False
         self._last: LastStep | None = None
-        for optimizer in inner.optimizers:
-            record_steps(optimizer)
+        self._logs = [record_steps(optimizer) for optimizer in inner.optimizers]
         # Counted for the step to come.
         self._tokens = 0
         self._samples = 0
@@ -103,14 +102,15 @@ class Core:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
         else:
-            self._last = LastStep.before(outer, self.inner.optimizers)
+            self._last = LastStep.before(outer, self._logs)
             loss = self.inner.step(closure)
             self._last.counted = True
         ended = self._clock()
         if self._loss is None and isinstance(loss, int | float | Tensor):
             self._loss = loss
         step_s = None if self._ended_at is None else ended - self._ended_at
-        outer.count(self.inner.largest_lr(), self._loss, step_s)
+        lr = self.inner.largest_lr()
+        outer.count(lr, self._loss, step_s)
         outer.tokens += self._tokens
         counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
         self._tokens = self._samples = 0
@@ -118,7 +118,7 @@ class Core:
         group.emit("stepped", inner_step=outer.inner_step(), data=counted)
         told = self._clock()
         self._ended_at = ended
-        if outer.boundary(lr=self.inner.largest_lr()):
+        if outer.boundary(lr=lr):
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
@@ -142,7 +142,7 @@ class Core:
             raise UserError(
                 "undo_step: there is no step to undo: none has been taken, or the last one is undone already"
             )
-        undone = revert(self.inner.optimizers, last.reached(outer, self.inner.optimizers))
+        undone = revert(self.inner.optimizers, last.reached(outer, self._logs))
         self._last, self._loss = None, None
         self._tokens = self._samples = 0
         if last.counted:
@@ -196,6 +196,9 @@ class Core:
         return "step() while the outer parameters are in the model; call exit_outer() first"
 
     def _after_outer_work(self, outer: OuterStep) -> None:
+        for log in self._logs:
+            if log is not None:
+                log.look_again()
         if outer.nonfinite_drops:
             outer.nonfinite_drops = 0
             self.inner.forget_nonfinite_state()

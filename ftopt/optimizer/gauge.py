@@ -23,6 +23,7 @@ from ftopt.sync.group import Reading
 
 AGREED = "agreed"
 """The outer state's name for `Agreed`: fp64, one number a field."""
+_NOTHING = Agreed()
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
 """Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
 
@@ -148,7 +149,7 @@ class Gauge:
     def agreed(self, outer: Mapping[str, Tensor]) -> Agreed:
         """What the members of the last outer step agreed on. Training thread; free to call every step."""
         if not self.learns:
-            return Agreed()
+            return _NOTHING
         if self._read[0] is not outer:
             self._read = (outer, _agreed(outer[AGREED]))
         return self._read[1]

@@ -132,8 +132,9 @@ class Inner:
         `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
         it: a warm-up from rate 0 has gradients.
         """
-        if any(optimizer.state for optimizer in self.optimizers):
-            return False
+        for optimizer in self.optimizers:  # no any(): this is looked at before every step
+            if optimizer.state:
+                return False
         if any(group.get("lr", 1.0) != 0 for group in self.param_groups):
             return False
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -92,6 +92,7 @@ class OuterStep:
         self.nonfinite_drops = 0
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self._method = method
+        self._uses_loss = Number.LOSS in method.uses
         self._group = group
         self.clock = clock
         self._said_lossless = False
@@ -234,7 +235,7 @@ class OuterStep:
         self.local_steps += 1
         if self._group.units is not None:
             self._group.units.used()
-        self.tally = self.tally.plus(lr, loss if Number.LOSS in self._method.uses else None, step_s)
+        self.tally = self.tally.plus(lr, loss if self._uses_loss else None, step_s)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
@@ -247,18 +248,23 @@ class OuterStep:
         Returns:
             True when anything was done.
         """
-        first = int(self._gradients is not None)  # the parameters' turn is when their step has been taken
-        acted = self._boundary(self._fragments[:first], lr)
-        return self._boundary(self._fragments[first:], lr) or acted
+        if self._gradients is None:
+            return self._boundary(self._fragments, lr)
+        acted = self._boundary(self._fragments[:1], lr)  # the parameters' turn is when their step has been taken
+        return self._boundary(self._fragments[1:], lr) or acted
 
     def _boundary(self, fragments: Sequence[Fragment], lr: float) -> bool:
         acted = False
         wait: list[tuple[Fragment, float | None]] = []
         for fragment in fragments:
             index = fragment.index
-            acted |= self._take_over(fragment)
-            due, tau = self._due(fragment), self._tau(fragment)
-            if (due or self._group.called_in(index)) and not self._group.outstanding(index):
+            if fragment.state is not fragment.taken:
+                acted |= self._take_over(fragment)
+            due, called_in = self._due(fragment), self._group.called_in(index)
+            if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.method.tau):
+                continue  # nothing, as after nearly every step
+            tau = self._tau(fragment)
+            if (due or called_in) and not self._group.outstanding(index):
                 acted |= self._take_over(fragment, early=True)
                 self._propose(fragment, lr, now=due is Due.NOW)
                 acted = True
@@ -274,7 +280,6 @@ class OuterStep:
             acted = True
         return acted
 
-    @torch.no_grad()
     def _due(self, fragment: Fragment) -> Due:
         """Whether it is time. What triggers want is measured only while nothing is outstanding: they would go by work
         that is on its way already."""
@@ -282,7 +287,8 @@ class OuterStep:
         wanted = fragment.method.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             spare = _borrow(fragment)
-            own = fragment.gauge.look(wanted, fragment.start, spare)
+            with torch.no_grad():
+                own = fragment.gauge.look(wanted, fragment.start, spare)
             fragment.spare = spare
             progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.method.due(progress)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ftopt.optimizer.gradients import local
@@ -27,6 +29,11 @@ INVERTIBLE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 _TENSORS, _ELEMENTS = 4, 16
 """So many tensors of a group, device and dtype are sampled (the first and the last among them), and so many elements
 of each."""
+_PLAIN = {Tensor, nn.Parameter}
+"""Types that are not sharded: no need to ask each parameter."""
+_CHANGES = {"exp_avg_sq": 2}
+"""How often a step changes a tensor of a state for each change of the state's counter, if not once."""
+_version, _gradient = attrgetter("_version"), attrgetter("grad")
 
 Kind = tuple[torch.device, torch.dtype]
 """Tensors of one kind in a group are changed by one operation."""
@@ -34,11 +41,23 @@ Kind = tuple[torch.device, torch.dtype]
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A parameter before a step: its version, and those of its moments (None: it had no state)."""
+    """What was noted of one parameter.
+
+    Args:
+        parameter: the parameter.
+        version: before the step.
+        state: versions of its moments before the step; None: it had no state.
+        version_after: after the step; None: that was broken off.
+        stepped: it had a gradient then.
+        gradient: that gradient, if it is there as it was.
+    """
 
     parameter: Tensor
     version: int
     state: Mapping[str, int] | None
+    version_after: int | None
+    stepped: bool
+    gradient: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +69,99 @@ class Sample:
     moment: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class After:
-    """A parameter after a step: its version, and the gradient with which it was taken (None: it had none)."""
+class States:
+    """Which states there are, and by how much the versions of their tensors are apart: steps keep these in step, so
+    that one of each state tells them all.
 
-    version: int
-    gradient: weakref.ref[Tensor] | None
-    gradient_version: int
+    Args:
+        states: the optimizer's.
+    """
+
+    def __init__(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        self.count = len(states)
+        self.counters = [(p, c) for p, state in states.items() if (c := _counter(state)) is not None]
+        self.whole = len(self.counters) == self.count
+        self._apart = {p: _apart(states[p], counter._version) for p, counter in self.counters}
+        self.tensors = [counter for _, counter in self.counters]
+
+    def versions(self, noted: Sequence[int]) -> dict[Tensor, dict[str, int]]:
+        """Of the tensors of all states, from those of `tensors`."""
+        return {
+            p: {name: _CHANGES.get(name, 1) * version + apart for name, apart in self._apart[p].items()}
+            for (p, _), version in zip(self.counters, noted, strict=True)
+        }
+
+
+class Gradients:
+    """The gradients of a step, all but one held: when that one is gone (``zero_grad``), the others are let go of.
+
+    Args:
+        gradients: of all parameters; None where there is none.
+    """
+
+    __slots__ = ("_held", "_lead", "_place", "versions")
+
+    def __init__(self, gradients: list[Tensor | None]) -> None:
+        self.versions = [None if g is None else g._version for g in gradients]
+        self._held, self._lead, self._place = gradients, None, 0
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._place, gradients[place] = place, None
+                self._lead = weakref.ref(gradient, lambda _: gradients.clear())
+                break
+
+    def sound(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """Those that are there, and as they were."""
+        held = list(self._held) or [None] * len(parameters)
+        if self._lead is not None:
+            held[self._place] = self._lead()
+        rows = zip(held, self.versions, parameters, strict=True)
+        return [g if g is not None and g is p.grad and g._version == version else None for g, version, p in rows]
 
 
 @dataclass(slots=True)
 class Record:
-    """One step.
+    """One step, noted as it comes, since every step pays for this; `marks` sorts it out when it is to be undone.
 
     Args:
         groups: each group's settings.
-        marks: of each group's parameters.
+        sizes: how many parameters each group has.
+        parameters: of all groups.
+        versions: theirs, before the step.
+        states: the states there were.
+        state_versions: of `States.tensors`, before the step.
         samples: group -> samples by device and dtype; of groups whose versions do not count.
         found_inf: GradScaler's, for a fused optimizer: not 0 when the step was skipped inside.
-        after: of each group's parameters; None: the step was broken off.
+        versions_after: the parameters', after the step. None: it was broken off.
+        gradients: with which it was taken.
     """
 
     groups: list[dict[str, Any]]
-    marks: list[list[Mark]]
+    sizes: list[int]
+    parameters: list[Tensor]
+    versions: list[int]
+    states: States
+    state_versions: list[int]
     samples: dict[int, dict[Kind, list[Sample]]]
     found_inf: Tensor | None
-    after: list[list[After]] | None = field(default=None)
+    versions_after: list[int] | None = None
+    gradients: Gradients | None = None
+
+    def marks(self) -> list[list[Mark]]:
+        """Each group's parameters."""
+        ps, had = self.parameters, self.states.versions(self.state_versions)
+        nothing = [None] * len(ps)
+        gradients = self.gradients
+        rows = zip(
+            ps,
+            self.versions,
+            self.versions_after or nothing,
+            nothing if gradients is None else gradients.versions,
+            nothing if gradients is None else gradients.sound(ps),
+            strict=True,
+        )
+        marks = iter([Mark(p, v, had.get(p), after, of_g is not None, g) for p, v, after, of_g, g in rows])
+        return [list(islice(marks, size)) for size in self.sizes]
 
 
 class StepLog:
@@ -94,6 +180,7 @@ class StepLog:
         self.record: Record | None = None
         self.why = "none has been taken since its steps are recorded"
         self.steps = 0
+        self._states: States | None = None
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
@@ -101,19 +188,36 @@ class StepLog:
     def forget(self, why: str) -> None:
         """There is nothing to undo, since ..."""
         self.record, self.why = None, why
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Something else than a step may have changed the states."""
+        self._states = None
+
+    # Both run at every step.
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
+        groups, states = optimizer.param_groups, self._states
+        if states is None or states.count != len(optimizer.state) or not states.whole:
+            states = self._states = States(optimizer.state)
+        of_groups = [group["params"] for group in groups]
+        parameters = list(chain.from_iterable(of_groups))
         self.record = Record(
-            groups=[_settings(group) for group in optimizer.param_groups],
-            marks=[[_mark(optimizer, p) for p in group["params"]] for group in optimizer.param_groups],
-            samples={i: s for i, group in enumerate(optimizer.param_groups) if (s := _samples(optimizer, group))},
-            found_inf=getattr(optimizer, "found_inf", None),
+            [_settings(group) for group in groups],
+            list(map(len, of_groups)),
+            parameters,
+            list(map(_version, parameters)),
+            states,
+            list(map(_version, states.tensors)),
+            {i: s for i, group in enumerate(groups) if (s := _samples(optimizer, group))},
+            getattr(optimizer, "found_inf", None),
         )
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.record is not None:
-            self.record.after = [[_after(p) for p in group["params"]] for group in optimizer.param_groups]
+        if (record := self.record) is not None:
+            record.versions_after = list(map(_version, record.parameters))
+            record.gradients = Gradients(list(map(_gradient, record.parameters)))
 
 
 def log_of(optimizer: Optimizer) -> StepLog | None:
@@ -151,28 +255,27 @@ def first_moment(state: Mapping[str, Any]) -> Tensor | None:
     return found
 
 
+def _counter(state: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that tells how often a parameter was stepped: Adam's count, SGD's buffer."""
+    found: Tensor | None = state.get("step", state.get("momentum_buffer"))
+    return found
+
+
+def _apart(state: Mapping[str, Any], counted: int) -> dict[str, int]:
+    tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
+    return {name: value._version - _CHANGES.get(name, 1) * counted for name, value in tensors}
+
+
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    kept = ((name, value) for name, value in group.items() if name != "params")
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept}
-
-
-def _mark(optimizer: Optimizer, parameter: Tensor) -> Mark:
-    state = optimizer.state.get(parameter)
-    if not state:
-        return Mark(parameter, parameter._version, None)
-    versions = {name: value._version for name, value in state.items() if isinstance(value, Tensor)}
-    return Mark(parameter, parameter._version, versions)
-
-
-def _after(parameter: Tensor) -> After:
-    gradient = parameter.grad
-    if gradient is None:
-        return After(parameter._version, None, 0)
-    return After(parameter._version, weakref.ref(gradient), gradient._version)
+    kept = dict(group)
+    del kept["params"]
+    if isinstance(kept["lr"], Tensor):  # the one setting that may be one, and that schedulers then write into
+        kept["lr"] = kept["lr"].clone()
+    return kept
 
 
 def _samples(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, list[Sample]] | None:
-    if not group["fused"] and (group["foreach"] is False or not any(hasattr(p, "to_local") for p in group["params"])):
+    if not (group["fused"] or (group["foreach"] is not False and _any_sharded(group["params"]))):
         return None
     alike: dict[Kind, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:
@@ -186,6 +289,10 @@ def _samples(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, list[
             for p, m in zip(some, moments, strict=True)
         ]
     return found
+
+
+def _any_sharded(parameters: Sequence[Tensor]) -> bool:
+    return not _PLAIN.issuperset(map(type, parameters)) and any(hasattr(p, "to_local") for p in parameters)
 
 
 def _spread(parameters: list[Tensor]) -> list[Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.optim import Optimizer
-
 from ftopt.errors import UserError
 from ftopt.optimizer.gauge import Tally
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.optimizer.state import State
-from ftopt.optimizer.step_log import log_of
+from ftopt.optimizer.step_log import StepLog
+
+Logs = Sequence[StepLog | None]
+"""Of the inner optimizers. None: its steps cannot be undone anyway."""
 
 
 @dataclass(slots=True)
@@ -33,17 +34,17 @@ class LastStep:
     counted: bool = False
 
     @classmethod
-    def before(cls, outer: OuterStep, optimizers: Sequence[Optimizer]) -> LastStep:
+    def before(cls, outer: OuterStep, logs: Logs) -> LastStep:
         """As they stand now."""
-        return cls(outer.tokens, outer.tally, [f.taken for f in outer.fragments], _begun(optimizers))
+        return cls(outer.tokens, outer.tally, [f.taken for f in outer.fragments], _begun(logs))
 
-    def reached(self, outer: OuterStep, optimizers: Sequence[Optimizer]) -> list[bool]:
+    def reached(self, outer: OuterStep, logs: Logs) -> list[bool]:
         """Which inner optimizers the step has come to.
 
         Raises:
             UserError: the step is not this replica's own any more, or not the last one.
         """
-        more = [now - then for now, then in zip(_begun(optimizers), self.begun, strict=True)]
+        more = [now - then for now, then in zip(_begun(logs), self.begun, strict=True)]
         if any(steps > 1 for steps in more):
             raise UserError(
                 "undo_step: an inner optimizer has been stepped by itself since; a replica's last step alone"
@@ -69,6 +70,5 @@ class LastStep:
             outer.tokens, outer.tally = self.tokens, self.tally
 
 
-def _begun(optimizers: Sequence[Optimizer]) -> list[int]:
-    """Optimizers that keep no log cannot be undone anyway."""
-    return [log.steps if (log := log_of(optimizer)) is not None else 0 for optimizer in optimizers]
+def _begun(logs: Logs) -> list[int]:
+    return [0 if log is None else log.steps for log in logs]

@@ -62,8 +62,8 @@ def undo_step(optimizer: Optimizer) -> Undone:
 def undoable(optimizer: Optimizer) -> Optimizer:
     """Records an optimizer's steps, so that `undo_step` knows the last one for certain. `ftopt.wrap` does so itself.
 
-    The record holds the groups' settings, the tensors' version counters, weak references to the gradients and (fused
-    or sharded) a few elements, about 1 microsecond a tensor each step.
+    The record holds the groups' settings, the tensors' version counters, the gradients until they are cleared and
+    (fused or sharded) a few elements: 0.4 microseconds a tensor each step.
 
     Args:
         optimizer: a bare one.

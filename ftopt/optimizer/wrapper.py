@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks as _GLOBAL_POST
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_PRE
 
 from ftopt.codecs import codec_named
 from ftopt.errors import UserError
@@ -150,7 +152,12 @@ class OuterOptimizer(Optimizer):
             RuntimeError: after `close`, or while the outer parameters are in the model.
             ftopt.errors.Refused: the job has refused this replica.
         """
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_PRE or _GLOBAL_POST:
+            return _step_with_hooks(self, closure)
         return self._core.step(closure)
+
+    # Torch would wrap it to run the hooks, and to name it to the profiler, at twice the cost of all that is done here.
+    step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters."""
@@ -397,3 +404,8 @@ class OuterOptimizer(Optimizer):
     ) -> None:
         """Leaves in good order; on an exception at once, without waiting for a round."""
         self._core.close(flush=kind is None, timeout_s=30.0)
+
+
+@Optimizer.profile_hook_step
+def _step_with_hooks(optimizer: OuterOptimizer, closure: Callable[[], Any] | None) -> Any:
+    return optimizer._core.step(closure)

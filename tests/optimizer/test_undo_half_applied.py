@@ -89,6 +89,45 @@ def test_a_step_broken_off_at_any_operation_is_repaired(rule: str, kind: str, st
     assert breaks >= (1 if every > 1 else 2), "nothing was broken off"
 
 
+@pytest.mark.parametrize("kind", ["loop", "foreach"])
+@pytest.mark.parametrize("rule", ["momentum", "adam", "adamw"])
+def test_a_step_broken_off_after_recorded_ones_is_repaired(rule: str, kind: str) -> None:
+    for at in itertools.count(step=5):
+        torch.manual_seed(7)
+        made = ftopt.undoable(optimizer(rule, kind))
+        for step in range(4):
+            give_gradients(made)
+            parameters(made)[step % 2].grad = None  # counts, and when states begin, are not alike
+            made.step()
+        ftopt.undo_step(made)
+        give_gradients(made)
+        before, whole = Held.by(made), _copy(made)
+        whole.step()
+        if not broken_off(made, at):
+            break
+        assert not ftopt.undo_step(made).whole
+        assert_undone(made, before, Held.by(whole))
+    assert at
+
+
+@pytest.mark.parametrize("rule", ["momentum", "adamw"])
+def test_moments_written_to_by_hand_before_a_broken_step_are_noticed(rule: str) -> None:
+    made = ftopt.undoable(optimizer(rule, "loop"))
+    for _ in range(2):
+        give_gradients(made)
+        made.step()
+    last = parameters(made)[-1]
+    moment = "momentum_buffer" if rule == "momentum" else "exp_avg"
+    give_gradients(made)
+    made.state[last][moment].mul_(0.5)
+    assert broken_off(made, 3)
+    if rule == "momentum":  # its version is what is noted
+        assert ftopt.undo_step(made).untouched
+    else:
+        with pytest.raises(UserError, match="changed by more than the step"):
+            ftopt.undo_step(made)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["adam", "adamw"])
 @pytest.mark.parametrize("steps", [0, 3])
