@@ -21,17 +21,16 @@ class Inner:
 
     Args:
         optimizers: at least one; what is stepped, in this order.
+
+    Attributes:
+        single: the inner optimizer, if there is just one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
+        self.single: Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
         # Adagrad, say, sets up its state when it is made, and not in its first step.
         self._set_up_early = [bool(optimizer.state) for optimizer in optimizers]
-
-    @property
-    def single(self) -> Optimizer | None:
-        """The inner optimizer, if there is just one."""
-        return self.optimizers[0] if len(self.optimizers) == 1 else None
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Steps them all. With several, the closure runs once, first."""

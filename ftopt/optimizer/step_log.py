@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
