@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,13 @@ AIOHTTP = {
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def sources() -> list[tuple[str, list[str]]]:
+    """Every file of the package, and the modules that it imports."""
+    return [
+        (path.relative_to(PACKAGE).as_posix(), list(imports(ast.parse(path.read_text(encoding="utf-8")))))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -70,11 +75,11 @@ def part_of(name: str) -> str:
 
 def test_every_part_imports_only_what_it_may() -> None:
     wrong = []
-    for name, tree in sources():
+    for name, imported in sources():
         part = part_of(name)
         if part in ASSEMBLERS | TYPES:
             continue
-        for module in imports(tree):
+        for module in imported:
             if not module.startswith("ftopt."):
                 continue
             target = module.removeprefix("ftopt.")
@@ -85,21 +90,21 @@ def test_every_part_imports_only_what_it_may() -> None:
 
 
 def test_nobody_but_assemblers_imports_the_package_itself() -> None:
-    wrong = [name for name, tree in sources() if part_of(name) not in ASSEMBLERS and "ftopt" in set(imports(tree))]
+    wrong = [name for name, imported in sources() if part_of(name) not in ASSEMBLERS and "ftopt" in set(imported)]
     assert wrong == []
 
 
 def test_methods_and_codecs_import_torch_alone() -> None:
-    for name, tree in sources():
+    for name, imported in sources():
         if part_of(name) in TORCH_ALONE:
-            foreign = {module.split(".")[0] for module in imports(tree)} - sys.stdlib_module_names - {"ftopt"}
+            foreign = {module.split(".")[0] for module in imported} - sys.stdlib_module_names - {"ftopt"}
             assert foreign <= {"torch"}, name
 
 
 def test_the_protocol_imports_the_standard_library_alone() -> None:
-    for name, tree in sources():
+    for name, imported in sources():
         if name.startswith("sync/protocol/"):
-            for module in imports(tree):
+            for module in imported:
                 assert module.split(".")[0] in sys.stdlib_module_names or module.startswith(
                     ("ftopt.sync.protocol", "ftopt.errors")
                 ), f"{name} imports {module}"
@@ -107,19 +112,19 @@ def test_the_protocol_imports_the_standard_library_alone() -> None:
 
 def test_the_protocol_has_no_clock_thread_socket_or_chance_of_its_own() -> None:
     banned = {"asyncio", "random", "secrets", "socket", "sqlite3", "threading", "time"}
-    for name, tree in sources():
+    for name, imported in sources():
         if name.startswith("sync/protocol/"):
-            assert not banned & {module.split(".")[0] for module in imports(tree)}, name
+            assert not banned & {module.split(".")[0] for module in imported}, name
 
 
 @pytest.mark.parametrize(("package", "home"), IN_ONE_FILE.items())
 def test_a_foreign_package_is_imported_in_one_file(package: str, home: str) -> None:
-    found = [name for name, tree in sources() if package in {module.split(".")[0] for module in imports(tree)}]
+    found = [name for name, imported in sources() if package in {module.split(".")[0] for module in imported}]
     assert found == [home]
 
 
 def test_aiohttp_is_imported_in_shells_alone() -> None:
-    found = {name for name, tree in sources() if "aiohttp" in {module.split(".")[0] for module in imports(tree)}}
+    found = {name for name, imported in sources() if "aiohttp" in {module.split(".")[0] for module in imported}}
     assert found <= AIOHTTP
 
 
