@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,39 +10,12 @@ import torch
 from torch import nn
 
 import ftopt
-from ftopt.events import Event
 from ftopt.sync.protocol.settings import Sync
+from tests.data.units import Numbers
+from tests.notes import Notes
+from tests.optimizer.running import together
 
-LIMIT_S = 30.0
 FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=1.0)
-
-
-class Numbers:
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Notes:
-    """Which units were committed, by all decisions."""
-
-    def __init__(self) -> None:
-        self._events: list[Event] = []
-        self._lock = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
-        with self._lock:
-            self._events.append(event)
-
-    def committed(self) -> Counter[int]:
-        decisions = [event for event in self._events if event.event == "decide"]
-        ranges = [x for event in decisions for part in event.data.get("ranges", {}).values() for x in part]
-        return Counter(unit for start, stop in ranges for unit in range(start, stop))
 
 
 def train(group: ftopt.ReplicaGroup, seen: list[list[int]], method: Any, **loading: Any) -> None:
@@ -63,25 +34,6 @@ def train(group: ftopt.ReplicaGroup, seen: list[list[int]], method: Any, **loadi
         assert optimizer.pending_steps == 0
 
 
-def in_threads(jobs: list[Callable[[], None]]) -> None:
-    failed: list[BaseException] = []
-
-    def guarded(job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-    if failed:
-        raise failed[0]
-
-
 METHODS = [
     ftopt.DiLoCo(sync_every=4),
     ftopt.StreamingDiLoCo(sync_every=6, fragments=ftopt.Named(patterns=["weight", "bias"]), delay=1),
@@ -94,7 +46,7 @@ def test_three_replicas_share_the_epochs_and_each_sample_is_committed_once(metho
     notes = Notes()
     groups = ftopt.local_groups(3, sync=FAST, on_event=notes)
     seen: list[list[list[int]]] = [[] for _ in groups]
-    in_threads(
+    together(
         [
             lambda group=group, mine=mine: train(group, mine, method, epochs=2, accumulate=accumulate)
             for group, mine in zip(groups, seen, strict=True)

@@ -19,23 +19,10 @@ from ftopt.data.order import Order
 from ftopt.data.workers import WorkerDied
 from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
-from tests.data.units import Granted, StandIn
+from tests.data.units import Granted, Numbers, StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 WORKERS = [0, 1, 2]
-
-
-class Numbers:
-    """Sample i is i."""
-
-    def __init__(self, samples: int) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Noisy(Numbers):

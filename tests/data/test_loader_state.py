@@ -9,20 +9,9 @@ import torch
 
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
-from tests.data.units import Granted, StandIn
+from tests.data.units import Granted, Numbers, StandIn
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-
-class Numbers:
-    def __init__(self, samples: int = 60) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Counting(Numbers):
@@ -119,6 +108,14 @@ def test_the_state_of_other_data_is_refused(settings: dict[str, Any], message: s
     given = {"dataset": Numbers(), "batch_size": 4, "seed": 3, "epochs": 2, **settings}
     with pytest.raises(UserError, match=message):
         DataLoader(**given).load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_of_the_data_sets_own_is_refused_where_the_data_set_keeps_none(workers: int) -> None:
+    counting = loader_of(workers, Counting())
+    next(iter(counting))
+    with pytest.raises(UserError, match="this data set keeps none"):
+        loader_of(workers).load_state_dict(counting.state_dict())
 
 
 def test_states_with_and_without_a_group_are_no_substitutes() -> None:

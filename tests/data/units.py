@@ -1,4 +1,4 @@
-"""A stand-in for a job's ledger and its replicas' groups, which tests grant from by hand."""
+"""A data set, and stand-ins for a job's ledger and its replicas' groups, which tests grant from by hand."""
 
 from __future__ import annotations
 
@@ -53,6 +53,19 @@ class Granted:
             return False
         self.got.append(unit)
         return True
+
+
+class Numbers:
+    """A data set: sample i is i."""
+
+    def __init__(self, samples: int = 60) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 @dataclass

@@ -13,32 +13,12 @@ from torch import nn
 
 import ftopt
 from ftopt.connect import local_groups, solo
-from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
 from ftopt.sync.units import SPARE, Units
+from tests.notes import Notes
 
 FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=0.5)
 LIMIT_S = 60.0
-
-
-class Notes:
-    """Events of all replicas and the coordinator."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._lock = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
-        with self._lock:
-            self.events.append(event)
-
-    def of(self, name: str) -> list[Event]:
-        return [event for event in self.events if event.event == name]
-
-    def committed(self) -> Counter[int]:
-        """Unit -> in how many contributions of commits it is."""
-        ranges = [x for event in self.of("decide") for part in event.data["ranges"].values() for x in part]
-        return Counter(unit for start, stop in ranges for unit in range(start, stop))
 
 
 def train(

@@ -110,6 +110,24 @@ def members(count: int, target: Callable[..., None], *args: Any) -> Iterator[lis
             member.pipe.close()
 
 
+def survivors_of_a_kill(count: int, target: Callable[..., None], soon_s: float) -> tuple[list[Any], list[Any]]:
+    """Kills rank 1 of ``count``, each running ``target(pipe, rank, count, port)``, when all have said that they are at
+    it. What the others say of that, and then, told their new rank and size, of their meeting again; in ``soon_s``."""
+    with tcp_store() as port, members(count, target, port) as started:
+        for member in started:
+            member.receive()
+        victim = started.pop(1)
+        victim.process.kill()
+        before_s = time.monotonic()
+        failures = [member.receive() for member in started]
+        for rank, member in enumerate(started):
+            member.pipe.send((rank, len(started)))
+        results = [member.receive() for member in started]
+        assert time.monotonic() - before_s < soon_s
+        started.append(victim)
+    return failures, results
+
+
 def in_threads(count: int, work: Callable[[int], Any], limit_s: float = 30.0) -> list[Any]:
     """What ``work(rank)`` returned, or raised, on ``count`` threads, in rank order."""
     results: list[Any] = [None] * count

@@ -20,7 +20,7 @@ from ftopt.transport.gloo import GlooTransport, PeerLost
 from ftopt.transport.local import LocalTransport
 from tests.reference.codecs import mean_encoded
 
-from .helpers import DictOps, TcpOps, in_threads, members, tcp_store
+from .helpers import DictOps, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store
 
 CODECS: list[Codec] = [FP32(), BF16(), Int8(), FP4(), TopK(0.05, 3), TopK(0.3, 2)]
 SHARES = {1: [1.0], 2: [0.3, 0.7], 3: [0.25, 0.0, 0.75], 4: [0.1, 0.2, 0.3, 0.4]}
@@ -217,18 +217,7 @@ def mean_until_it_fails(pipe: Connection, rank: int, size: int, port: int) -> No
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_killed_member_is_noticed_by_all_and_the_survivors_meet_again(count: int) -> None:
-    with tcp_store() as port, members(count, mean_until_it_fails, port) as started:
-        for member in started:
-            member.receive()
-        victim = started.pop(1)
-        victim.process.kill()
-        before_s = time.monotonic()
-        failures = [member.receive() for member in started]
-        for rank, member in enumerate(started):
-            member.pipe.send((rank, len(started)))
-        results = [member.receive() for member in started]
-        assert time.monotonic() - before_s < SOON_S
-        started.append(victim)
+    failures, results = survivors_of_a_kill(count, mean_until_it_fails, SOON_S)
     assert set(failures) == {PeerLost.__name__}
     assert results == [[(count - 2) / 2] * 1000] * (count - 1)
 

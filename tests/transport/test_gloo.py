@@ -19,7 +19,7 @@ import torch
 from ftopt.transport.gloo import GlooCollective, GlooTransport, PeerLost
 from ftopt.transport.sockets import _address
 
-from .helpers import DictOps, TcpOps, in_threads, members, tcp_store, wait_until
+from .helpers import DictOps, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store, wait_until
 
 SOON_S = 5.0
 """Far above what is measured (hundredths of a second), far below the time-outs (60 s): the machine may be busy."""
@@ -205,18 +205,7 @@ def reduce_until_it_fails(pipe: Connection, rank: int, size: int, port: int) -> 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_killed_member_is_noticed_by_all_and_the_survivors_meet_again(count: int) -> None:
-    with tcp_store() as port, members(count, reduce_until_it_fails, port) as started:
-        for member in started:
-            member.receive()
-        victim = started.pop(1)
-        victim.process.kill()
-        before_s = time.monotonic()
-        failures = [member.receive() for member in started]
-        for rank, member in enumerate(started):
-            member.pipe.send((rank, len(started)))
-        rows = [member.receive() for member in started]
-        assert time.monotonic() - before_s < SOON_S
-        started.append(victim)
+    failures, rows = survivors_of_a_kill(count, reduce_until_it_fails, SOON_S)
     assert {name for name, _ in failures} == {"PeerLost"}
     assert rows == [[[rank] for rank in range(count - 1)]] * (count - 1)
 
