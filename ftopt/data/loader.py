@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, cast
 
 from torch.utils.data import IterableDataset
 
-from ftopt.data.ahead import Ahead, Here
+from ftopt.data.ahead import Ahead, Here, Stateful
 from ftopt.data.batches import Batches, MapStyle
 from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
@@ -215,6 +215,7 @@ class _FromUnits:
         self._workers = pool.workers
         self._group = group
         self._units = units
+        self._stateful = isinstance(batches.dataset, Stateful)
         self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
         self._told = False
         self.epoch = 0
@@ -264,6 +265,11 @@ class _FromUnits:
             raise UserError(
                 f"num_workers={self._workers}, was {workers}: the data set keeps a state of its own in each worker, "
                 f"which cannot be shared out anew; give num_workers={workers}"
+            )
+        if inner is not None and not self._stateful:
+            raise UserError(
+                "the state has one of the data set's own, and this data set keeps none (state_dict, load_state_dict); "
+                "give the data set that the state was taken with"
             )
         if isinstance(self._units, Counted):
             self._loading.forget()

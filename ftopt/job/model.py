@@ -122,15 +122,17 @@ def _made(settings: Factory) -> nn.Module:
     name, _, attribute = settings.factory.partition(":")
     try:
         function = getattr(importlib.import_module(name), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise UserError(
-            f"model.factory={settings.factory!r}; {error}; it must be package.module:function and importable "
-            "(PYTHONPATH=. for a file of this folder)"
+            f"model.factory={settings.factory!r}: {type(error).__name__}: {error}; it must be package.module:function "
+            "and importable (PYTHONPATH=. for a file of this folder)"
         ) from error
     try:
         model = function(**settings.args)
-    except TypeError as error:
-        raise UserError(f"model.factory={settings.factory!r} with args={dict(settings.args)}: {error}") from error
+    except Exception as error:
+        raise UserError(
+            f"model.factory={settings.factory!r} with args={dict(settings.args)}: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model.factory={settings.factory!r} returned a {type(model).__name__}; must be a torch.nn.Module"

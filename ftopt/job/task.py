@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from ftopt.config.data import Digits, Text, Tokens
-from ftopt.config.schema import Gpt, Recipe
+from ftopt.config.data import Digits, StdlibBytes, Text, Tokens
+from ftopt.config.schema import Convnet, Factory, Gpt, Recipe
 from ftopt.data.batches import MapStyle
 from ftopt.data.corpus import HELD_OUT, Bytes, stdlib_bytes, text
 from ftopt.data.digits import Draws, digits
@@ -24,6 +24,8 @@ from ftopt.data.windows import Windows
 from ftopt.errors import UserError
 from ftopt.job.model import build
 
+_BYTES = 256
+_DIGITS = 10
 _EVALUATION_WINDOWS = 128
 _FINAL_WINDOWS = 512
 _WINDOWS_AT_ONCE = 32
@@ -84,7 +86,7 @@ class Task(ABC):
         recipe: what to train. Seed torch before: the initial parameters come from its global generator.
 
     Raises:
-        UserError: data or model cannot be had.
+        UserError: data or model cannot be had, or a user's model does not give what the data need.
     """
 
     classifies: ClassVar[bool] = False
@@ -111,6 +113,20 @@ class Task(ABC):
     def held_out(self, *, thorough: bool) -> Iterable[tuple[Tensor, Tensor]]:
         """Fixed batches to evaluate on; more of them for a thorough evaluation, the first and the last one."""
 
+    def classes(self, model: Factory, inputs: Tensor, shape: tuple[int, ...]) -> int:
+        """How many a user's model tells apart: its answer to ``inputs`` is of ``shape`` and one dimension more."""
+        given = f"{inputs.dtype} {tuple(inputs.shape)}"
+        must = f"must give logits ({', '.join(map(str, shape))}, n), a number for each of n classes"
+        with _evaluating(self.model), torch.no_grad(), torch.random.fork_rng([]):
+            try:
+                answer = self.logits(inputs)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}"
+                raise UserError(f"model.factory={model.factory!r} fails on {given}: {text}; {must}") from error
+        if answer.shape[:-1] != shape:
+            raise UserError(f"model.factory={model.factory!r} gives {tuple(answer.shape)} for {given}; {must}")
+        return answer.shape[-1]
+
     def logits(self, inputs: Tensor) -> Tensor:
         """The model's answer, (..., classes), fp32."""
         with torch.autocast("cpu", dtype=torch.bfloat16) if self._autocast else nullcontext():
@@ -136,12 +152,13 @@ class Task(ABC):
 class NextByte(Task):
     """Text: the next byte of every place in a window of ``model.context`` bytes."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, data: StdlibBytes | Text, model: Gpt | Factory) -> None:
         super().__init__(recipe)
-        assert hasattr(recipe.model, "context")
-        self._corpus = text(recipe.data.path) if isinstance(recipe.data, Text) else stdlib_bytes()
-        self._context = int(recipe.model.context)
+        self._context = model.context
         self._seed = recipe.train.seed
+        if isinstance(model, Factory):
+            _enough(model, _vocabulary(self, model), _BYTES, "bytes")
+        self._corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
 
     def dataset(self) -> TokenWindows:
         """Windows side by side."""
@@ -164,14 +181,12 @@ class NextByte(Task):
 class NextToken(Task):
     """Files of tokens: the next token of every place in a window of ``model.context`` tokens."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, data: Tokens, model: Gpt | Factory) -> None:
         super().__init__(recipe)
-        data, model = recipe.data, recipe.model
-        assert isinstance(data, Tokens) and hasattr(model, "context")
+        vocab = model.vocab if isinstance(model, Gpt) else _vocabulary(self, model)
 
         def windows(path: str) -> TokenWindows:
-            vocab = model.vocab if isinstance(model, Gpt) else None
-            return TokenWindows(path, int(model.context), dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
+            return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
 
         everything = windows(data.path)
         self._train: MapStyle = everything
@@ -203,8 +218,10 @@ class WhichDigit(Task):
 
     classifies = True
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, model: Convnet | Factory) -> None:
         super().__init__(recipe)
+        if isinstance(model, Factory):
+            _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), _DIGITS, "digits")
         self._train, self._held_out = digits()
 
     def dataset(self) -> MapStyle:
@@ -225,13 +242,30 @@ class WhichDigit(Task):
 
 
 def task_of(recipe: Recipe) -> Task:
-    """The task that the recipe's sections ``data`` and ``model`` describe."""
-    match recipe.data:
-        case Digits():
-            return WhichDigit(recipe)
-        case Tokens():
-            return NextToken(recipe)
-    return NextByte(recipe)
+    """The task that the recipe's sections ``data`` and ``model`` describe.
+
+    Raises:
+        UserError: see `Task`.
+    """
+    match recipe.data, recipe.model:
+        case Digits(), Convnet() | Factory() as model:
+            return WhichDigit(recipe, model)
+        case Tokens() as data, Gpt() | Factory() as model:
+            return NextToken(recipe, data, model)
+        case StdlibBytes() | Text() as data, Gpt() | Factory() as model:
+            return NextByte(recipe, data, model)
+    raise UserError("; ".join(recipe.problems()))  # of a recipe that `ftopt.config.loader` has not seen
+
+
+def _vocabulary(task: Task, model: Factory) -> int:
+    """Of a user's model."""
+    window = (1, model.context)
+    return task.classes(model, torch.zeros(window, dtype=torch.int64), window)
+
+
+def _enough(model: Factory, classes: int, needed: int, what: str) -> None:
+    if classes < needed:
+        raise UserError(f"model.factory={model.factory!r} gives {classes} classes; {what} need {needed}")
 
 
 def _windows(*, thorough: bool) -> int:

@@ -8,6 +8,7 @@ the inner rate, ``F`` the mean loss of the steps that the outer step counted, in
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 from ftopt.methods.triggers import Agreed, Due, Number, Progress, Trigger, check_count, check_positive
@@ -47,9 +48,9 @@ class _Period(Trigger):
             return self.initial
         return int(min(max(wanted, self.least), self.most))
 
+    @abstractmethod
     def _wanted(self, agreed: Agreed, elements: int) -> float | None:
         """``H`` before it is clipped, a whole number or infinite; None: nothing is known."""
-        raise NotImplementedError
 
     @property
     def longest(self) -> int:

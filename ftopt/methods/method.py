@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -111,10 +112,10 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class Method(ABC):
     """A semi-synchronous method. Subclasses are frozen dataclasses: their fields are their settings and their recipe.
 
-    `payload` and `outer_step` must be given; the rest has a plain method's answers: one fragment, no overlap, due
+    `outer_step` must be given; the rest has a plain method's answers: one fragment, no overlap, due
     every ``sync_every`` inner steps. No state, no I/O. `outer_step` must give the same bits on every member of a quorum
     that gives it the same tensors.
 
@@ -322,6 +323,7 @@ class Method:
         """
         return False
 
+    @abstractmethod
     def outer_step(
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -330,7 +332,6 @@ class Method:
         ``mean`` may be overwritten and may be returned as the anchor. ``anchor`` and ``state`` are left as
         they are, and nothing returned shares memory with them.
         """
-        raise NotImplementedError
 
     def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
         """Plain averaging, what happens before ``outer_start_step``: ``A - mean(Delta)``. May overwrite ``mean``."""

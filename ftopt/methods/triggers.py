@@ -18,6 +18,7 @@ are in ``divergence.py``, those that set the next period at each outer step in `
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, IntEnum, auto
@@ -191,12 +192,12 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Trigger:
+class Trigger(ABC):
     """A predicate on `Progress`. Subclasses are frozen dataclasses: their fields are their settings and recipe."""
 
+    @abstractmethod
     def due(self, progress: Progress) -> Due:
         """Is it time? A number that is not known is never a reason."""
-        raise NotImplementedError
 
     def needs(self, progress: Progress) -> Number:
         """Which numbers `due` wants measured at this step; ``progress`` has none yet. Here: none."""

@@ -1,7 +1,9 @@
 """What is trained, and the loop around it, in this process."""
 
+import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from torch import nn
 from ftopt.config.loader import load
 from ftopt.config.schema import Convnet, Recipe
 from ftopt.connect import local_groups
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.job.model import build
 from ftopt.job.subscribers import StepRecord
 from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
+from ftopt.methods import LocalSGD
 from tests.job.running import TINY, text
 from tests.optimizer.running import together
 
@@ -34,6 +38,22 @@ def trained(recipe: Recipe, replicas: int) -> dict[str, list[Event]]:
 
 def data_of(told: list[Event], name: str) -> list[Any]:
     return [event.data for event in told if event.event == name]
+
+
+Make = Callable[[Callable[[], nn.Module]], str]
+
+
+@pytest.fixture
+def factory(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes a function a user's factory; the override that names it."""
+
+    def make(function: Callable[[], nn.Module]) -> str:
+        module = types.ModuleType("their_models")
+        module.__dict__.update(built=function)
+        monkeypatch.setitem(sys.modules, "their_models", module)
+        return "model.factory=their_models:built"
+
+    return make
 
 
 @pytest.mark.parametrize("batch_norm", ["false", "true"])
@@ -67,14 +87,71 @@ def test_the_convolutional_net_has_the_documented_size() -> None:
     assert sizes == [9_930, 10_026]
 
 
-def test_a_factory_may_read_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("their_models")
-    module.__dict__.update(flat=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    monkeypatch.setitem(sys.modules, "their_models", module)
-    task = task_of(load("digits", ["model.factory=their_models:flat"]))
+def test_a_factory_may_read_images(factory: Make) -> None:
+    task = task_of(load("digits", [factory(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))]))
     assert float(task.loss(*task.batches(0).batch()).detach()) > 0
     assert task.score(thorough=True).samples == 359
     assert task.model.training
+
+
+class Fn(nn.Module):
+    """A model of a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return self.function(inputs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "said"),
+    [
+        ("diloco_bytes", lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), "fails on torch.int64 (1, 64): Runt"),
+        ("diloco_bytes", lambda: Fn(lambda tokens: (tokens, None)), "fails on torch.int64 (1, 64): "),
+        (
+            "diloco_bytes",
+            lambda: Fn(lambda tokens: torch.zeros(1, 256)),
+            "gives (1, 256) for torch.int64 (1, 64); must",
+        ),
+        ("diloco_bytes", lambda: nn.Embedding(256, 100), "gives 100 classes; bytes need 256"),
+        ("digits", lambda: nn.Embedding(256, 100), "fails on torch.float32 (1, 1, 8, 8): "),
+        ("digits", lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), "gives 9 classes; digits need 10"),
+        ("digits", lambda: nn.Linear(8, 10), "must give logits (1, n), a number for each of n classes"),
+        ("digits", lambda: nn.Linear(-1, 10), "with args={}: RuntimeError: "),
+    ],
+)
+def test_a_factorys_model_that_does_not_suit_the_data_is_refused(
+    recipe: str, model: Callable[[], nn.Module], said: str, factory: Make
+) -> None:
+    with pytest.raises(UserError, match=re.escape("model.factory='their_models:built'")) as refusal:
+        task_of(load(recipe, [factory(model)]))
+    assert said in str(refusal.value)
+
+
+def test_trying_a_factorys_model_leaves_the_chance_and_the_mode_alone(factory: Make) -> None:
+    noisy = Fn(lambda tokens: torch.randn(*tokens.shape, 256))
+    torch.manual_seed(3)
+    first = torch.rand(())
+    torch.manual_seed(3)
+    task = task_of(load("diloco_bytes", [factory(lambda: noisy)]))
+    assert torch.equal(torch.rand(()), first)
+    assert task.model.training
+
+
+def test_tokens_beyond_what_a_factorys_model_knows_are_refused(factory: Make, tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes(bytes(range(100)) * 20)
+    data = f"data={{name: tokens, path: {tmp_path / 'tokens.bin'}, dtype: uint8}}"
+    task = task_of(load("diloco_bytes", [factory(lambda: nn.Embedding(50, 50)), data]))
+    with pytest.raises(UserError, match="the model's vocabulary has 50"):
+        task.score(thorough=False)
+
+
+def test_a_recipe_that_was_not_checked_is_refused_all_the_same() -> None:
+    unlike = Recipe(name="unlike", method=LocalSGD(sync_every=5), model=Convnet())
+    with pytest.raises(UserError, match=re.escape("model.name=convnet reads images; use data.name=digits")):
+        task_of(unlike)
 
 
 def test_an_evaluation_leaves_no_gradient_and_half_precision_gives_fp32_logits() -> None:

@@ -316,6 +316,11 @@ def test_a_trigger_of_ones_own_is_a_subclass() -> None:
         def due(self, progress: Progress) -> Due:
             return Due(progress.steps % 2)
 
+    class Nothing(Trigger):
+        """Does not say when."""
+
+    with pytest.raises(TypeError, match="due"):
+        Nothing()  # type: ignore[abstract]
     method = LocalSGD(sync_every=9, trigger=Odd())
     assert [method.due(_after(steps)) for steps in (1, 2, 3)] == [YES, NO, YES]
 
