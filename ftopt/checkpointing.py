@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +18,14 @@ from ftopt.checkpoint.part import Committed, Part
 from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.reader import Version as StoredVersion
 from ftopt.checkpoint.writer import Writer
+from ftopt.errors import UserError
 from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.inner_state import restore_groups
 from ftopt.optimizer.layout import layout
 from ftopt.optimizer.resuming import Resume, newcomer
 from ftopt.optimizer.saved import Cut, Saved, Version
 from ftopt.optimizer.wrapper import OuterOptimizer
-from ftopt.sync.group import Held
+from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.resumed import returning
 from ftopt.sync.protocol.wire import plain
@@ -81,6 +82,7 @@ class Checkpoints:
         self._watched: dict[str, Stateful] = {}
         self._resumed: Saved | None = None
         self._loop: Mapping[str, Any] = {}
+        optimizer.fall_back(self)
 
     # Going on.
 
@@ -105,16 +107,33 @@ class Checkpoints:
         checkpoint = find(Path(path) if path is not None else self._folder)
         mine = self._group.replica
         present = sorted({*(replicas if replicas is not None else checkpoint.replicas), mine})
+        self._optimizer.resume(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, present)))
+        return True
+
+    def newest(self) -> Position | None:
+        """See `ftopt.optimizer.resuming.Fallback`."""
+        if not whole(self._folder):
+            return None
         try:
-            resume, own = _resume_of(checkpoint, mine, present)
+            return m.from_plain(m.Record, dict(find(self._folder).record)).position
+        except (UserError, KeyError, m.MessageError):
+            return Position(0, 0, "")
+
+    def go_on(self, incarnation: int) -> Resume:
+        """See `ftopt.optimizer.resuming.Fallback`."""
+        checkpoint, mark = find(self._folder), (self._group.replica, incarnation)
+        return self._read(checkpoint, lambda: _as_another_life(checkpoint, mark))
+
+    def _read(self, checkpoint: Checkpoint, resume_of: Callable[[], tuple[Resume, Mapping[str, Any]]]) -> Resume:
+        try:
+            resume, own = resume_of()
         except BadCheckpoint as bad:
             raise with_offer(bad, checkpoint.path) from None
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"holds no replicas ({type(error).__name__}: {error})"
             raise with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path) from error
-        self._optimizer.resume(resume)
         self._resumed, self._loop = resume.saved, own
-        return True
+        return resume
 
     def include(self, **state: Stateful) -> None:
         """What else belongs to the loop's state: anything with ``state_dict`` and ``load_state_dict``, by names.
@@ -230,7 +249,27 @@ def _resume_of(
         if life.replica in own
     }
     me = saved[mine] if mine in lives else newcomer(held, newest, saved[there[0].replica])
-    lines = checkpoint.notes[there[0].replica]["lines"]
+    resume = _resume(checkpoint, me, tuple(saved[replica] for replica in missing), newest)
+    return resume, own[mine] if mine in lives else {}
+
+
+def _as_another_life(checkpoint: Checkpoint, mark: m.Mark) -> tuple[Resume, Mapping[str, Any]]:
+    """What a replica goes on from whose former life is gone, and what the loop of that had: it stands on the newest
+    versions, with the inner state of its former life and with what that had pending."""
+    newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
+    mine, incarnation = mark
+    was = mine if mine in checkpoint.replicas else checkpoint.replicas[0]
+    own, life = checkpoint.own(was), _held(checkpoint, was)
+    former = _saved(checkpoint, life, own["replica"])
+    me = newcomer(Held(mine, incarnation, 0, samples=life.samples), newest, former)
+    if was != mine:
+        return _resume(checkpoint, me, (), newest), {}
+    me = dataclasses.replace(me, own=me.own | {name: former.own[name] for name in ("inner", "buffers", "model")})
+    return _resume(checkpoint, me, (former,), newest), own
+
+
+def _resume(checkpoint: Checkpoint, me: Saved, adopted: tuple[Saved, ...], newest: tuple[Version, ...]) -> Resume:
+    lines = checkpoint.notes[checkpoint.replicas[0]]["lines"]
 
     def damaged(reason: str) -> BadCheckpoint:
         return with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path)
@@ -238,9 +277,7 @@ def _resume_of(
     def foreign(reason: str) -> BadCheckpoint:
         return BadCheckpoint(checkpoint.path, f"{reason}; go on from it with what it was written with, or start anew")
 
-    adopted = tuple(saved[replica] for replica in missing)
-    resume = Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", damaged, foreign)
-    return resume, own[mine] if mine in lives else {}
+    return Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", damaged, foreign)
 
 
 def _held(checkpoint: Checkpoint, replica: str) -> Held:

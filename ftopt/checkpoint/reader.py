@@ -84,9 +84,19 @@ class Checkpoint:
     @cached_property
     def newest(self) -> tuple[Version, ...]:
         """The newest version of each fragment."""
+        return tuple(self._version(version) for version in self._newest)
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """The record of fragment 0's newest version; no tensors are read."""
+        found: Mapping[str, Any] = self._newest[0]["record"]
+        return found
+
+    @property
+    def _newest(self) -> list[dict[str, Any]]:
         notes = self.notes.values()
         known = {version["name"]: version for note in notes for version in note["committed"]}
-        return tuple(self._version(known[name]) for name in self.manifest.committed)
+        return [known[name] for name in self.manifest.committed]
 
     def committed(self, replica: str) -> tuple[Version, ...]:
         """The version of each fragment that a replica's parameters are based on."""

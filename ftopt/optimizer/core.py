@@ -23,12 +23,12 @@ from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.moments import moments
 from ftopt.optimizer.outer_step import OuterStep
-from ftopt.optimizer.resuming import Resume, check, restore
+from ftopt.optimizer.resuming import Fallback, Resume, check, restore
 from ftopt.optimizer.reverting import Undone, revert
 from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
-from ftopt.sync.group import Foreign, GlobalBatch, ReplicaGroup
+from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
 
 _POLL_S = 0.005
 
@@ -62,6 +62,7 @@ class Core:
         self.suspended = 0
         self.closed = False
         self.resume: Resume | None = None
+        self.fallback: Fallback | None = None
         self._clock = clock
         self._before_outer: list[list[Tensor]] | None = None
         self._rounds_taken = 0
@@ -244,7 +245,7 @@ class Core:
             self._check_averages_gradients(self.method)
         views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
         outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
-        fetched = self._go_on(outer, self.model, self.group) if self.resume is not None else outer.start()
+        fetched = self._join(outer, self.model, self.group)
         self.outer = outer
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
@@ -254,25 +255,43 @@ class Core:
         outer.report("training")
         return fetched
 
-    def _go_on(self, outer: OuterStep, model: nn.Module, group: ReplicaGroup) -> bool:
-        """Starts from a checkpoint."""
+    def _join(self, outer: OuterStep, model: nn.Module, group: ReplicaGroup) -> bool:
+        """Starts, from a checkpoint if that was asked for, or if nobody holds the job's state any more."""
+        pending: list[int] = []
         resume, self.resume = self.resume, None
-        assert resume is not None
+        if resume is not None:
+            pending = self._put_in(outer, model, resume, group.resume)
+        if (fallback := self.fallback) is not None:
+
+            def go_on() -> Held:
+                nonlocal pending
+                resume = fallback.go_on(group.incarnation)
+                pending = self._put_in(outer, model, resume, lambda held: None)
+                return resume.held
+
+            group.fall_back(fallback.newest, go_on)
+        fetched = outer.start()
+        if not outer.resumed:
+            return fetched
+        self._rounds_taken = outer.rounds_taken
+        group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": pending})
+        return True
+
+    def _put_in(
+        self, outer: OuterStep, model: nn.Module, resume: Resume, tell: Callable[[Held], None]
+    ) -> list[int]:  # fmt: skip
+        """What a checkpoint holds; the inner steps of each fragment that are pending in it."""
         try:
             check(outer, self.inner, model, resume)
             restore(outer, self.inner, model, resume)
-            group.resume(resume.held)
+            tell(resume.held)
         except Foreign as error:
             raise resume.foreign(str(error)) from None
         except ValueError as error:
             raise resume.damaged(str(error)) from None
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise resume.damaged(f"it holds no replica ({type(error).__name__}: {error})") from error
-        self._rounds_taken = outer.rounds_taken
-        pending = [outer.pending_steps(fragment.index) for fragment in outer.fragments]
-        outer.start(resumed=True)
-        group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": pending})
-        return True
+        return [outer.pending_steps(fragment.index) for fragment in outer.fragments]
 
     def cut(self) -> Cut | None:
         """See `OuterOptimizer.cut`."""

@@ -91,6 +91,7 @@ class OuterStep:
         self.step_s = 0.0
         self.nonfinite_drops = 0
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
+        self.resumed = False  # `ftopt.optimizer.resuming.restore` has put in what this replica was
         self._method = method
         self._uses_loss = Number.LOSS in method.uses
         self._group = group
@@ -122,11 +123,8 @@ class OuterStep:
 
     # Starting, and where it stands. Training thread.
 
-    def start(self, *, resumed: bool = False) -> bool:
+    def start(self) -> bool:
         """Connects; afterwards the parameters are the committed ones, with this replica's pending work if it has any.
-
-        Args:
-            resumed: `ftopt.optimizer.saved.restore` has put in what this replica was.
 
         Returns:
             True when they came from another replica and are not what they were.
@@ -136,11 +134,11 @@ class OuterStep:
             fragment = self._fragments[meta.fragment]
             with self._lock:
                 # A resumed one knows where it stands, and its reducer may be at work on this very state.
-                if fragment.state is fragment.taken and not resumed:
+                if fragment.state is fragment.taken and not self.resumed:
                     fragment.state = fragment.taken = replace(fragment.state, meta=meta)
         fetched = [fragment.state.digest for fragment in self._fragments] != initial
         for fragment in self._fragments:
-            if not self._take_over(fragment) and not resumed:
+            if not self._take_over(fragment) and not self.resumed:
                 self.mark(fragment, anew=True)
         return fetched
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.optimizer.saved import Saved, Tree, Version, buffers, of_tally
 from ftopt.optimizer.state import Fragment, Snapshot, State
-from ftopt.sync.group import Contribution, Foreign, Held, union
+from ftopt.sync.group import Contribution, Foreign, Held, Position, union
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,16 @@ class Resume:
             return held
         used = union(held.used, *(saved.held.used for saved in self.adopted))
         return replace(held, records=tuple(v.record for v in self.newest), contributions=(), used=used)
+
+
+class Fallback(Protocol):
+    """Checkpoints to fall back on when nobody holds the job's state any more."""
+
+    def newest(self) -> Position | None:
+        """Fragment 0's state in the newest one, its chain "" if that is damaged; None: there is none. Any thread."""
+
+    def go_on(self, incarnation: int) -> Resume:
+        """What this replica goes on from, as that incarnation. Raises UserError."""
 
 
 def newcomer(held: Held, newest: Sequence[Version], peer: Saved) -> Saved:
@@ -121,6 +132,7 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
 def restore(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
     """Makes this replica what a checked ``resume`` says, before it starts."""
     saved, own = resume.saved, resume.saved.own
+    outer.resumed = True
     outer.local_steps, outer.tokens = own["local_steps"], own["tokens"]
     outer.tally, outer.rounds_taken = Tally(**own["tally"]), own["rounds_taken"]
     first = saved.committed[0].record

@@ -25,7 +25,7 @@ from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.flat import check_covered
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.resuming import Resume
+from ftopt.optimizer.resuming import Fallback, Resume
 from ftopt.optimizer.saved import Cut, Saved
 from ftopt.sync.group import Committed, ReplicaGroup
 
@@ -298,6 +298,10 @@ class OuterOptimizer(Optimizer):
         if self._core.outer is not None:
             raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
         self._core.resume = resume
+
+    def fall_back(self, fallback: Fallback) -> None:
+        """Checkpoints to go on from if nobody holds the job's state when it starts; call it before."""
+        self._core.fallback = fallback
 
     # What a training loop may say.
 

@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -90,6 +90,9 @@ class Client:
         self._failure: FtoptError | None = None
         self._incarnation = 0
         self._resumed: Held | None = None
+        self._newest: Callable[[], m.Position | None] = lambda: None
+        self._restore: Callable[[], Held] | None = None
+        self._restoring = False
         self._welcomed = False
         self._ready = False
         self._closed = False
@@ -165,15 +168,20 @@ class Client:
         self._reducer.start()
         self._network.submit(self._open(fingerprint)).result()
         try:
-            with self._changed:
-                while not self._ready and self._failure is None:
-                    self._changed.wait()
-                if self._failure is not None:
-                    raise self._failure
+            while self._has_to_restore():
+                assert self._restore is not None
+                self._network.submit(self._restored(self._restore())).result()
         except BaseException:
             self.close()
             raise
         return self._network.submit(self._committed()).result()
+
+    def _has_to_restore(self) -> bool:
+        """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._restoring or self._failure is not None)
+            self._check()
+            return self._restoring
 
     def held(self) -> Held:
         machine, units = self.machine, self.units
@@ -190,6 +198,9 @@ class Client:
         if self.units is not None:
             self.units.put_back(held.used, held.queue)
         self._resumed = held
+
+    def fall_back(self, newest: Callable[[], m.Position | None], restore: Callable[[], Held]) -> None:
+        self._newest, self._restore = newest, restore
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         with self._changed:
@@ -335,8 +346,10 @@ class Client:
         ever, delay_s, complaint = False, 0.02, ""
         while True:
             try:
-                if self.cut_off:
-                    raise ConnectionError("cut off")
+                if self.cut_off or self._restoring:
+                    raise ConnectionError("cut off" if self.cut_off else "a checkpoint is being restored")
+                if not machine.complete:
+                    machine.checkpoint = await asyncio.to_thread(self._newest)
                 self._channel = channel = await self._link.open(self._receive)
             except (OSError, Refused) as error:
                 if isinstance(error, Refused) and not ever:
@@ -384,6 +397,12 @@ class Client:
         records = {record.fragment: record for record in self._records()}
         readings = list(self._readings.values())
         return tuple(x for x in readings if x.fragment in records and x.version == records[x.fragment].version)
+
+    async def _restored(self, held: Held) -> None:
+        if self.units is not None:
+            self.units.put_back(held.used, held.queue)
+        self.machine.restore(held)
+        self._restoring = False
 
     async def _bye(self) -> None:
         self._said_bye = True
@@ -487,6 +506,10 @@ class Client:
                 if reborn:  # otherwise the host begins with its own state anyway
                     digest, tensors = self.host.state(record.fragment)
                     self.host.install(self.committed(record), digest, tensors, reborn=True)
+            case p.Restore():
+                with self._changed:
+                    self._restoring, self._welcomed = True, False
+                self._hang_up()
             case p.Fetch():
                 self._fetcher.begin(effect, self._on_task_end)
             case p.Granted(ranges=ranges, dry=dry) if self.units is not None:

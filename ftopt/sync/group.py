@@ -13,7 +13,7 @@ Tensors stay with the host. Versions, chain, ``counted`` and the committed ``inn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from ftopt.sync.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
+from ftopt.sync.protocol.messages import Position as Position
 from ftopt.sync.protocol.messages import Reading as Reading
 from ftopt.sync.protocol.messages import Record as Record
 from ftopt.sync.protocol.resumed import Held as Held
@@ -240,6 +241,15 @@ class ReplicaGroup(Protocol):
 
         Raises:
             Foreign: the checkpoint's ledger counts other samples.
+        """
+
+    def fall_back(self, newest: Callable[[], Position | None], restore: Callable[[], Held]) -> None:
+        """Before `start`: what to do when nobody holds the job's state any more (RESTORE).
+
+        Args:
+            newest: fragment 0's state in the newest checkpoint at hand; None: there is none. Any thread.
+            restore: puts it into the host and returns it, with what this replica takes over of a dead one; the group's
+                `incarnation` is known by then. On the thread that is in `start`, which raises what it raises.
         """
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:

@@ -36,7 +36,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
     for event in events:
         by_name[event["event"]].append(event)
     dead = {_mark(event) for event in by_name["death"]}
-    decisions = _decisions(by_name["decide"])
+    decisions, conflicts = _decisions(events)
     decided = decisions[0]
     executed = Counter({_life(replica, line): 0 for replica, lines in steps.items() for line in lines})
     for replica, lines in steps.items():
@@ -66,7 +66,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         "dead_inner_steps_lost": book.lost_by_dead,
         "inner_steps_discarded": book.discarded,
         "inner_steps_counted_twice": max(b.twice for b in books),
-        "chain_conflicts": _conflicts(by_name["decide"]),
+        "chain_conflicts": conflicts,
         **count_samples(events),
         **_scores(by_name["evaluate"], dead),
         "anchor_digests": {
@@ -157,20 +157,31 @@ def _pending(end: Record, fragment: int) -> int:
     return int(fragments[fragment] if fragments else end.get("pending_steps", 0))
 
 
-def _decisions(events: Iterable[Record]) -> dict[int, dict[int, Record]]:
-    """Fragment -> version -> decision; a restarted coordinator may tell one again, the last word counts."""
+def _decisions(events: Iterable[Record]) -> tuple[dict[int, dict[int, Record]], list[int]]:
+    """The decisions that stand: fragment -> version -> decision; and the versions of any fragment that were decided
+    with more than one chain: a fork.
+
+    A restarted coordinator may tell one again, the last word counts. A rollback takes back those that the job does not
+    go on from: they are made again.
+    """
     found: dict[int, dict[int, Record]] = {0: {}}
+    forks: set[int] = set()
+    rolled_back = False
     for event in events:
-        found.setdefault(event.get("fragment", 0), {})[event["version"]] = event
-    return found
-
-
-def _conflicts(events: Iterable[Record]) -> list[int]:
-    """Versions of any fragment that were decided with more than one chain: a fork."""
-    chains: dict[tuple[int, int], set[str]] = defaultdict(set)
-    for event in events:
-        chains[event.get("fragment", 0), event["version"]].add(_data(event).get("chain", ""))
-    return sorted({version for (_, version), seen in chains.items() if len(seen) > 1})
+        if event["event"] == "decide":
+            known = found.setdefault(event.get("fragment", 0), {})
+            version = event["version"]
+            if version in known and _data(known[version]).get("chain", "") != _data(event).get("chain", ""):
+                forks.add(version)
+            known[version] = event
+        elif event["event"] == "rollback":
+            rolled_back = True
+        elif event["event"] in ("start", "recover") and rolled_back:
+            rolled_back = False
+            for fragment, last in enumerate(_data(event).get("versions", ())):
+                known = found.get(fragment, {})
+                found[fragment] = {version: event for version, event in known.items() if version <= last}
+    return found, sorted(forks)
 
 
 def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:

@@ -39,6 +39,7 @@ HELLO = m.Hello(
     done=((0, 8),),
     cursor=1024,
     wants=30,
+    checkpoint=POSITION,
 )
 SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     HELLO,
@@ -57,6 +58,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Refused("gone", "superseded"),
     m.Hold("waiting"),
     m.Start(POSITION, 0, ((0, 8),)),
+    m.Restore(3),
     m.Behind(POSITION, ("http://10.0.0.2:5",), True),
     m.Roster((("r2", 1),), ()),
     m.CallIn(0, 4),

@@ -103,6 +103,24 @@ def test_a_decision_told_again_counts_once_and_another_chain_is_reported(
     assert got["chain_conflicts"] == [2]
 
 
+def test_what_a_rollback_has_taken_back_is_of_the_dead_and_no_fork() -> None:
+    events = [
+        event("join", "r0", 1),
+        decide(1, ["r0", 1, 10, 10, 10.0, True]),
+        decide(2, ["r0", 1, 10, 20, 10.0, True]),
+        decide(3, ["r0", 1, 10, 30, 10.0, True]),
+        event("death", "r0", 1, data={"status": "SIGKILL"}),
+        event("rollback", "coordinator", 0, fragment=0, version=3),
+        event("recover", "coordinator", 0, version=1, data={"versions": [1]}),
+        decide(2, ["r0", 2, 10, 10, 10.0, True], chain="x"),
+        end("r0", 2, pending=0),
+    ]
+    got = summarize(events, {"r0": lines(1, 32) + lines(2, 10)})
+    assert (got["outer_steps"], got["inner_steps_committed"], got["dead_inner_steps_lost"]) == (2, 20, 22)
+    assert got["survivor_inner_steps_lost"] == got["inner_steps_counted_twice"] == 0
+    assert got["chain_conflicts"] == []
+
+
 def test_steps_of_a_nonfinite_contribution_are_discarded_and_not_lost() -> None:
     events = [
         event("join", "r0", 1),

@@ -98,7 +98,7 @@ def _hello(hello: m.Hello) -> None:
         ("prepared", hello.prepared),
     ):
         _once_a_fragment(what, parts, hello.fragments)
-    for position in hello.positions:
+    for position in (*hello.positions, *((hello.checkpoint,) if hello.checkpoint else ())):
         _position(position)
     for contribution in hello.contributions:
         _contribution(contribution)

@@ -366,7 +366,8 @@ class Coordinator:
             for conn, hello in self.gathering.outlived():
                 effects += self._refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
             if self.gathering.may_end(now):
-                effects += self._open(now, self.gathering)
+                restored = self._restore_checkpoints(now, self.gathering)
+                effects += restored or self._open(now, self.gathering)
         if self.gathering is None:
             if not all(self._survives(r) for r in self.rounds):
                 return effects + self._rollback(now)
@@ -385,7 +386,7 @@ class Coordinator:
             effects += self._restore(r, gathering) if veterans else self._cold(r, gathering.hellos[founder])
         top = self.rounds[0]
         name = "recover" if veterans else "start"
-        data: dict[str, object] = {"epoch": self.epoch}
+        data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in self.rounds]}
         if self.lending is not None:
             unheard = [x.mark for x in self.roster.away() if not gathering.heard(x.mark)]
             done = top.last.done if top.last is not None else gathering.done(top.at)
@@ -404,6 +405,20 @@ class Coordinator:
             for member in self.roster.connected():
                 if r.holds(member):
                     member.newcomer.discard(r.fragment)
+        return effects
+
+    def _restore_checkpoints(self, now: float, gathering: Gathering) -> list[Effect]:
+        """RESTORE: who has the newest checkpoint is sent for it. It comes back with that, and is waited for."""
+        effects: list[Effect] = []
+        for conn, hello, at in gathering.restorers():
+            gathering.lose(conn)
+            incarnation = hello.incarnation or self.roster.next_incarnation(hello.replica)
+            effects += self.members.know(now, (hello.replica, incarnation))
+            self.roster.members[hello.replica].in_doubt = True
+            effects += [
+                Tell("restore", hello.replica, incarnation, version=at.version),
+                Send(conn, m.Restore(incarnation)),
+            ]
         return effects
 
     def _restore(self, r: Rounds, gathering: Gathering) -> list[Effect]:
@@ -443,7 +458,7 @@ class Coordinator:
             effects += self.members.away(now, member, close=True)
         effects += [Close(conn) for conn in self._contenders]
         self._contenders.clear()
-        self.gathering = Gathering(self.roster)
+        self.gathering = Gathering(self.roster, lost=self.rounds[0].at.chain)
         self.gathering.sync = self.sync
         if not self.roster.members:
             self.lines = None  # everybody has left: the next one defines the job

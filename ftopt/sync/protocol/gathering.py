@@ -5,6 +5,8 @@
   more than anybody heard is waited for until it is gone (ROLLBACK).
 - COLD: if nobody holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
   are unheard that may hold one.
+- RESTORE: in the place of a cold start, if the job has had a state: whoever has the newest checkpoint of it is to
+  restore that.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ from ftopt.sync.protocol.settings import Sync
 
 
 class Gathering:
-    """Hellos, and what they say together with the journal (``saved``)."""
+    """Hellos, and what they say together with the journal (``saved``), and what the job has ``lost``: the chain of
+    fragment 0 that nobody holds any more."""
 
-    def __init__(self, roster: Roster, saved: Saved | None = None) -> None:
+    def __init__(self, roster: Roster, saved: Saved | None = None, *, lost: str = "") -> None:
         self.hellos: dict[int, m.Hello] = {}
         self.sync = Sync()
         self._roster = roster
         self._decided = saved.decided if saved else ()
         self._cursor = saved.cursor if saved else 0
+        self._lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
         self._first_s: float | None = None
 
     # ------------------------------------------------------------ hellos
@@ -71,6 +75,16 @@ class Gathering:
     def founder(self) -> int:
         """The connection whose state becomes version 0 at a cold start: the first by id, a fresh one if there is."""
         return min(self.hellos, key=lambda conn: (not self.hellos[conn].initial, self.hellos[conn].replica))
+
+    def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
+        """RESTORE: who can restore the newest checkpoint of this job, by connection; nobody while somebody holds a
+        state. Who cannot read its newest one is among them: it finds out, and tells its user."""
+        if self.veterans() or not self._lost:
+            return []
+        offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
+        ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self._lost)]
+        newest = max((at.version for _, _, at in ours), default=0)
+        return [x for x in ours if x[2].version == newest or not x[2].chain]
 
     # ------------------------------------------------------------ when it ends
 

@@ -82,6 +82,7 @@ def greeting(
     lease: Lease,
     done: Ranges,
     share: m.Plan,
+    checkpoint: m.Position | None,
 ) -> m.Hello:
     """The hello of a replica that holds ``held`` soundly; ``fresh``: it has held nothing yet."""
     return m.Hello(
@@ -114,6 +115,7 @@ def greeting(
         wants=lease.wants,
         plan=share.plan,
         units=share.units,
+        checkpoint=checkpoint,
     )
 
 

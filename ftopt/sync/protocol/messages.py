@@ -141,7 +141,8 @@ class Hello:
     ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
     ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
     fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold. With a global
-    batch: ``units`` is the sender's share of the plan ``plan`` for the next version.
+    batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``checkpoint``: of a sender that
+    holds nothing, the state of fragment 0 that it can restore; its chain is "" when it cannot be read.
     """
 
     protocol: int
@@ -169,6 +170,7 @@ class Hello:
     wants: int = 0
     plan: int = 0
     units: Ranges = ()
+    checkpoint: Position | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +304,14 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """RESTORE: nobody holds the job's state any more. The receiver is to restore its newest checkpoint, and to come
+    back with that as ``incarnation``."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Behind:
     """The receiver lacks this state and is to fetch it. ``heal``: although its version is the same."""
 
@@ -430,8 +440,8 @@ FromReplica = (
     Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Ask | Leaving | Bye | StoreSet | StoreGet
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Refused | Hold | Start | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort | Commit
-    | Grant | Plan | StoreValue
+    Welcome | Refused | Hold | Start | Restore | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort
+    | Commit | Grant | Plan | StoreValue
 )  # fmt: skip
 
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}

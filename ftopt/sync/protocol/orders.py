@@ -62,6 +62,11 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Restore:
+    """Put in what the newest checkpoint holds, tell it with `Replica.restore`, and connect anew."""
+
+
+@dataclass(frozen=True, slots=True)
 class Granted:
     """More units to use; ``dry``: no more for now."""
 
@@ -122,6 +127,7 @@ Effect = (
     | Adopt
     | Fetch
     | Begin
+    | Restore
     | Granted
     | Settled
     | Planned

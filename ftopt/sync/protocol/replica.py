@@ -30,6 +30,7 @@ from ftopt.sync.protocol.orders import Granted as Granted
 from ftopt.sync.protocol.orders import Notice as Notice
 from ftopt.sync.protocol.orders import Planned as Planned
 from ftopt.sync.protocol.orders import Reborn as Reborn
+from ftopt.sync.protocol.orders import Restore as Restore
 from ftopt.sync.protocol.orders import Send as Send
 from ftopt.sync.protocol.orders import Settled as Settled
 from ftopt.sync.protocol.orders import StartReduce as StartReduce
@@ -54,6 +55,8 @@ class Replica:
     gone: dict[str, int] = field(default_factory=dict)
     lease: Lease = field(default_factory=Lease)
     plan: m.Plan = NO_PLAN
+    checkpoint: m.Position | None = None
+    """What it could restore: the shell says so before it connects."""
 
     def __post_init__(self) -> None:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
@@ -69,6 +72,12 @@ class Replica:
         self.lease.held, self.lease.cursor = held.lease, held.cursor
         for contribution in held.contributions:
             self._fragments[contribution.fragment].contribution = contribution
+
+    def restore(self, held: Held) -> None:
+        """`Restore` is done: this is what the checkpoint holds, and what this replica has taken over of a dead one."""
+        for f, record in zip(self._fragments, held.records, strict=True):
+            f.record, f.reborn, f.unhealed = record, False, False
+        self.lease.held = held.lease
 
     # ------------------------------------------------------------ what the shell may ask
 
@@ -132,9 +141,14 @@ class Replica:
         return self._fragments[fragment].fetching is not None
 
     @property
+    def complete(self) -> bool:
+        """Whether every fragment has a committed state, of whatever version."""
+        return all(f.record is not None for f in self._fragments)
+
+    @property
     def ready(self) -> bool:
-        """Whether every fragment has a committed state."""
-        return all(f.record is not None and f.fetching is None for f in self._fragments)
+        """Whether every fragment has the committed state."""
+        return self.complete and not any(f.fetching for f in self._fragments)
 
     # ------------------------------------------------------------ connection
 
@@ -158,6 +172,7 @@ class Replica:
             lease=self.lease,
             done=first.done if first else (),
             share=self.plan if first is not None and self.plan.version == first.version + 1 else NO_PLAN,
+            checkpoint=None if self.complete else self.checkpoint,
         )
 
     def connect(self) -> list[Effect]:
@@ -299,6 +314,9 @@ class Replica:
                 return [Notice(reason)]  # It was let in before: it trains on, and comes again.
             case m.Refused(reason=reason):
                 return [GiveUp(reason)]
+            case m.Restore(incarnation=incarnation) if not self.complete:
+                self.incarnation = incarnation
+                return [Restore()]
             case m.Hold(text=text):
                 return [Notice(text)]
             case _ if not self.welcomed:
