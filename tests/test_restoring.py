@@ -1,0 +1,171 @@
+"""All replicas die and are started again, with the coordinator alive: nobody says that they are to resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, Strided, UserError, local_groups, wrap
+from ftopt.checkpoint.reader import Checkpoint, whole
+from ftopt.methods import Method
+from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.loop import LoopThread
+from ftopt.sync.protocol.samples import Samples
+from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
+from tests.optimizer.running import PATIENT, together
+from tests.problems import problem
+
+TASK = problem("deep", "adamw")
+LOCAL = LocalSGD(sync_every=4)
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=3, merge="rebase", patience_s=30)
+
+
+@dataclass
+class Began:
+    """Where a replica began: the committed inner step, pending steps, steps that its AdamW has behind it."""
+
+    inner_step: int
+    pending: tuple[int, ...]
+    adam_steps: float
+    included: int
+
+
+class Watched:
+    """Some state of the loop."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+@contextmanager
+def lives(names: Sequence[str], events: list[Event], samples: Samples | None = None) -> Iterator[list[ReplicaGroup]]:
+    """Groups of one job, whose coordinator lives: two lives of each replica."""
+    sync = replace(PATIENT, start_replicas=len(names), grace_s=60.0 if samples is None else 1.0)
+    groups = local_groups(2 * len(names), sync=sync, names=[*names, *names], samples=samples, on_event=events.append)
+    network: LoopThread = groups[0]._network  # type: ignore[attr-defined]
+    network.acquire()
+    try:
+        yield groups
+    finally:
+        network.release()
+
+
+def live(
+    groups: Sequence[ReplicaGroup], folders: Sequence[Path], method: Method = LOCAL, *, dies_at: int = 10_000
+) -> list[Began]:
+    """One life of each replica: it dies at a step of its own, or ends after 40 more, or with the data."""
+
+    def replica(group: ReplicaGroup, folder: Path) -> Began:
+        torch.manual_seed(0)
+        model, watched = models.pop(), Watched()
+        optimizer = wrap(TASK.inner(model.parameters()), model, method, group=group)
+        checkpoints = Checkpoints(folder, optimizer, every=1, keep=20)
+        with optimizer:
+            checkpoints.include(watched=watched)
+            state = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
+            began = Began(optimizer.start_step, optimizer.pending_by_fragment, max(state, default=0.0), watched.passes)
+            while optimizer.local_steps < min(dies_at, 40 + sum(began.pending)):
+                if group.units is not None:
+                    unit = group.units.take()
+                    if unit is None:
+                        break
+                    assert group.units.drawn(unit)
+                optimizer.zero_grad()
+                TASK.backward(model, int(group.replica[1:]), optimizer.local_steps)
+                optimizer.step()
+                watched.passes += 1
+                checkpoints.step()
+                assert checkpoints._writer.wait(30)
+            checkpoints.close()
+            if optimizer.local_steps == dies_at:
+                group.close()
+                raise KeyboardInterrupt
+            return began
+
+    models = [TASK.model(0) for _ in groups]
+    tasks = [lambda i=i: replica(groups[i], folders[i]) for i in range(len(groups))]
+    if dies_at == 10_000:
+        return together(tasks)
+    with pytest.raises(KeyboardInterrupt):
+        together(tasks)
+    return []
+
+
+def steps_of_adam(checkpoint: Checkpoint, replica: str) -> float:
+    (inner,) = checkpoint.own(replica)["replica"]["inner"]
+    return max(float(values["step"]) for values in inner["state"].values())
+
+
+def test_they_go_on_from_the_newest_checkpoint_with_what_each_had(tmp_path: Path) -> None:
+    names, events = ("r0", "r1", "r2"), list[Event]()
+    with lives(names, events) as groups:
+        live(groups[:3], [tmp_path] * 3, STREAMING, dies_at=21)
+        newest = Checkpoint(whole(tmp_path)[-1])
+        began = live(groups[3:], [tmp_path] * 3, STREAMING)
+        assert [event.event for event in events].count("start") == 1
+        assert {event.replica for event in events if event.event == "restore"} == set(names)
+        for name, each in zip(names, began, strict=True):
+            own = newest.own(name)
+            pending = tuple(own["replica"]["local_steps"] - part["base_step"] for part in own["replica"]["fragments"])
+            assert each == Began(
+                newest.manifest.inner_step, pending, steps_of_adam(newest, name), own["loop"]["watched"]["passes"]
+            )
+            assert sum(pending) > 0 and each.inner_step > 0
+        assert whole(tmp_path)[-1] != newest.path, "it makes checkpoints again"
+
+
+def test_one_that_has_no_checkpoint_fetches(tmp_path: Path) -> None:
+    events = list[Event]()
+    with lives(("r0", "r1"), events) as groups:
+        live(groups[:2], [tmp_path / "a"] * 2, dies_at=10)
+        began = live(groups[2:], [tmp_path / "a", tmp_path / "b"])
+        assert [each.inner_step for each in began] == [8, 8]
+        assert [each.adam_steps for each in began] == [8.0, 0.0]
+
+
+def test_without_any_checkpoint_the_job_begins_anew(tmp_path: Path) -> None:
+    events = list[Event]()
+    with lives(("r0", "r1"), events) as groups:
+        live(groups[:2], [tmp_path] * 2, dies_at=3)
+        began = live(groups[2:], [tmp_path] * 2)
+        assert [each.inner_step for each in began] == [0, 0]
+
+
+def test_a_damaged_one_is_refused_and_never_passed_over(tmp_path: Path) -> None:
+    events = list[Event]()
+    with lives(("r0", "r1"), events) as groups:
+        live(groups[:2], [tmp_path] * 2, dies_at=10)
+        before, damaged = whole(tmp_path)
+        (damaged / "replica-r1.json").write_text("{}")
+        with pytest.raises(UserError) as caught:
+            live(groups[2:], [tmp_path] * 2)
+        assert str(caught.value).startswith(f"{damaged / 'replica-r1.json'}: ")
+        assert str(caught.value).endswith(f"the one before it is sound: use {before}")
+
+
+def test_every_sample_is_in_one_commit_that_stands(tmp_path: Path) -> None:
+    events = list[Event]()
+    samples = Samples(samples=119, batch_size=2, epochs=1)
+    with lives(("r0", "r1"), events, samples) as groups:
+        live(groups[:2], [tmp_path] * 2, dies_at=14)
+        done = Checkpoint(whole(tmp_path)[-1]).record["done"]
+        standing = [unit for start, stop in done for unit in range(start, stop)]
+        assert 0 < len(standing) < 60
+        live(groups[2:], [tmp_path] * 2)
+        since = [event.event for event in events].index("recover")
+        ranges = [
+            parts for event in events[since:] if event.event == "decide" for parts in event.data["ranges"].values()
+        ]
+        standing += [unit for parts in ranges for start, stop in parts for unit in range(start, stop)]
+        assert sorted(standing) == list(range(60))
