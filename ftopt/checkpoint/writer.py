@@ -24,6 +24,7 @@ from ftopt.checkpoint.part import FIXED, Part, note_of, own_of, read_note, shard
 from ftopt.errors import UserError
 
 _log = logging.getLogger(__name__)
+_CLAIM = ".claim"
 Tell = Callable[[str, Mapping[str, Any]], None]
 """Tells an event: its name and data. ``checkpoint``: one is whole. ``checkpoint_failed``: why there will be none."""
 
@@ -119,9 +120,11 @@ def _write(disk: Disk, folder: Path, part: Part) -> None:
         shards = [(c.name, c.tensors) for c in part.committed]
         turn = sum(part.stem.encode()) % len(shards)  # not everybody begins with the same one
         for name, what in [*shards[turn:], *shards[:turn], *([(FIXED, part.fixed)] if part.fixed else [])]:
-            claim = folder / f".{name}.claim"
+            claim = folder / f".{name}{_CLAIM}"
             if disk.claim(claim):
                 claims.append(claim)
+                if (folder / name).exists():  # of one that is whole: its claims are gone
+                    continue
                 files[name] = File(*store(disk, folder / name, shard(what)))
         name = f"{part.stem}.safetensors"
         files[name] = File(*store(disk, folder / name, shard(tensors)))
@@ -160,6 +163,8 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
     )
     store(disk, folder / NAME, [manifest.text().encode()])
     disk.sync_folder(folder)
+    for claim in sorted(folder.glob(f".*{_CLAIM}")):  # one that stays, since this process dies here, does no harm
+        disk.remove(claim)
     return manifest
 
 

@@ -26,7 +26,7 @@ def test_it_is_whole_when_every_member_has_written(tmp_path: Path) -> None:
     found = verified(tmp_path)
     assert found.replicas == ["r0", "r1", "r2"]
     assert [v.record["fragment"] for v in found.newest] == [0, 1]
-    names = {path.name for path in found.path.iterdir() if not path.name.startswith(".")}
+    names = {path.name for path in found.path.iterdir()}
     assert names == found.manifest.files.keys() | {NAME}
     assert sum(name.startswith("committed") for name in names) == 2
 
@@ -168,6 +168,36 @@ def test_it_writes_beside_the_caller_and_never_two_at_once(tmp_path: Path) -> No
     one.close(30)
     assert find(tmp_path).manifest.version == 15
     os.close(disk.read), os.close(disk.write_end)
+
+
+def test_who_comes_late_changes_no_shard_of_a_whole_one(tmp_path: Path) -> None:
+    """A replica that was in no quorum of it, and is of another history."""
+    writer(tmp_path)[0].write(part("r0"))
+    shard = find(tmp_path).path / "committed-0-v5.safetensors"
+    before = shard.read_bytes()
+    late = part("r1")
+    late.committed[0].tensors["anchor"].fill_(-1)  # type: ignore[attr-defined]
+    writer(tmp_path)[0].write(late)
+    assert shard.read_bytes() == before
+    assert verified(tmp_path).replicas == ["r0", "r1"]
+    assert not list(shard.parent.glob(".*"))
+
+
+def test_claims_that_a_dead_process_has_left_do_no_harm(tmp_path: Path) -> None:
+    class Dies(FullDisk):
+        def remove(self, path: Path) -> None:
+            if path.name.endswith(".claim"):
+                raise KeyboardInterrupt
+            super().remove(path)
+
+    one, _ = writer(tmp_path, disk=Dies(1 << 20))
+    with pytest.raises(KeyboardInterrupt):
+        one.write(part())
+    assert list(verified(tmp_path).path.glob(".*.claim"))
+    for version in (10, 15):
+        writer(tmp_path)[0].write(part(version=version))
+    assert [path.name[:9] for path in whole(tmp_path)] == ["v00000010", "v00000015"]
+    assert not list(tmp_path.rglob(".*"))
 
 
 def test_names_of_replicas_may_be_anything(tmp_path: Path) -> None:
