@@ -192,8 +192,7 @@ def _quiet(world: World) -> None:
         bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)
     if world.knobs.samples is not None and world.knobs.samples.units is not None:
         # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
-        slowest_s = max(p.step_s for p in world.processes.values())
-        bound_s += 9 * float(settings["forget_s"] or 0) + world.knobs.samples.units * slowest_s
+        bound_s += 9 * float(settings["forget_s"] or 0) + world.knobs.samples.units * _unit_s(world)
     old = set(world.checks.versions)
     if not world.run(world.now + bound_s, lambda: _together(world, old)):
         held = {
@@ -203,6 +202,14 @@ def _quiet(world: World) -> None:
         }
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
     world.checks.leases(world.server)
+
+
+def _unit_s(world: World) -> float:
+    """Seconds that an inner step takes at most, its waiting included: each fragment's rounds are waited for in turn."""
+    knobs = world.knobs
+    step_s = max(p.step_s for p in world.processes.values())
+    round_s = float(knobs.settings["grace_s"] or 0) + max(0.5, 2 * step_s) + 2 * knobs.reduce_s + 10 * knobs.delay_s
+    return step_s + knobs.fragments * (1 / knobs.sync_every + knobs.hasty) * round_s
 
 
 def _unjam(world: World) -> None:
