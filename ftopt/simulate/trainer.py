@@ -15,6 +15,7 @@ from ftopt.simulate.check import Violation
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.reduction import Reduction
+from ftopt.simulate.training import InnerSteps
 from ftopt.simulate.world import JOB, Conn, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as r
@@ -37,7 +38,6 @@ class Process:
         self.machine: r.Replica
         self.shards: list[Shard]
         self.local_steps = 0
-        self.executed = 0
 
     @property
     def mark(self) -> m.Mark:
@@ -109,8 +109,8 @@ class Process:
         self.shards = [Shard(Content(self.initial)) for _ in range(knobs.fragments)]
         self.local_steps = 0
         self.conn = None
-        self.leaving = self.offered = self.stepping = self.gone = False
-        self.waits: int | None = None
+        self.leaving = self.stepping = self.gone = False
+        self.training = InnerSteps(self)
         self.installing: set[int] = set()
         self.world.note(self.name, "process starts")
         self.later(0.0, self._connect)
@@ -141,10 +141,11 @@ class Process:
         if self.alive and not self.leaving:
             self.leaving = True
             self.world.note(self.name, "wants to leave")
-            self.later(self.world.between(1, 6), self._goodbye)
+            self.later(self.world.between(1, 6), self.goodbye)
             self.act(self.machine.leave())
 
-    def _goodbye(self) -> None:
+    def goodbye(self) -> None:
+        """It goes."""
         self.world.note(self.name, "leaves")
         if self.gone:
             return
@@ -204,9 +205,8 @@ class Process:
     def _heartbeat(self) -> None:
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
-            state = "fetching" if not self.machine.ready else "training" if self.waits is None else "waiting"
-            state = "dry" if self.loader is not None and self.loader.waits and state == "training" else state
-            self.conn.up(m.Progress(state, self.local_steps, self.step_s, self._readings()))
+            state = self.training.state if self.machine.ready else "fetching"
+            self.conn.up(m.Progress(state, self.local_steps, self.training.step_s, self._readings()))
 
     def _readings(self) -> tuple[m.Reading, ...]:
         if not self.world.knobs.hasty:
@@ -298,10 +298,8 @@ class Process:
         self.world.checks.standing(self)
         if self.machine.ready and not self.stepping:
             self.stepping = True
-            self.later(self.step_s, self._step)
-        if self.waits is not None and not self._waiting(self.waits):
-            self.waits = None
-            self.later(0.0, self._boundary)
+            self.training.begin()
+        self.training.poke()
 
     def _moved(self, record: m.Record, parent: str) -> None:
         self.world.note(self.name, f"holds version {record.version} {record.chain[:6]} of {record.fragment}")
@@ -359,98 +357,4 @@ class Process:
         shard.advance(record, content, self.machine.counted_step(record))
         effects = self.machine.fetched(record)
         self._moved(record, "")
-        self.act(effects)
-
-    # ------------------------------------------------------------ the training thread
-
-    def _step(self) -> None:
-        if self.gone:
-            return
-        if self.world.now < self.hung_until_s:
-            self.later(self.hung_until_s - self.world.now, self._step)
-            return
-        if self.loader is not None and not self.loader.draw():
-            self._idle(self.loader)
-            return
-        self.local_steps += 1
-        self.executed += 1
-        self._boundary()
-
-    def _idle(self, loader: Loader) -> None:
-        """What `Units.take` does while there are no units; at the end of the data the rest is offered."""
-        for fragment in range(len(self.shards)):
-            self._take_over(fragment)
-            pending = self.local_steps > self.shards[fragment].base_step
-            if (
-                loader.waits
-                and not self.machine.outstanding(fragment)
-                and (pending or self.machine.called_in(fragment))
-            ):
-                self._propose(fragment, now=False)
-        if not self.alive:
-            return
-        if self.leaving and not any(self._waiting(f) for f in range(len(self.shards))):
-            self._goodbye()
-        else:
-            self.later(self.world.between(0.1, 0.3), self._step)
-
-    def _boundary(self) -> None:
-        """What `OuterStep.boundary` does; then the next step, unless it waits."""
-        if self.gone:
-            return
-        if self.world.now < self.hung_until_s:
-            self.later(self.hung_until_s - self.world.now, self._boundary)
-            return
-        for fragment, shard in enumerate(self.shards):
-            self._take_over(fragment)
-            due = self.local_steps - shard.marked_step >= self.world.knobs.sync_every
-            now = self.world.knobs.hasty > 0 and self.world.chance(self.world.knobs.hasty)
-            rest = self.leaving and not self.offered and self.local_steps > shard.base_step
-            if (due or now or rest or self.machine.called_in(fragment)) and not self.machine.outstanding(fragment):
-                self.offered = self.offered or rest
-                self._propose(fragment, now=now)
-            if (due or now or self.leaving) and self._waiting(fragment):
-                self.waits = fragment
-                return
-            self._take_over(fragment)
-        if self.leaving and (self.offered or all(self.local_steps == s.base_step for s in self.shards)):
-            self._goodbye()
-        else:
-            self.later(self.step_s * self.world.between(0.8, 1.2), self._step)
-
-    def _waiting(self, fragment: int) -> bool:
-        return self.machine.outstanding(fragment) and not self.machine.released(fragment)
-
-    def _take_over(self, fragment: int) -> None:
-        shard = self.shards[fragment]
-        if shard.take_over(self.local_steps):
-            self.world.checks.reborn(self, fragment)
-            if self.loader is not None and not fragment:
-                self.loader.redo()
-
-    def _propose(self, fragment: int, *, now: bool) -> None:
-        shard, before = self.shards[fragment], self.shards[fragment].base_step
-        if fragment in self.installing:
-            return
-        finite = not self.world.chance(self.world.knobs.nonfinite)
-        knobs = self.world.knobs
-        contribution = shard.propose(
-            self.mark,
-            self.local_steps,
-            finite=finite,
-            ranges=self.loader.stock.offer() if self.loader is not None and not fragment else (),
-            overlap_s=knobs.overlap_steps * self.step_s,
-            grace=knobs.grace,
-        )
-        if contribution is None:
-            return
-        if not finite:
-            self.world.checks.discard(self, fragment, before, self.local_steps)
-        if self.world.strike():
-            self.misfortune()
-            if not self.alive:
-                return
-        effects = self.machine.propose(contribution, now=now)
-        if self.loader is not None and self.machine.contribution(0) is contribution:
-            self.world.checks.offered(self, self.loader, before, contribution)
         self.act(effects)
