@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ftopt.simulate.host import Content
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Decided
-from ftopt.sync.protocol.intervals import Ranges, contains, intersect, subtract, union
+from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
 
 if TYPE_CHECKING:
     from ftopt.simulate.loader import Loader
@@ -45,7 +45,8 @@ class Checks:
     """What is known of the history so far.
 
     ``gone``: marks that some coordinator has given up. ``deciders``: the epoch in which a version was decided first.
-    ``excused``: epochs that may have forked the history, and why.
+    ``excused``: epochs that may have forked the history, and why. ``founded``: where the first global batch of a start
+    begins, by the beginning of its chains.
     """
 
     def __init__(self, world: World) -> None:
@@ -57,6 +58,7 @@ class Checks:
         self.decisions: dict[tuple[int, str], Decided] = {}
         self.deciders: dict[tuple[int, str], int] = {}
         self.excused: dict[int, str] = {}
+        self.founded: dict[str, int] = {}
 
     def counts(self, process: Process) -> bool:
         """Whether a process is a living replica that has not been given up."""
@@ -187,11 +189,19 @@ class Checks:
     # ------------------------------------------------------------ I3
 
     def _units(self, process: Process, record: m.Record, content: Content) -> None:
-        """A committed state has each unit once, and its record says which."""
+        """A committed state has each unit once, and its record says which. BATCH: of a global batch, all so far."""
         if record.done != content.units:
             raise Violation(
                 "I3", f"{process.name}'s version {record.version} has units {content.units}, and says {record.done}"
             )
+        if self.world.knobs.global_batch:
+            stop = self.founded.setdefault(record.chain[:8], end(content.units))
+            stop += record.version * self.world.knobs.global_batch
+            total = self.world.knobs.samples.units if self.world.knobs.samples is not None else None
+            stop = stop if total is None else min(stop, total)
+            if end(content.units) != stop or len(content.units) > 1 or content.twice:
+                units = f"{content.units}, {content.twice} of them twice"
+                raise Violation("I3", f"version {record.version} is made of units {units}; its batches end at {stop}")
         if content.twice and not self.excused:
             raise Violation("I3", f"version {record.version} has units {content.twice} twice")
 

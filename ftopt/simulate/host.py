@@ -33,11 +33,12 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a member sends: its inner steps ``start + 1 .. contribution.last_step``."""
+    """What a member sends: its inner steps ``start + 1 .. contribution.last_step``, which have used ``units``."""
 
     mark: Mark
     start: int
     contribution: Contribution
+    units: Ranges
 
 
 def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> Content:
@@ -46,9 +47,9 @@ def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> 
     gaps: list[tuple[Mark, int, int]] = []
     units, twice = anchor.units, list[Ranges]()
     for p in payloads:
-        if p.contribution.ranges:
-            twice.append(intersect(p.contribution.ranges, units))
-            units = union(units, p.contribution.ranges)
+        if p.units:
+            twice.append(intersect(p.units, units))
+            units = union(units, p.units)
         stop, counted = p.contribution.last_step, steps.get(p.mark)
         if counted is not None and counted > p.start:
             flaw = f"inner steps {p.start + 1}..{counted} of {p.mark[0]}#{p.mark[1]} are counted twice"
@@ -107,8 +108,22 @@ class Shard:
         )
         if not finite:
             self.base_step = local_steps
-        self.snapshot = Payload(mark, self.base_step, contribution)
+        self.snapshot = Payload(mark, self.base_step, contribution, ranges)
         self.marked_step = local_steps
+        return contribution
+
+    def hand_in(
+        self, mark: Mark, local_steps: int, *, plan: int, share: Ranges, units: Ranges, finite: bool
+    ) -> Contribution | None:
+        """Freezes the sum over ``units`` as a share of a global batch; None when a newer state waits to be taken up."""
+        if self.record is None or self.record is not self.taken:
+            return None
+        weight = float(sum(stop - start for start, stop in units)) if finite else 0.0
+        steps = local_steps - self.base_step
+        contribution = Contribution(
+            0, self.record.version, steps, local_steps, weight, finite=finite, ranges=share, plan=plan
+        )
+        self.snapshot = Payload(mark, self.base_step, contribution, units)
         return contribution
 
     def take_over(self, local_steps: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Violation
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.loader import Loader
@@ -42,6 +43,11 @@ class Process:
     @property
     def mark(self) -> m.Mark:
         return (self.name, self.machine.incarnation)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it knows that all data are in the committed state."""
+        return self.loader.ended if self.loader is not None else self.shares is not None and self.shares.ended
 
     @property
     def frozen(self) -> bool:
@@ -105,12 +111,13 @@ class Process:
         self.life += 1
         self.alive = True
         self.machine = r.Replica(identity)
-        self.loader = Loader(self) if knobs.samples is not None else None
+        self.shares = Shares(self) if knobs.global_batch else None
+        self.loader = Loader(self) if knobs.samples is not None and self.shares is None else None
         self.shards = [Shard(Content(self.initial)) for _ in range(knobs.fragments)]
         self.local_steps = 0
         self.conn = None
         self.leaving = self.stepping = self.gone = False
-        self.training = InnerSteps(self)
+        self.training = self.shares or InnerSteps(self)
         self.installing: set[int] = set()
         self.world.note(self.name, "process starts")
         self.later(0.0, self._connect)
@@ -284,9 +291,13 @@ class Process:
                 case r.Settled(done=done, own=own) if self.loader is not None:
                     if self.loader.settle(done, own) and not self.world.checks.excused:
                         raise Violation("I3", f"{self.name} has used units that are done by others")
+                case r.Planned(version=version, plan=plan, units=units, ended=ended) if self.shares is not None:
+                    self.shares.assign(version, plan, units, ended=ended)
                 case r.Reborn(reason=reason):
                     if self.loader is not None:
                         self.loader.reset()
+                    if self.shares is not None:
+                        self.shares.reset()
                     self.world.note(self.name, f"is reborn: {reason}")
                     self.world.coverage["rebirth"] += 1
                     self.world.checks.rebirth(self, reason)
@@ -308,7 +319,9 @@ class Process:
     def _reduce(self, start: r.StartReduce) -> None:
         shard = self.shards[start.quorum.fragment]
         snapshot = shard.snapshot
-        assert snapshot is not None and snapshot.contribution == start.contribution, "FREEZE"
+        # A newer plan may have left it its share (OWN).
+        frozen = replace(snapshot.contribution, plan=start.contribution.plan) if snapshot is not None else None
+        assert snapshot is not None and frozen == start.contribution, "FREEZE"
         assert self.conn is not None
         key = (start.quorum.attempt, self.conn.server_life)  # the rendezvous is through the connection
         group = self.world.groups.get(key)

@@ -13,6 +13,9 @@ from ftopt.simulate.trainer import Process
 from ftopt.simulate.world import Knobs, World
 from ftopt.sync.protocol.samples import Samples
 
+UNITS = 4
+"""A unit of a global batch takes a fraction of the time that an inner step takes."""
+
 
 @dataclass
 class History:
@@ -32,12 +35,13 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    world = World(seed, _lent(_graced(knobs, seed), seed), trace=lines)
+    world = World(seed, _shared(_lent(_graced(knobs, seed), seed), seed), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
         world.coverage["adaptive grace"] += 1
     if world.knobs.samples is not None:
-        world.coverage["a sample ledger" if world.knobs.samples.units is None else "a sample ledger that ends"] += 1
+        what = "a global batch" if world.knobs.global_batch else "a sample ledger"
+        world.coverage[what if world.knobs.samples.units is None else f"{what}, and an end of the data"] += 1
     try:
         _walk(world, chooser)
     except AssertionError as error:
@@ -101,6 +105,22 @@ def _lent(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, samples=samples, accumulate=accumulate, ahead=ahead, settings=settings)
 
 
+def _shared(knobs: Knobs, seed: int) -> Knobs:
+    """With a global batch in every eighth history, of those without a sample ledger."""
+    chooser = random.Random(seed * 7919 + 4)
+    if knobs.samples is not None or chooser.random() < 0.75:
+        return knobs
+    batch_size = chooser.choice((1, 1, 3))
+    samples = Samples(
+        samples=chooser.randint(20, 100),
+        batch_size=batch_size,
+        drop_last=chooser.random() < 0.5,
+        epochs=chooser.choice((1, 1, 2)) if chooser.random() < 0.3 else None,
+        global_batch=batch_size * chooser.choice((2, 3, 4, 6, 8, 12)),
+    )
+    return replace(knobs, samples=samples, fragments=1)
+
+
 def _walk(world: World, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
     count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
@@ -108,6 +128,7 @@ def _walk(world: World, chooser: random.Random) -> None:
         name = f"r{index}"
         initial = "init" if same else f"init-{name}"
         step_s = chooser.uniform(0.2, 0.6) * chooser.choice((1, 1, 1, 3))
+        step_s /= UNITS if world.knobs.global_batch else 1
         world.processes[name] = Process(world, name, initial=initial, step_s=step_s)
     world.server.start()
     start_s = world.now
@@ -191,8 +212,10 @@ def _quiet(world: World) -> None:
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
         bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)
     if world.knobs.samples is not None and world.knobs.samples.units is not None:
-        # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
-        bound_s += 9 * float(settings["forget_s"] or 0) + world.knobs.samples.units * _unit_s(world)
+        bound_s += world.knobs.samples.units * _unit_s(world)
+        if not world.knobs.global_batch:
+            # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
+            bound_s += 9 * float(settings["forget_s"] or 0)
     old = set(world.checks.versions)
     if not world.run(world.now + bound_s, lambda: _together(world, old)):
         held = {
@@ -205,11 +228,13 @@ def _quiet(world: World) -> None:
 
 
 def _unit_s(world: World) -> float:
-    """Seconds that an inner step takes at most, its waiting included: each fragment's rounds are waited for in turn."""
+    """Seconds that a unit takes at most, its step's waiting included: each fragment's rounds are waited for in turn."""
     knobs = world.knobs
     step_s = max(p.step_s for p in world.processes.values())
-    round_s = float(knobs.settings["grace_s"] or 0) + max(0.5, 2 * step_s) + 2 * knobs.reduce_s + 10 * knobs.delay_s
-    return step_s + knobs.fragments * (1 / knobs.sync_every + knobs.hasty) * round_s
+    load_s = step_s * max(1, knobs.global_batch)
+    round_s = float(knobs.settings["grace_s"] or 0) + max(0.5, 2 * load_s) + 2 * knobs.reduce_s + 10 * knobs.delay_s
+    rounds = 1 / knobs.global_batch if knobs.global_batch else knobs.fragments * (1 / knobs.sync_every + knobs.hasty)
+    return step_s + rounds * round_s
 
 
 def _unjam(world: World) -> None:
@@ -230,7 +255,7 @@ def _together(world: World, old: set[tuple[int, str]]) -> bool:
     if machine is None or not machine.running or not living:
         return False
     ends = world.knobs.samples is not None and world.knobs.samples.units is not None
-    if ends and not all(p.loader is not None and p.loader.ended for p in living):
+    if ends and not all(p.ended for p in living):
         return False
     for fragment in range(world.knobs.fragments):
         at = machine.rounds[fragment].at

@@ -57,6 +57,12 @@ class Knobs:
     ahead: int = 0
 
     @property
+    def global_batch(self) -> int:
+        """Units of the global batch that replicas share out; 0: each takes steps of its own."""
+        samples = self.samples
+        return 0 if samples is None or samples.global_batch is None else samples.global_batch // samples.batch_size
+
+    @property
     def dead_after_s(self) -> float:
         return float(self.settings["dead_after_s"] or 0)
 

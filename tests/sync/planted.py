@@ -28,6 +28,7 @@ from ftopt.sync.protocol.replica import Adopt, Replica, Send, StartReduce
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
 from ftopt.sync.protocol.stock import Stock
+from tests.sync import planted_plans as plans
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -417,6 +418,14 @@ BUGS = (
     Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
+    Bug("OWN", plans.own_off),
+    Bug("TIE", plans.tie_off),
+    Bug("COVER", plans.any_plan_counts),
+    Bug("COVER", plans.part_of_a_batch, slow=True),
+    Bug("PLAN", plans.plan_in_an_attempt, slow=True),
+    Bug("PLAN", plans.stale_shares, "COVER, and the payload check: that the quorum names the plan of what was frozen"),
+    Bug("FREEZE", plans.frozen_under_a_plan),
+    Bug("RESTART", plans.all_claims_hold, slow=True),
 )
 
 

@@ -158,6 +158,25 @@ def test_a_hung_trainer_loses_its_share_after_the_grace() -> None:
     assert job.version == 1
 
 
+def test_a_reducer_that_hangs_alone_with_the_whole_batch_loses_it_to_who_had_no_share() -> None:
+    """Who has no share can propose nothing, and so could not end an attempt that nobody else is in."""
+    job = Batches("a", "b")
+    job["b"].seat.cut()
+    job["a"].seat.hangs = True
+    job["a"].work()
+    job["a"].work()  # what it has inherited, too
+    job["a"].take()
+    assert len(job["a"].frozen) == 1, "it is alone in an attempt"
+    job["b"].seat.open()
+    job["b"].take()
+    assert job.shares == {"a": ((0, 6),)}, "no plan while an attempt is undecided"
+    job.table.tick(6.0)
+    assert job.shares == {"b": ((0, 6),)}
+    job.work("ab")  # of a: nothing
+    job.reduce("b")
+    assert job.version == 1
+
+
 def test_a_leaver_hands_in_what_it_has_proposed() -> None:
     job = Batches("a", "b", "c")
     job.work("b")
@@ -210,6 +229,22 @@ def test_a_proposal_of_an_older_plan_does_not_count() -> None:
     job.reduce("ac")
     assert job.version == 1
     assert [job[x].computed for x in "ac"] == [3, 3]
+
+
+def test_a_job_that_starts_from_a_state_with_units_in_it_goes_on_behind_them() -> None:
+    """Everybody was given up, and the journal is lost: the founder's state becomes version 0 of another start."""
+    job = Batches("a", "b", start_s=1.0)
+    job.work("ab")
+    job.reduce("ab")
+    assert job["a"].seat.record.done == ((0, 6),)
+    job.table.restart(journal=False)
+    for worker in job.workers.values():
+        worker.seat.do(worker.seat.machine.receive(m.Refused("gone", "given up")))
+        worker.seat.open()
+    for worker in job.workers.values():
+        worker.take()
+    assert job.version == 0
+    assert job.shares == {"a": ((6, 12),)}
 
 
 def test_what_was_computed_for_another_version_is_dropped() -> None:

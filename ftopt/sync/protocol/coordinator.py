@@ -387,15 +387,14 @@ class Coordinator:
         top = self.rounds[0]
         name = "recover" if veterans else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in self.rounds]}
+        done = top.last.done if top.last is not None else gathering.done(top.at)
         if self.lending is not None:
             unheard = [x.mark for x in self.roster.away() if not gathering.heard(x.mark)]
-            done = top.last.done if top.last is not None else gathering.done(top.at)
             effects += self.lending.open(done, gathering.cursor(), unheard)
-            data["done"] = done
         if self.members.sharing is not None:
-            data["done"] = self.members.sharing.open(top.at.version + 1, gathering.shares(top.at))
+            self.members.sharing.open(top.at.version + 1, done, gathering.shares(top.at))
         if self.members.samples is not None:
-            data["samples"] = asdict(self.members.samples)
+            data |= {"done": done, "samples": asdict(self.members.samples)}
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
             if hello.incarnation == 0:

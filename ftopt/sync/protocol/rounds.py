@@ -225,8 +225,7 @@ class Rounds:
     def _share_out(self, now: float, sharing: Sharing) -> list[Effect]:
         """PLAN: whoever cannot hand in its share loses it to those who can. No attempt is under way."""
         holders = [x for x in self.roster.connected() if self.holds(x)]
-        able = [x for x in holders if not x.stalled and x.replica not in self._late]
-        able = self._seats.choose(now, [x for x in able if not x.busy(now, self.sync.dead_after_s)])
+        able = self._seats.choose(now, self._able(now))
         present = [x for x in able if not x.leaving or x.replica in self.proposals]
         effects = sharing.renew(self.at.version + 1, present, [x for x in able if not x.leaving])
         if effects and sharing.plan is not None:
@@ -235,6 +234,11 @@ class Rounds:
             self.proposals = {r: replace(c, plan=plan.number) for r, c in same.items()}
             self._waiting, self._retry = Waiting(self.fragment, self.roster, self.sync), False
         return effects + sharing.tell(self.at.version + 1, holders)
+
+    def _able(self, now: float) -> list[Member]:
+        """Who can compute a share of a global batch, and hand it in."""
+        holders = (x for x in self.roster.connected() if self.holds(x) and not x.stalled)
+        return [x for x in holders if x.replica not in self._late and not x.busy(now, self.sync.dead_after_s)]
 
     def _gather(self, now: float) -> list[Effect]:
         proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
@@ -328,6 +332,8 @@ class Rounds:
     def _overdue_s(self, a: Attempt) -> float:
         """When the attempt is given up, if there is anybody to go on with."""
         others = a.prepared or self.proposals.keys() - a.contributions.keys()
+        if self.sharing is not None and not others:  # who has no share can propose nothing, and would be given one
+            others = {x.replica for x in self._able(self._stepped_s) if not x.leaving} - a.contributions.keys()
         alone = len(a.members) == 1
         patience_s = self.sync.grace_s + self.sync.dead_after_s if a.prepared or alone else self.sync.forget_s
         return a.overdue_s(self.roster, patience_s, self._usual_s) if others else math.inf
@@ -427,7 +433,7 @@ class Rounds:
     def _mark_done(self, a: Attempt) -> tuple[list[Effect], Ranges]:
         """DONE: what follows, and all units that are done by now."""
         if self.sharing is not None:
-            return self.sharing.commit(a.version)
+            return self.sharing.commit()
         if self.lending is None:
             return [], ()
         found = [self.roster.members.get(replica) for replica, _ in a.members]

@@ -82,8 +82,12 @@ class Samples:
     def batch(self, version: int) -> Ranges:
         """BATCH: the units of the batch that makes ``version``, 1 for the first; fewer at the end of the data."""
         assert self.global_batch is not None
-        count = self.global_batch // self.batch_size
-        start, stop = (version - 1) * count, version * count
+        return self.batch_from((version - 1) * (self.global_batch // self.batch_size))
+
+    def batch_from(self, start: int) -> Ranges:
+        """The units of the batch that begins with ``start``."""
+        assert self.global_batch is not None
+        stop = start + self.global_batch // self.batch_size
         if self.units is not None:
             stop = min(stop, self.units)
         return ((start, stop),) if start < stop else ()

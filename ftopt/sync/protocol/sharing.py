@@ -26,21 +26,22 @@ class Sharing:
         self.plan: Plan | None = None
         self._numbers = numbers
         self._told: dict[str, int | None] = {}
+        self._batch: Ranges = ()
 
-    def open(self, version: int, claims: Mapping[m.Mark, tuple[int, Ranges]]) -> Ranges:
-        """RESTART: a coordinator begins, or begins anew after a rollback; ``version``: what the batch makes.
+    def open(self, version: int, done: Ranges, claims: Mapping[m.Mark, tuple[int, Ranges]]) -> None:
+        """RESTART: a coordinator begins, or begins anew after a rollback.
 
-        Returns:
-            All units that are done.
+        BATCH: the version is the cursor, if the founder's state had no units in it: the batches follow what is
+        ``done``.
+
+        Args:
+            version: what the batch makes.
+            done: units in the committed state.
+            claims: see `restart`.
         """
         self._told.clear()
-        self.plan = restart(version, self.samples.batch(version), claims) if claims else None
-        return self._done(version - 1)
-
-    def _done(self, version: int) -> Ranges:
-        """BATCH: the version is the cursor."""
-        batch = self.samples.batch(version) if version > 0 else ()
-        return ((0, end(batch)),) if batch else ()
+        self._batch = self.samples.batch_from(end(done))
+        self.plan = restart(version, self._batch, claims) if claims else None
 
     def forget(self, replica: str) -> None:
         """It is away, or fetches: when it is back it is told anew."""
@@ -57,8 +58,7 @@ class Sharing:
         Returns:
             An event if there is a new plan.
         """
-        plan, speeds = self.plan, {x.mark: x.step_s for x in able}
-        batch = self.samples.batch(version)
+        plan, speeds, batch = self.plan, {x.mark: x.step_s for x in able}, self._batch
         if not speeds or not batch:
             return []
         if plan is None or plan.version != version:
@@ -74,7 +74,7 @@ class Sharing:
     def tell(self, version: int, holders: Sequence[Member]) -> list[Effect]:
         """The newest plan, to whoever holds the version that it builds on and has not been told."""
         plan = self.plan if self.plan is not None and self.plan.version == version else None
-        ended = not self.samples.batch(version)
+        ended = not self._batch
         if plan is None and not ended:
             return []
         effects: list[Effect] = []
@@ -101,14 +101,15 @@ class Sharing:
         """Who has a share and has not proposed it."""
         return [mark[0] for mark in self.plan.shares if mark[0] not in proposals] if self.plan is not None else []
 
-    def commit(self, version: int) -> tuple[list[Effect], Ranges]:
+    def commit(self) -> tuple[list[Effect], Ranges]:
         """The batch is whole: events, and all units that are done by now."""
         self._told.clear()
-        batch, per_epoch = self.samples.batch(version), self.samples.units_per_epoch
+        batch, per_epoch = self._batch, self.samples.units_per_epoch
         start, stop = batch[0]
+        self._batch = self.samples.batch_from(stop)
         effects: list[Effect] = [
             Tell("epoch_done", data={"epoch": epoch}) for epoch in range(start // per_epoch, stop // per_epoch)
         ]
-        if end(batch) == self.samples.units:
+        if stop == self.samples.units:
             effects.append(Tell("data_ended", data={"units": stop}))
-        return effects, self._done(version)
+        return effects, ((0, stop),)

@@ -1,0 +1,179 @@
+"""A modelled training thread of a gradient method: what ``ftopt.sync.global_batch`` does, with a list for the sum.
+
+It computes the units of its share one after the other, offers their sum, and computes what it inherits while the fate
+of the batch is open. The network thread brings plans at any moment; what is offered reaches it a moment later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ftopt.sync.protocol.intervals import union
+from ftopt.sync.protocol.messages import Contribution
+from ftopt.sync.protocol.plans import Portion
+
+if TYPE_CHECKING:
+    from ftopt.simulate.trainer import Process
+
+AGAIN_S = 0.2
+LOOK_S = 1.0
+
+
+class Shares:
+    """Of one life of a process."""
+
+    def __init__(self, process: Process) -> None:
+        self.portion = Portion()
+        self.ended = False
+        self._process = process
+        self._world = process.world
+        self._sum: list[int] = []
+        self._dropped = 0
+        self._unit: tuple[int, int] | None = None
+        self._under_way = 0
+        """Offers that the network thread has not seen yet."""
+        self._tried: object = None
+        self._idle = False
+        self._turn = 0
+
+    @property
+    def state(self) -> str:
+        """What it reports."""
+        return "waiting" if self._unit is None else "training"
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a unit, as reported."""
+        return self._process.step_s
+
+    def begin(self) -> None:
+        """There is a state to train on."""
+        self._process.later(0.0, self._work)
+
+    def poke(self) -> None:
+        """Something may have changed."""
+        if self._idle:
+            self._idle = False
+            self._process.later(0.0, self._work)
+
+    def assign(self, version: int, plan: int, units: tuple[tuple[int, int], ...], *, ended: bool) -> None:
+        """A plan. Network thread."""
+        self.ended = ended
+        if ended:
+            return
+        same, before, dropped = version == self.portion.version, self.portion.units, self.portion.dropped
+        self.portion.assign(version, plan, units)
+        if same and self.portion.dropped > dropped:
+            self._world.coverage["a sum given up"] += 1
+        elif same and units != before:
+            self._world.coverage["a share that grows"] += 1
+
+    def reset(self) -> None:
+        """The incarnation is gone."""
+        self.assign(0, 0, (), ended=False)
+
+    # ------------------------------------------------------------ the training thread
+
+    def _work(self) -> None:
+        """Until it waits: the next unit, or the offer."""
+        p, shard, portion = self._process, self._process.shards[0], self.portion
+        if p.gone:
+            return
+        if self._world.now < p.hung_until_s:
+            p.later(p.hung_until_s - self._world.now, self._work)
+            return
+        self._take_over()
+        self._sync()
+        if p.leaving and (not self._outstanding or p.machine.released(0)):
+            p.goodbye()
+            return
+        planned = portion.plan > 0 and shard.taken is not None and portion.version == shard.taken.version + 1
+        unit = portion.next() if planned and not p.leaving else None
+        if unit is not None:
+            self._unit = (portion.version, unit)
+            p.later(p.step_s * self._world.between(0.8, 1.2), self._add)
+            return
+        share = (portion.version, portion.plan, portion.units)
+        again = share == self._tried
+        if planned and not self._outstanding and not again:
+            self._tried = share
+            self._offer()
+        self._wait(AGAIN_S if planned and again and not self._outstanding else LOOK_S, again=again)
+
+    @property
+    def _outstanding(self) -> bool:
+        return self._under_way > 0 or self._process.machine.outstanding(0)
+
+    def _wait(self, limit_s: float, *, again: bool) -> None:
+        self._turn += 1
+        self._idle = True
+        if again and not self._outstanding:  # it was not taken: a newer plan, or a state that is fetched
+            self._idle = False
+            self._process.later(limit_s, self._forget)
+        else:
+            self._process.later(limit_s, self._look, self._turn)
+
+    def _forget(self) -> None:
+        self._tried = None
+        self._work()
+
+    def _look(self, turn: int) -> None:
+        if self._idle and turn == self._turn:
+            self._idle = False
+            self._work()
+
+    def _add(self) -> None:
+        """A unit's gradients are there."""
+        if self._world.now < self._process.hung_until_s:
+            self._process.later(self._process.hung_until_s - self._world.now, self._add)
+            return
+        assert self._unit is not None
+        (version, unit), self._unit = self._unit, None
+        mine = self.portion.add(version, unit)
+        self._sync()
+        if mine:
+            self._sum.append(unit)
+        self._work()
+
+    def _sync(self) -> None:
+        if self._dropped != self.portion.dropped:
+            self._dropped, self._sum = self.portion.dropped, []
+
+    def _offer(self) -> None:
+        """The sum is that of the share. With more units than before it is the same inner step."""
+        p, shard = self._process, self._process.shards[0]
+        if p.local_steps == shard.base_step:
+            p.local_steps += 1
+        finite = not self._world.chance(self._world.knobs.nonfinite)
+        units = union((unit, unit + 1) for unit in self._sum)
+        contribution = shard.hand_in(
+            p.mark, p.local_steps, plan=self.portion.plan, share=self.portion.units, units=units, finite=finite
+        )
+        if contribution is not None:
+            self._under_way += 1
+            p.later(self._world.delay() * self._world.random.choice((0.0, 0.1, 1.0)), self._hand_in, contribution)
+
+    def _hand_in(self, contribution: Contribution) -> None:
+        """It reaches the network thread."""
+        self._under_way -= 1
+        if self._world.strike():
+            self._process.misfortune()
+            if not self._process.alive:
+                return
+        self._process.act(self._process.machine.propose(contribution))
+
+    def _take_over(self) -> None:
+        """The step is taken; a share that came too late for its batch is given up (TIE)."""
+        p, shard = self._process, self._process.shards[0]
+        before = shard.taken
+        if shard.record is before:
+            return
+        if shard.take_over(p.local_steps):
+            self._world.checks.reborn(p, 0)
+        if before is None or shard.record is None or before.version == shard.record.version:
+            return
+        self._sum = []
+        if p.local_steps > shard.base_step:
+            self._world.coverage["a share too late for its batch"] += 1
+            self._world.checks.discard(p, 0, shard.base_step, p.local_steps)
+            shard.base_step = p.local_steps
