@@ -419,11 +419,11 @@ BUGS = (
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
     Bug("OWN", plans.own_off),
-    Bug("TIE", plans.tie_off),
+    Bug("TIE", plans.tie_off, slow=True),
     Bug("COVER", plans.any_plan_counts),
     Bug("COVER", plans.part_of_a_batch, slow=True),
     Bug("PLAN", plans.plan_in_an_attempt, slow=True),
-    Bug("PLAN", plans.stale_shares, "COVER, and the payload check: that the quorum names the plan of what was frozen"),
+    Bug("PLAN", plans.stale_shares, "COVER; that a member compares the quorum's plan with its own", slow=True),
     Bug("FREEZE", plans.frozen_under_a_plan),
     Bug("RESTART", plans.all_claims_hold, slow=True),
 )
