@@ -1,4 +1,4 @@
-"""A replica's committed state over HTTP: this replica's server, and fetching from the others'."""
+"""A replica's states over HTTP: this replica's server, and fetching from the others'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ftopt.transport.state_transfer import fetch
 
 
 class HttpState:
-    """The committed state over HTTP: this replica's server, and fetching from the others'.
+    """States over HTTP: this replica's server, and fetching from the others'.
 
     Args:
         host: this machine's address, as peers reach it.
@@ -30,16 +30,16 @@ class HttpState:
         self._trusts = tls.client()
         self._server: StateServer | None = None
 
-    async def start(self, provider: Provider, on_serve: Callable[[int, Meta], None]) -> str:
+    async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:
         self._server = StateServer(provider, token=self._token, host=self._host, on_serve=on_serve, tls=self._serves)
         port = await self._server.start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'http' if self._serves is None else 'https'}://{host}:{port}"
 
     async def fetch(
-        self, sources: Sequence[str], fragment: int, *, timeout_s: float, expect: Callable[[Meta], None]
+        self, sources: Sequence[str], what: str, *, timeout_s: float, expect: Callable[[Meta], None]
     ) -> tuple[Meta, Mapping[str, Tensor]]:
-        return await fetch(sources, fragment, token=self._token, timeout_s=timeout_s, expect=expect, tls=self._trusts)
+        return await fetch(sources, what, token=self._token, timeout_s=timeout_s, expect=expect, tls=self._trusts)
 
     async def stop(self) -> None:
         if self._server is not None:

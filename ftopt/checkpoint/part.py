@@ -13,8 +13,8 @@ from urllib.parse import quote
 from torch import Tensor
 
 from ftopt.checkpoint.manifest import BadCheckpoint, File, label, read_json
-from ftopt.checkpoint.tree import encode
 from ftopt.transport.snapshot import Snapshot
+from ftopt.tree import encode
 
 NOTE_MAX_BYTES = 1 << 30
 _LONG = 150

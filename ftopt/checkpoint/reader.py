@@ -104,7 +104,7 @@ class Checkpoint:
 
     def own(self, replica: str) -> Any:
         """All that a replica alone had."""
-        from ftopt.checkpoint.tree import decode
+        from ftopt.tree import decode
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")

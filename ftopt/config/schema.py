@@ -338,6 +338,17 @@ class Recipe:
             found.append(str(error))
         except ValueError as error:
             found.append(f"sync.codec: {error}")
+        if self.sync.recover == "replay":
+            if self.data.sampling != "once":
+                found.append(
+                    f"sync.recover=replay with data.sampling={self.data.sampling}; steps can be done again where the "
+                    "job hands out the samples: use data.sampling=once"
+                )
+            if self.method.gradients is not None:
+                found.append(
+                    f"sync.recover=replay with method.name={self.method.name}, whose replicas exchange gradients in "
+                    "each step; use sync.recover=drop"
+                )
         for key in ("min_replicas", "start_replicas"):
             value = getattr(self.sync, key)
             if value is not None and value > self.replicas >= 1:

@@ -81,7 +81,8 @@ class Trainer:
         with optimizer:
             self.started = True
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
-            torch.manual_seed(seed)
+            if not optimizer.replaying:
+                torch.manual_seed(seed)
             batches = self._loader or self._task.batches(seed)
             steps = self._micro_batches(batches)
             scheduler = LambdaLR(optimizer, self._rates())

@@ -68,13 +68,13 @@ def adopt(outer: OuterStep, saved: Saved, adopted: Sequence[Saved], newest: Sequ
         fragment.base_step = outer.local_steps - sum(work.steps for work in found)
         fragment.base_tokens = outer.tokens - sum(work.tokens for work in found)
         for each in adopted:
-            _add_residuals(fragment, each.own["fragments"][fragment.index]["residuals"])
+            add_residuals(fragment, each.own["fragments"][fragment.index]["residuals"])
         outer.mark(fragment, anew=True)
 
 
-def _add_residuals(fragment: Fragment, left: Tree) -> None:
-    """Error feedback: what was left out of their payloads is pending work, too. What they owed of sums is given up, as
-    always when another member answers for a span."""
+def add_residuals(fragment: Fragment, left: Tree) -> None:
+    """Error feedback: what was left out of others' payloads is pending work, too. What they owed of sums is given up,
+    as always when another member answers for a span."""
     residuals = dict(fragment.residuals)
     for units, saved in left.items():
         more, mine = residual_of(fragment.view, saved), residuals.get(units)

@@ -54,15 +54,19 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
                 raise ValueError(f"{entry['class']} has state of {name}, which it does not train here")
 
 
-def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
-    """Puts a checked capture back: the state of parameters that had some, none for the others, all groups' values."""
+def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool = True) -> None:
+    """Puts a checked capture back: the state of parameters that had some, none for the others, all groups' values.
+
+    ``groups``: False leaves the groups' values as they are.
+    """
     named = dict(trainable(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         optimizer.state.clear()
         for name, values in entry["state"].items():
             parameter = named[name]
             optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in values.items()}
-    restore_groups(inner, saved)
+    if groups:
+        restore_groups(inner, saved)
 
 
 def restore_groups(inner: Inner, saved: list[Tree]) -> None:

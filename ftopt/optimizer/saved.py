@@ -122,7 +122,7 @@ def _of_fragment(fragment: Fragment, base: Base, now_s: float, copies: Copies) -
         "base_tokens": base.tokens,
         "base_tally": of_tally(base.tally),
         "base_version": base.version,
-        "residuals": {units: _of_residual(left) for units, left in base.residuals.items()},
+        "residuals": {units: of_residual(left) for units, left in base.residuals.items()},
         "direction": fragment.gauge.direction,
         "marked_step": fragment.marked_step,
         "marked_ago_s": now_s - fragment.marked_s,
@@ -132,7 +132,7 @@ def _of_fragment(fragment: Fragment, base: Base, now_s: float, copies: Copies) -
     }
 
 
-def _of_residual(residual: Residual) -> Tree:
+def of_residual(residual: Residual) -> Tree:
     first, values = residual.owed
     return {"own": residual.own, "first": first, "owed": values}
 

@@ -240,6 +240,14 @@ class OuterOptimizer(Optimizer):
         return self._core.start_step
 
     @property
+    def replaying(self) -> bool:
+        """Whether inner steps of a replica that has died are being done again here (``sync.recover: replay``).
+
+        True at the start, when its random number generators are in place: do not seed them anew then.
+        """
+        return self._core.replay is not None
+
+    @property
     def inner_step(self) -> int:
         """The job's committed inner step plus this replica's pending steps."""
         return 0 if self._core.outer is None else self._core.outer.inner_step()

@@ -19,16 +19,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from torch import Tensor
+
 from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent
 from ftopt.sync.fetcher import Fetcher
 from ftopt.sync.global_batch import GlobalBatch
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
+from ftopt.sync.inheritance import Copy, Inherited
 from ftopt.sync.link import Channel, Link
 from ftopt.sync.loop import LoopThread
+from ftopt.sync.neighbour import Neighbour
 from ftopt.sync.ports import StateTransfer, Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
+from ftopt.sync.protocol.intervals import Ranges, contains, union
 from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WANTS, MAX_WORD
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
@@ -115,6 +120,8 @@ class Client:
         self._cut_until_s = 0.0
         self._reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, timeout_s=sync.dead_after_s)
+        self.neighbour = Neighbour(self, state, timeout_s=sync.dead_after_s)
+        self._inherited: Inherited | None = None
 
     # ------------------------------------------------------------ training thread
 
@@ -201,6 +208,15 @@ class Client:
 
     def fall_back(self, newest: Callable[[], m.Position | None], restore: Callable[[], Held]) -> None:
         self._newest, self._restore = newest, restore
+
+    def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
+        used, queue = self.units.kept() if self.units is not None else ((), ())
+        copy = Copy((self.replica, self._incarnation), versions, used, queue, text, tensors)
+        self._network.soon(self.neighbour.offer, copy)
+
+    def inherited(self) -> Inherited | None:
+        inherited, self._inherited = self._inherited, None
+        return inherited
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         with self._changed:
@@ -375,6 +391,7 @@ class Client:
             await channel.closed()
             delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
             self._channel = None
+            self.neighbour.lost()
             self.run(machine.disconnect())
             self._reducer.fail_store()
             if self._said_bye:
@@ -418,6 +435,7 @@ class Client:
         if self._channel is not None:
             await self._channel.close()
         await self._link.end()
+        await self.neighbour.stop()
         await self._fetcher.stop()
 
     async def _committed(self) -> list[Committed]:
@@ -450,6 +468,8 @@ class Client:
         if isinstance(message, m.StoreValue):
             self._reducer.store_value(message.key, base64.b64decode(message.value))
         elif isinstance(message, m.FromCoordinator):
+            if isinstance(message, m.Roster):
+                self.neighbour.gone(message.gone)
             self.run(machine.receive(message))
 
     def accept(self, contribution: Contribution) -> None:
@@ -519,7 +539,12 @@ class Client:
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
             case p.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
                 self.global_batch.assign(version, plan, units, ended=ended)
+            case p.Keep(order=order):
+                self.neighbour.keep(order)
+            case p.Inherit(order=order):
+                self.neighbour.inherit(order, time.monotonic)
             case p.Reborn(reason=reason):
+                self._inherited = None
                 if self.units is not None:
                     self.units.reset()
                 if self.global_batch is not None:
@@ -565,7 +590,7 @@ class Client:
             if machine.incarnation:
                 self._incarnation = machine.incarnation
             self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
-            self._ready = machine.ready and self._welcomed
+            self._ready = machine.ready and self._welcomed and not self.neighbour.inheriting
             self._changed.notify_all()
         if self.global_batch is not None:
             self.global_batch.poke()
@@ -574,6 +599,15 @@ class Client:
         """``count`` proposals that the machine has not seen are void."""
         with self._changed:
             self._offered[fragment] -= count
+
+    def inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:
+        """These units are this replica's, in this order; what it goes on from. Network thread."""
+        if not contains(self.machine.lease.held, union(ranges)):
+            inherited, ranges = None, ()  # given up meanwhile, or connected anew
+        if self.units is not None:
+            self.units.inherit(ranges)
+        self._inherited = inherited
+        self._mirror()
 
     @property
     def machine(self) -> p.Replica:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ftopt.sync.group import Committed, Contribution, Host
+from ftopt.sync.neighbour import Neighbour
 from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
@@ -32,6 +33,10 @@ class Owner(Protocol):
     @property
     def machine(self) -> p.Replica:
         """The machine."""
+
+    @property
+    def neighbour(self) -> Neighbour:
+        """The copies that are kept here."""
 
     @property
     def host(self) -> Host:
@@ -103,18 +108,25 @@ class Fetcher:
         self._deferred.setdefault(contribution.fragment, []).append(contribution)
         return True
 
-    def _provide(self, fragment: int) -> tuple[Meta, Mapping[str, Tensor]]:
-        machine = self._owner.machine
+    def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
+        if self._owner.cut_off:
+            raise LookupError("cut off")
+        kind, _, name = what.partition("/")
+        if kind == "copy":
+            return self._owner.neighbour.copy_of(name)
+        machine, fragment = self._owner.machine, int(name)
         if not 0 <= fragment < machine.identity.fragments:
             raise KeyError(fragment)
         record = machine.serves(fragment)
-        if record is None or self._owner.cut_off:
-            raise LookupError("no committed state")
+        if record is None:
+            raise LookupError("no committed state yet")
         digest, tensors = self._owner.host.state(fragment)
         return {"record": json.dumps(asdict(record), separators=(",", ":")), "digest": digest}, tensors
 
-    def _on_serve(self, fragment: int, meta: Meta) -> None:
-        self._owner.emit("serve", fragment=fragment, version=_record(meta).version)
+    def _on_serve(self, what: str, meta: Meta) -> None:
+        kind, _, name = what.partition("/")
+        if kind == "state":
+            self._owner.emit("serve", fragment=int(name), version=_record(meta).version)
 
     async def _fetch(self, effect: p.Fetch) -> None:
         machine = self._owner.machine
@@ -161,7 +173,9 @@ class Fetcher:
             ValueError: what came is damaged; nothing has changed.
         """
         machine = self._owner.machine
-        meta, tensors = await self._transfer.fetch(sources, fragment, timeout_s=self._timeout_s, expect=expect)
+        meta, tensors = await self._transfer.fetch(
+            sources, f"state/{fragment}", timeout_s=self._timeout_s, expect=expect
+        )
         record = _record(meta)
         if self._owner.cut_off or not machine.install(record):
             raise ConnectionError(f"version {record.version} is not wanted any more")

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ftopt.sync.global_batch import GlobalBatch as GlobalBatch
+from ftopt.sync.inheritance import Inherited as Inherited
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
@@ -251,6 +252,18 @@ class ReplicaGroup(Protocol):
             restore: puts it into the host and returns it, with what this replica takes over of a dead one; the group's
                 `incarnation` is known by then. On the thread that is in `start`, which raises what it raises.
         """
+
+    def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
+        """With ``recover: replay``: what this replica is at the start of its round, for a neighbour to keep.
+
+        Args:
+            versions: of the committed state that it is based on, one a fragment.
+            text: plain values, JSON.
+            tensors: unchanged until the next copy is offered.
+        """
+
+    def inherited(self) -> Inherited | None:
+        """After `start`, once: what this replica takes over of one of its name that has died; None: nothing."""
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         """Step 1: offers a contribution. At most one outstanding a fragment. ``now``: the others are called in."""

@@ -104,17 +104,17 @@ class LocalState:
         self._states = states
         self._address = address
 
-    async def start(self, provider: Provider, on_serve: Callable[[int, Meta], None]) -> str:
+    async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:
         self._states.providers[self._address] = provider
         return self._address
 
     async def fetch(
-        self, sources: Sequence[str], fragment: int, *, timeout_s: float, expect: Callable[[Meta], None]
+        self, sources: Sequence[str], what: str, *, timeout_s: float, expect: Callable[[Meta], None]
     ) -> tuple[Meta, Mapping[str, Tensor]]:
         answers = []
         for source in sources:
             try:
-                meta, tensors = self._states.providers[source](fragment)
+                meta, tensors = self._states.providers[source](what)
                 expect(meta)
             except (LookupError, ValueError) as error:
                 answers.append(f"{source}: {error}")

@@ -10,7 +10,8 @@ from torch import Tensor
 from ftopt.sync.group import Collective
 
 Meta = dict[str, str]
-Provider = Callable[[int], tuple[Meta, Mapping[str, Tensor]]]
+Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
+"""Of ``state/<fragment>``, the committed state, or ``copy/<replica>``. Raises LookupError."""
 
 
 class StoreOps(Protocol):
@@ -28,13 +29,13 @@ class Transport(Protocol):
 
 
 class StateTransfer(Protocol):
-    """Serves the committed state to peers and fetches theirs. Network thread."""
+    """Serves states to peers and fetches theirs. Network thread."""
 
-    async def start(self, provider: Provider, on_serve: Callable[[int, Meta], None]) -> str:
+    async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:
         """Serves; returns the address that peers use."""
 
     async def fetch(
-        self, sources: Sequence[str], fragment: int, *, timeout_s: float, expect: Callable[[Meta], None]
+        self, sources: Sequence[str], what: str, *, timeout_s: float, expect: Callable[[Meta], None]
     ) -> tuple[Meta, Mapping[str, Tensor]]:
         """A peer's state. Raises ConnectionError when no source gives it."""
 

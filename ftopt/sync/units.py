@@ -147,6 +147,17 @@ class Units:
             self._dry = dry and not ranges
             self._changed.notify_all()
 
+    def inherit(self, ranges: Ranges) -> None:
+        """Those of a replica that this one replaces, in the order in which they are to be used: before all others."""
+        with self._changed:
+            self._stock.grant_first(ranges)
+            self._changed.notify_all()
+
+    def spend(self, ranges: Ranges) -> None:
+        """Inherited steps have used these."""
+        with self._changed:
+            self._stock.spend(ranges)
+
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
         """These are in the committed state; see `Stock.settle`."""
         with self._changed:

@@ -1,4 +1,4 @@
-"""Serving the committed state to newcomers: safetensors over HTTP, by ranges, while the replica trains on.
+"""Serving states to peers: safetensors over HTTP, by ranges, while the replica trains on.
 
 `StateServer` runs in a replica's network loop and hands out what ``provider`` holds. The body is sent straight
 from the tensors' memory: nothing is serialized, copied or hashed, only the header is written. Equal states give
@@ -8,9 +8,10 @@ bit-equal bodies on every peer, and the ETag (a hash of the header, thus of vers
 HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 401):
 
     GET /ping               200 ``ok``
-    GET /state/{fragment}   200 whole body; 206 with ``Range: bytes=a-b``; 412 when ``If-Match`` names a
-                            version that is not kept;
-                            404 unknown fragment; 416 range outside; 503 no committed state yet
+    GET /state/{fragment}   the committed state: 200 whole body; 206 with ``Range: bytes=a-b``; 412 when
+                            ``If-Match`` names a version that is not kept; 404 unknown fragment; 416 range outside;
+                            503 not there yet
+    GET /copy/{replica}     likewise: what this replica, or a neighbour of it, was at the start of its round
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ftopt.doors.token import admits
 from ftopt.doors.waiting_room import WaitingRoom
 from ftopt.transport.snapshot import Meta, Snapshot
 
-Provider = Callable[[int], tuple[Meta, Mapping[str, Tensor]]]
+Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
 
 _KEEP = 2
 _IDLE_S = 30.0
@@ -44,18 +45,18 @@ class StateServer:
     """Serves a replica's committed state to its peers, in the running asyncio loop.
 
     Args:
-        provider: fragment -> ``(meta, tensors)``, the current state. Called on the loop's thread, must not
-            block; raises KeyError for an unknown fragment, LookupError while there is no committed state. The
+        provider: what (``state/0``, ``copy/r1``) -> ``(meta, tensors)``, as it is now. Called on the loop's thread,
+            must not block; raises KeyError for what there never is, LookupError for what is not there yet. The
             tensors are never changed from then on. ``meta`` names the state (version, chain, digest, ...):
             equal on all peers that hold the same state, unequal for different states.
         token: what a request must bring; None: anybody may fetch.
         host: address to listen on.
         port: port to listen on; 0 (default): a free one.
-        on_serve: called with fragment and meta when a serve begins: at a request that names no version. On
-            the loop's thread.
+        on_serve: called with what is asked for and meta when a serve begins: at a request that names no version.
+            On the loop's thread.
         tls: certificate and key to serve with; None: without TLS.
 
-    At most two versions a fragment are kept, besides those being sent at the moment; none for longer than 30
+    At most two versions of each are kept, besides those being sent at the moment; none for longer than 30
     s after it was last asked for.
     """
 
@@ -66,7 +67,7 @@ class StateServer:
         token: str | None,
         host: str,
         port: int = 0,
-        on_serve: Callable[[int, Meta], None] | None = None,
+        on_serve: Callable[[str, Meta], None] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._provider = provider
@@ -75,7 +76,7 @@ class StateServer:
         self._host = host
         self._port = port
         self._on_serve = on_serve
-        self._kept: dict[int, dict[str, Snapshot]] = {}
+        self._kept: dict[str, dict[str, Snapshot]] = {}
         self._runner: web.AppRunner | None = None
         self._room: WaitingRoom | None = None
         self._server: asyncio.Server | None = None
@@ -89,7 +90,7 @@ class StateServer:
         """
         app = web.Application(middlewares=[self._authorize])
         app.router.add_get("/ping", self._ping, allow_head=False)
-        app.router.add_get(r"/state/{fragment:\d{1,9}}", self._state, allow_head=False)
+        app.router.add_get(r"/{what:state/\d{1,9}|copy/.{1,128}}", self._state, allow_head=False)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -144,15 +145,15 @@ class StateServer:
         return web.Response(text="ok")
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
-        fragment = int(request.match_info["fragment"])
+        what = request.match_info["what"]
         wanted = request.headers.get("If-Match")
-        snapshot = self._kept.get(fragment, {}).get(wanted) if wanted else None
+        snapshot = self._kept.get(what, {}).get(wanted) if wanted else None
         if snapshot is None:
-            snapshot = await self._current(fragment)
+            snapshot = await self._current(what)
             if wanted and snapshot.etag != wanted:
                 raise web.HTTPPreconditionFailed(text="another version", headers={"ETag": snapshot.etag})
         if not wanted and self._on_serve is not None:
-            self._on_serve(fragment, dict(snapshot.meta))
+            self._on_serve(what, dict(snapshot.meta))
         start, stop = _range_of(request, snapshot.size)
         response = web.StreamResponse(status=206 if "Range" in request.headers else 200)
         response.headers.update({"ETag": snapshot.etag, "Accept-Ranges": "bytes"})
@@ -172,16 +173,16 @@ class StateServer:
                     request.transport.abort()
         return response
 
-    async def _current(self, fragment: int) -> Snapshot:
+    async def _current(self, what: str) -> Snapshot:
         try:
-            meta, tensors = self._provider(fragment)
+            meta, tensors = self._provider(what)
         except KeyError:
-            raise web.HTTPNotFound(text=f"no fragment {fragment}") from None
-        except LookupError:
-            raise web.HTTPServiceUnavailable(text="no committed state yet") from None
+            raise web.HTTPNotFound(text=f"no {what}") from None
+        except LookupError as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
         # On another thread: a tensor on a device or a non-contiguous one is copied.
         fresh = await asyncio.to_thread(Snapshot, meta, tensors)
-        kept = self._kept.setdefault(fragment, {})
+        kept = self._kept.setdefault(what, {})
         snapshot = kept.setdefault(fresh.etag, fresh)
         snapshot.asked_s = time.monotonic()
         resting = sorted((old.asked_s, etag) for etag, old in kept.items() if not old.readers)

@@ -1,4 +1,4 @@
-"""The committed state on its way to a newcomer, from several peers at once.
+"""A state on its way to a peer, from several others at once.
 
 `fetch` takes parts from all peers that show the same ETag; a peer that dies or stalls gives its part back. What
 they send is a stranger's until its digest was checked: sizes are bounded before memory is taken, headers before
@@ -12,6 +12,7 @@ import re
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import aiohttp
 from torch import Tensor
@@ -54,7 +55,7 @@ class _Body:
 
 async def fetch(
     urls: Sequence[str],
-    fragment: int,
+    what: str,
     *,
     token: str | None,
     timeout_s: float,
@@ -62,14 +63,14 @@ async def fetch(
     max_bytes: int = 1 << 36,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[Meta, dict[str, Tensor]]:
-    """Fetches a fragment's committed state from whichever of ``urls`` hold it.
+    """Fetches a state from whichever of ``urls`` hold it.
 
     The first source that answers defines the version. From 8 MiB on the others send parts of it as well, if
     theirs is the same; otherwise they stand by for when it fails.
 
     Args:
         urls: base URLs of the peers, ``http://host:port`` or ``https://``, the preferred one first.
-        fragment: the fragment.
+        what: ``state/0`` for the committed state of fragment 0, ``copy/r1`` for the copy of replica r1.
         token: what the servers ask for, or None.
         timeout_s: seconds without a byte after which a source is given up.
         expect: called with the metadata of a source's version before the rest is fetched; raises ValueError
@@ -90,7 +91,7 @@ async def fetch(
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, headers=headers, auto_decompress=False
     ) as session:
-        sources = [_Source(session, url, fragment, max_bytes=max_bytes, timeout_s=timeout_s) for url in urls]
+        sources = [_Source(session, url, what, max_bytes=max_bytes, timeout_s=timeout_s) for url in urls]
         # One that has moved on to another version is asked anew.
         while live := [source for source in sources if not source.failed and source.asked < _ASK]:
             try:
@@ -103,7 +104,7 @@ async def fetch(
                 live[0].failed = True
                 answers.append(f"{live[0].url}: {error}")
     told = "; ".join(dict.fromkeys(answers)) or "there was no source to ask"
-    raise ConnectionError(f"the state of fragment {fragment} could not be fetched: {told}")
+    raise ConnectionError(f"{what} could not be fetched: {told}")
 
 
 async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> None:
@@ -160,13 +161,13 @@ class _Source:
     """One peer, as a fetch sees it."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, fragment: int, *, max_bytes: int, timeout_s: float
+        self, session: aiohttp.ClientSession, url: str, what: str, *, max_bytes: int, timeout_s: float
     ) -> None:
         self.url = url.rstrip("/")
         self.asked = 0
         self.failed = False
         self._session = session
-        self._state = f"{self.url}/state/{fragment}"
+        self._state = f"{self.url}/{quote(what)}"
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
 

@@ -58,7 +58,7 @@ async def serving(provider: Any, **options: Any) -> AsyncIterator[tuple[str, Sta
 
 async def get(urls: list[str], **options: Any) -> tuple[Meta, dict[str, Tensor]]:
     settings: dict[str, Any] = {"token": TOKEN, "timeout_s": 20.0} | options
-    return await fetch(urls, 0, **settings)
+    return await fetch(urls, "state/0", **settings)
 
 
 def test_a_snapshot_is_valid_safetensors_and_bit_equal_whatever_the_order() -> None:

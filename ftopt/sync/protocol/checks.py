@@ -63,6 +63,14 @@ def check(message: m.FromReplica) -> None:
             _fragment(fragment)
         case m.Ask(units=units):
             _within("units", units, limits.MAX_WANTS)
+        case m.Copied():
+            _within("serial", message.serial, MAX_INT)
+            _few("versions", message.versions, limits.MAX_FRAGMENTS)
+            for version in message.versions:
+                _within("versions", version, MAX_STEPS)
+        case m.Keeps():
+            _marks("mark", [message.mark], 1)
+            _within("serial", message.serial, MAX_INT)
         case m.StoreSet():
             _text("key", message.key, limits.MAX_KEY)
             _text("value", message.value, limits.MAX_VALUE)

@@ -11,7 +11,7 @@ its journal saved, or nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
@@ -201,12 +201,16 @@ class Coordinator:
         """A new incarnation; whatever was known under its id is superseded."""
         effects: list[Effect] = []
         old = self.roster.members.get(hello.replica)
+        heritage = self.members.heritage(old) if old is not None and self.running else None
         if old is not None:
             effects += self.members.gone(old.mark, "superseded by a newcomer")
         if self.gathering is not None:
             return effects + self.gathering.hear(now, conn, hello)
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
-        return effects + self._admit(now, conn, hello)
+        if heritage is None:
+            return effects + self._admit(now, conn, hello)
+        effects += self._admit(now, conn, replace(hello, claim=heritage.ranges))
+        return [*effects, Send(conn, heritage)]
 
     def _contend(self, now: float) -> list[Effect]:
         """Two processes with one id: the newcomer supersedes one that is lost or silent, never a living one."""
@@ -307,6 +311,10 @@ class Coordinator:
                 self.rounds[f].lacks(now, member)
             case m.Ask(units=units) if self.lending is not None:
                 self.lending.ask(member, units)
+            case m.Copied():
+                return self.members.neighbours.copied(member, message)
+            case m.Keeps():
+                self.members.neighbours.keeps(member, message)
             case m.Leaving():
                 member.leaving = True
             case m.Bye():

@@ -6,7 +6,9 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Numbers
 from ftopt.sync.protocol.cuts import Cuts
 from ftopt.sync.protocol.effects import Close, Effect, Gone, Known, Send, Tell
+from ftopt.sync.protocol.intervals import subtract
 from ftopt.sync.protocol.lending import Lending
+from ftopt.sync.protocol.neighbours import Neighbours
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
 from ftopt.sync.protocol.samples import Samples
@@ -23,6 +25,7 @@ class Members:
         self.samples: Samples | None = None
         self.lending: Lending | None = None
         self.sharing: Sharing | None = None
+        self.neighbours = Neighbours(self.roster)
         self._cuts = Cuts()
 
     def define(self, fragments: int, sync: Sync, numbers: Numbers, samples: Samples | None) -> None:
@@ -51,6 +54,7 @@ class Members:
         """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
         conn = member.conn
         self.roster.detach(member, now)
+        self.neighbours.lost(member)
         for r in self.rounds:
             r.lose(member.replica)
         effects: list[Effect] = [Close(conn)] if close and conn is not None else []
@@ -64,6 +68,7 @@ class Members:
         conn = member.conn if member is not None and member.incarnation <= mark[1] else None
         self.roster.forget(mark)
         self._cuts.forget(mark)
+        self.neighbours.forget(mark)
         for r in self.rounds:
             r.undropped[mark[0]] = max(mark[1], r.undropped.get(mark[0], 0))
             if mark[0] not in self.roster.members:
@@ -74,6 +79,20 @@ class Members:
         if conn is not None:
             effects += [Send(conn, m.Refused("gone", reason)), Close(conn)]
         return [*effects, *self.broadcast(m.Roster((), (mark,)))]
+
+    def heritage(self, member: Member) -> m.Inherit | None:
+        """ADOPT: what a newcomer takes over of ``member``, whose name it has: before that one is gone.
+
+        Nothing, unless a neighbour keeps a copy of all its work that is not counted. HOLD: nothing either while an
+        attempt under way has its contribution.
+        """
+        if self.lending is None or any(r.attempt and member.mark in r.attempt.members for r in self.rounds):
+            return None
+        lease, source = self.lending.ledger.leases.get(member.mark), self.neighbours.source_of(member)
+        if lease is None or source is None:
+            return None
+        ranges = subtract(lease, self.lending.ledger.under_way)
+        return m.Inherit(member.mark, ranges, source, member.inner_step)
 
     def leave(self, now: float, member: Member) -> list[Effect]:
         """A goodbye: gone in good order."""

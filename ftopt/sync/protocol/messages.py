@@ -243,6 +243,25 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy of what the sender was at the start of its round can be fetched from it, the ``serial``-th of its life.
+
+    ``versions``: of the committed state that it was based on, one a fragment.
+    """
+
+    serial: int
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeps:
+    """The sender has fetched that copy of ``mark``, and keeps it. Answers `Keep`."""
+
+    mark: Mark
+    serial: int
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """The sender proposes what it has left and then goes."""
 
@@ -429,6 +448,29 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """The receiver is to fetch the ``serial``-th copy of ``mark`` at ``source``, and to keep it."""
+
+    mark: Mark
+    serial: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inherit:
+    """To a newcomer: what its predecessor ``mark``, which is gone, held of the ledger is the receiver's (ADOPT).
+
+    ``source`` keeps a copy of it, from which its work can be done again. ``inner_step``: how far it had come, as far as
+    it had told.
+    """
+
+    mark: Mark
+    ranges: Ranges
+    source: str
+    inner_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreValue:
     """Answer to `StoreGet`; ``value`` is base64."""
 
@@ -437,11 +479,12 @@ class StoreValue:
 
 
 FromReplica = (
-    Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Ask | Leaving | Bye | StoreSet | StoreGet
+    Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Ask | Copied | Keeps | Leaving | Bye | StoreSet
+    | StoreGet
 )  # fmt: skip
 FromCoordinator = (
     Welcome | Refused | Hold | Start | Restore | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort
-    | Commit | Grant | Plan | StoreValue
+    | Commit | Grant | Plan | Keep | Inherit | StoreValue
 )  # fmt: skip
 
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}

@@ -93,6 +93,20 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Fetch a copy of a neighbour and keep it; answer with `Replica.keeps`."""
+
+    order: m.Keep
+
+
+@dataclass(frozen=True, slots=True)
+class Inherit:
+    """Its predecessor's units, the first to use, and where the copy is from which its work can be done again."""
+
+    order: m.Inherit
+
+
+@dataclass(frozen=True, slots=True)
 class Reborn:
     """This incarnation is gone: pending work is void. Hang up, and connect anew as a newcomer."""
 
@@ -131,6 +145,8 @@ Effect = (
     | Granted
     | Settled
     | Planned
+    | Keep
+    | Inherit
     | Reborn
     | GiveUp
     | Disconnect

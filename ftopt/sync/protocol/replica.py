@@ -18,7 +18,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import HISTORY
 from ftopt.sync.protocol.holding import Holding, Prepared, agree, greeting
 from ftopt.sync.protocol.holding import Identity as Identity
-from ftopt.sync.protocol.intervals import contains
+from ftopt.sync.protocol.intervals import contains, union
 from ftopt.sync.protocol.lease import Lease
 from ftopt.sync.protocol.orders import Adopt as Adopt
 from ftopt.sync.protocol.orders import Begin as Begin
@@ -27,6 +27,8 @@ from ftopt.sync.protocol.orders import Effect as Effect
 from ftopt.sync.protocol.orders import Fetch as Fetch
 from ftopt.sync.protocol.orders import GiveUp as GiveUp
 from ftopt.sync.protocol.orders import Granted as Granted
+from ftopt.sync.protocol.orders import Inherit as Inherit
+from ftopt.sync.protocol.orders import Keep as Keep
 from ftopt.sync.protocol.orders import Notice as Notice
 from ftopt.sync.protocol.orders import Planned as Planned
 from ftopt.sync.protocol.orders import Reborn as Reborn
@@ -228,6 +230,16 @@ class Replica:
         """The trainer will soon have used all its units."""
         return self.lease.ask() if self.welcomed else []
 
+    # ------------------------------------------------------------ copies for a replacement
+
+    def copied(self, serial: int, versions: tuple[int, ...]) -> list[Effect]:
+        """A copy of this replica, based on these versions of the fragments, can be fetched from here."""
+        return [Send(m.Copied(serial, versions))] if self.welcomed else []
+
+    def keeps(self, order: m.Keep) -> list[Effect]:
+        """The copy that was to be kept is here."""
+        return [Send(m.Keeps(order.mark, order.serial))] if self.welcomed else []
+
     # ------------------------------------------------------------ the reducer and the fetcher
 
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> list[Effect]:
@@ -356,6 +368,11 @@ class Replica:
                 return self.lease.granted(message)
             case m.Plan():
                 return self._take_plan(message)
+            case m.Keep():
+                return [Keep(message)]
+            case m.Inherit():
+                self.lease.held = union(self.lease.held, message.ranges)
+                return [Inherit(message)]
         return []
 
     def _take_plan(self, plan: m.Plan) -> list[Effect]:

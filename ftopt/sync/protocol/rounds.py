@@ -405,10 +405,12 @@ class Rounds:
         self.history.pop(a.version - HISTORY, None)
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
         holders = [mark for mark in a.members if a.prepared[mark[0]] == digest]
-        for mark in holders:
+        for mark in a.members:
             member = self.roster.members.get(mark[0])
             if member is not None and member.mark == mark:
-                member.held[self.fragment] = self.at
+                member.counted[self.fragment] = a.version
+                if mark in holders:
+                    member.held[self.fragment] = self.at
         for member in self.roster.connected():
             if not self.holds(member):
                 self.catch_up.add(member.replica)

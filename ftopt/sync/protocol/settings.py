@@ -27,6 +27,9 @@ class Sync:
             nothing with them, while another one has nothing left to train on. Default None: ``forget_s``.
         norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
             steps stay pending. Counts with two peers at least. Default 100: a spoilt replica, no noisy one; None: off.
+        recover: what becomes of the inner steps that a dead replica had not handed in. ``drop`` (default): its samples
+            are others' to train on. ``replay``: a neighbour keeps a copy of what it was at the start of its round, and
+            the process that comes in its place does its steps again; see ``docs/replay.md``.
         codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4`` or
             ``top_k:FRACTION:BITS``, see ``docs/codecs.md``.
         error_feedback: how much of what a lossy codec left out of one contribution goes with the next (beta of
@@ -47,6 +50,7 @@ class Sync:
     forget_s: float = 600.0
     tail_s: float | None = None
     norm_limit: float | None = 100.0
+    recover: str = "drop"
     codec: str = "fp32"
     error_feedback: float = 1.0
     backend: str = "gloo"
@@ -75,6 +79,8 @@ class Sync:
             )
         if self.norm_limit is not None and not self.norm_limit > 1:
             raise ValueError(f"sync.norm_limit={self.norm_limit:g}; must be null or above 1; 100 is generous")
+        if self.recover not in ("drop", "replay"):
+            raise ValueError(f"sync.recover={self.recover!r}; allowed: drop, replay")
         if self.codec.partition(":")[0] not in CODECS:
             raise ValueError(f"sync.codec={self.codec!r}; allowed: {', '.join(CODECS)} (top_k:0.01:4)")
         if not 0 <= self.error_feedback <= 1:

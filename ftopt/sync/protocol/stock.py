@@ -38,6 +38,15 @@ class Stock:
         """More units."""
         self._queue.extend(ranges)
 
+    def grant_first(self, ranges: Ranges) -> None:
+        """These come before all others, in this order."""
+        self._queue.extendleft(reversed(ranges))
+
+    def spend(self, ranges: Ranges) -> None:
+        """Queued units that steps have used which this replica has taken over."""
+        self._queue = deque(x for part in self._queue for x in subtract((part,), ranges))
+        self._used = union(self._used, ranges)
+
     def take(self) -> int | None:
         """The next unit; None when the queue is empty."""
         if not self._queue:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ftopt import rng
-from ftopt.checkpoint.tree import decode, encode
 from ftopt.errors import UserError
+from ftopt.tree import decode, encode
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
 KEYS = st.text(max_size=3) | st.integers(-3, 3)

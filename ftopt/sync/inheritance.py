@@ -1,0 +1,78 @@
+"""What a replica leaves to the process that comes in its place (``recover: replay``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ftopt.sync.protocol.intervals import Ranges, intersect, subtract, union
+from ftopt.sync.protocol.messages import Mark
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What a replica was at the start of a round.
+
+    Args:
+        mark: which one.
+        versions: of the committed state that it was based on, one a fragment.
+        used: units that its pending steps had used.
+        queue: units that it held besides, in the order in which they would have been used.
+        text: plain values, JSON.
+        tensors: named in the text.
+    """
+
+    mark: Mark
+    versions: tuple[int, ...]
+    used: Ranges
+    queue: Ranges
+    text: str
+    tensors: Mapping[str, Tensor]
+
+    def meta(self) -> dict[str, str]:
+        """All but the tensors, to be sent beside them."""
+        about = {"mark": self.mark, "versions": self.versions, "used": self.used, "queue": self.queue}
+        return {"copy": json.dumps(about, separators=(",", ":")), "text": self.text}
+
+    @classmethod
+    def of(cls, meta: dict[str, str], tensors: Mapping[str, Tensor]) -> Copy:
+        """The reverse. ValueError: it is none."""
+        try:
+            about, text = json.loads(meta["copy"]), meta["text"]
+            (replica, incarnation), versions = about["mark"], tuple(int(v) for v in about["versions"])
+            used, queue = _ranges(about["used"]), _ranges(about["queue"])
+            return cls((str(replica), int(incarnation)), versions, used, queue, text, tensors)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"it is no copy of a replica: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a newcomer takes over of the one whose name it has.
+
+    Args:
+        copy: of that one.
+        inner_step: how far it had come, as far as it had told.
+        fetch_s: seconds that fetching the copy took.
+    """
+
+    copy: Copy
+    inner_step: int
+    fetch_s: float
+
+
+def in_order(ranges: Ranges, inherited: Inherited | None) -> Ranges:
+    """The units of ``ranges``: first those that the copy had used or queued, in its order, then those granted since."""
+    if inherited is None:
+        return ranges
+    known = (*inherited.copy.used, *inherited.copy.queue)
+    ordered = tuple(part for each in known for part in intersect((each,), ranges))
+    return (*ordered, *subtract(ranges, union(ordered)))
+
+
+def _ranges(value: Any) -> Ranges:
+    return tuple((int(start), int(stop)) for start, stop in value)
