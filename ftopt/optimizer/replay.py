@@ -75,6 +75,7 @@ def _of_fragment(outer: OuterStep, fragment: Fragment, base: Base, copies: Copie
     return {
         "steps": steps,
         "tokens": outer.tokens - base.tokens,
+        "marked_ago": outer.local_steps - fragment.marked_step,
         "params": view.read(copies.room((view.numel,), torch.float32, view.device)) if steps else None,
         "base": fragment.start if steps else None,
         "residuals": {units: of_residual(left) for units, left in base.residuals.items()},
@@ -98,7 +99,8 @@ def take_up(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherit
         if part["params"] is not None:
             _move(fragment, part["params"], part["base"])
         add_residuals(fragment, part["residuals"])
-        outer.mark(fragment, anew=True)
+        outer.mark(fragment, anew=False)
+        fragment.marked_step -= part["marked_ago"]
     inner_state.restore(inner, model, value["inner"], groups=False)
     for name, buffer in buffers(model):
         buffer.copy_(value["buffers"][uncompiled(name)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ import ftopt
 from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup
+from ftopt.telemetry.jsonl import record_of
+from ftopt.telemetry.samples import list_units
 from tests.optimizer.running import PATIENT, together
 
 SYNC = replace(PATIENT, recover="replay", start_replicas=3)
@@ -69,6 +72,10 @@ class Job:
             if group.replica == "r0":
                 self.digests.append(optimizer.anchor_digest())
 
+    def wait_for_copy(self, replica: str, versions: list[int]) -> None:
+        """Until a neighbour keeps the copy that the replica has made at these versions."""
+        until(lambda: any((e.replica, e.data["versions"]) == (replica, versions) for e in self.told("kept")))
+
     def told(self, name: str) -> list[Event]:
         return [event for event in self.events if event.event == name]
 
@@ -80,8 +87,20 @@ def fault_free(method: Callable[[], Any], rounds: int, **options: Any) -> Job:
     return job
 
 
-def with_a_death(method: Callable[[], Any], rounds: int, *, dies_at: int, **options: Any) -> Job:
-    """``r1`` dies after so many steps. The others stand still until its replacement has done as many."""
+def with_a_death(
+    method: Callable[[], Any],
+    rounds: int,
+    *,
+    dies_at: int,
+    again: int,
+    versions: list[int] | None = None,
+    spoil: Callable[[Job, list[ReplicaGroup]], None] = lambda job, groups: None,
+    **options: Any,
+) -> Job:
+    """``r1`` dies after so many steps. The others stand still until its replacement has done ``again`` steps.
+
+    ``versions``: of the copy that is kept by then. ``spoil``: what happens before the replacement comes.
+    """
     job = Job(method, **options)
     groups = job.groups()
     dead, caught_up = threading.Event(), threading.Event()
@@ -89,18 +108,21 @@ def with_a_death(method: Callable[[], Any], rounds: int, *, dies_at: int, **opti
     def first_life() -> None:
         def at(step: int) -> None:
             if step == dies_at:
+                if versions is not None:
+                    job.wait_for_copy("r1", versions)
                 raise Died
 
         with pytest.raises(Died):
             job.run(_Mute(groups[1]), rounds, at)  # type: ignore[arg-type]
         groups[1].close()
+        spoil(job, groups)
         dead.set()
 
     def second_life() -> None:
         assert dead.wait(30)
 
         def at(step: int) -> None:
-            if step == dies_at % ROUND:
+            if step == again:
                 caught_up.set()
 
         job.run(groups[3], rounds, at)
@@ -114,6 +136,13 @@ def with_a_death(method: Callable[[], Any], rounds: int, *, dies_at: int, **opti
 
     together([lambda: survivor(groups[0]), first_life, lambda: survivor(groups[2]), second_life])
     return job
+
+
+def until(there: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 class _Mute:
@@ -146,7 +175,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", METHODS)
 def test_the_replacement_makes_the_job_what_it_would_have_been_bit_for_bit(name: str) -> None:
     whole = fault_free(METHODS[name], 4)
-    job = with_a_death(METHODS[name], 4, dies_at=2 * ROUND + 3)
+    job = with_a_death(METHODS[name], 4, dies_at=2 * ROUND + 3, again=3, versions=[2])
     assert job.digests == whole.digests
     assert job.losses["r1", 2][:3] == job.losses["r1", 1][-3:]  # the very steps
     assert job.losses["r1", 2] == whole.losses["r1", 1][2 * ROUND :]
@@ -155,10 +184,114 @@ def test_the_replacement_makes_the_job_what_it_would_have_been_bit_for_bit(name:
     assert replay.data["pending_by_fragment"] == [0]
 
 
-def test_the_samples_of_a_dead_replica_are_in_one_commit_each() -> None:
-    job = with_a_death(METHODS["DiLoCo"], 4, dies_at=2 * ROUND + 2)
-    ranges = [
-        part for event in job.told("decide") for parts in event.data["ranges"].values() for part in parts
-    ]  # fmt: skip
-    units = [unit for start, stop in ranges for unit in range(start, stop)]
-    assert len(units) == len(set(units)) == 3 * 4 * ROUND
+def test_error_feedback_is_inherited_too() -> None:
+    method = METHODS["DiLoCo"]
+    whole = fault_free(method, 4, codec="fp4")
+    job = with_a_death(method, 4, dies_at=2 * ROUND + 3, again=3, versions=[2], codec="fp4")
+    assert job.losses["r1", 2] == whole.losses["r1", 1][2 * ROUND :]
+
+
+def test_overlapping_outer_steps_leave_pending_work_which_is_inherited_as_it_is() -> None:
+    def method() -> Any:
+        return ftopt.StreamingDiLoCo(sync_every=8, fragments=ftopt.Strided(n=2), delay=1, patience_s=60.0)
+
+    whole = fault_free(method, 3)
+    job = with_a_death(method, 3, dies_at=15, again=2, versions=[1, 2])
+    (replay,) = job.told("replay")
+    assert replay.data["pending_by_fragment"] == [5, 1]
+    assert job.losses["r1", 2] == whole.losses["r1", 1][13:]
+    assert job.digests == whole.digests
+
+
+def test_workers_load_the_inherited_batches_in_their_order() -> None:
+    method = METHODS["DiLoCo"]
+    job = with_a_death(method, 3, dies_at=ROUND + 3, again=3, versions=[1], workers=1)
+    assert job.losses["r1", 2][:3] == job.losses["r1", 1][-3:]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp4"])
+def test_the_samples_of_a_dead_replica_are_in_one_commit_each(codec: str) -> None:
+    job = with_a_death(METHODS["DiLoCo"], 4, dies_at=2 * ROUND + 2, again=2, versions=[2], codec=codec)
+    once(job, 3 * 4 * ROUND)
+
+
+def once(job: Job, count: int | None = None) -> None:
+    """Every unit that was committed is in one commit, and there are so many."""
+    entries = list_units([record_of(event) for event in job.events])
+    assert {entry.times for entry in entries} == {1}
+    assert count in (None, sum(entry.stop - entry.start for entry in entries))
+
+
+def test_before_the_first_round_has_ended_there_is_nothing_to_go_on_from() -> None:
+    job = with_a_death(METHODS["DiLoCo"], 3, dies_at=2, again=1)
+    assert not job.told("replay") and not job.told("replay_failed")
+    once(job)
+
+
+def test_a_copy_is_void_when_a_later_contribution_is_in_a_commit() -> None:
+    """It has died between that commit and the next copy: what the copy knows is counted."""
+    job = Job(METHODS["DiLoCo"])
+    groups = job.groups()
+    dead = threading.Event()
+
+    def first_life() -> None:
+        def at(step: int) -> None:
+            if step == 2 * ROUND:
+                raise Died
+
+        class Silent(_Mute):
+            def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Any) -> None:
+                if versions == (1,):
+                    self._group.offer_copy(versions, text, tensors)
+
+        with pytest.raises(Died):
+            job.run(Silent(groups[1]), 4, at)  # type: ignore[arg-type]
+        groups[1].close()
+        dead.set()
+
+    def second_life() -> None:
+        assert dead.wait(30)
+        job.run(groups[3], 4)
+
+    def survivor(group: ReplicaGroup) -> None:
+        def at(step: int) -> None:
+            if step == 2 * ROUND + 1:
+                assert dead.wait(30)
+                until(lambda: bool([e for e in job.told("join") if e.incarnation == 2]))
+
+        job.run(group, 4, at)
+
+    together([lambda: survivor(groups[0]), first_life, lambda: survivor(groups[2]), second_life])
+    assert not job.told("replay")
+    once(job)
+
+
+def test_when_the_keeper_is_gone_too_its_samples_are_still_trained_on() -> None:
+    def spoil(job: Job, groups: list[ReplicaGroup]) -> None:
+        groups[2].cut(0.3)  # type: ignore[attr-defined]
+        until(lambda: any(e.replica == "r2" for e in job.told("lost")))
+
+    job = with_a_death(METHODS["DiLoCo"], 3, dies_at=ROUND + 2, again=1, versions=[1], spoil=spoil)
+    assert not job.told("replay")
+    once(job)
+
+
+def test_a_damaged_copy_is_refused_and_the_samples_are_trained_on() -> None:
+    def spoil(job: Job, groups: list[ReplicaGroup]) -> None:
+        keeper: Any = groups[2]
+        (copy,) = keeper.neighbour._kept.values()
+        next(t for name, t in copy.tensors.items() if name.startswith("inner")).view(-1)[0] += 1
+
+    job = with_a_death(METHODS["DiLoCo"], 3, dies_at=ROUND + 2, again=1, versions=[1], spoil=spoil)
+    (failed,) = job.told("replay_failed")
+    assert "damaged" in failed.data["reason"]
+    assert not job.told("replay")
+    once(job)
+
+
+def test_without_a_ledger_it_is_refused() -> None:
+    model = deepcopy(MODEL)
+    group = local_groups(1, sync=replace(SYNC, start_replicas=1))[0]
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, METHODS["DiLoCo"](), group=group)
+    with pytest.raises(ftopt.UserError, match=r"sync\.recover=replay needs a sample ledger"), optimizer:
+        pass

@@ -69,7 +69,8 @@ class CatchUp:
                 lack.told, lack.sourced = at, bool(sources)
                 if sources:
                     member.hopes[self.fragment] = at
-                member.newcomer.add(self.fragment)
+                if not member.heir or member.counted:  # an heir is as far as its predecessor was: no latecomer
+                    member.newcomer.add(self.fragment)
                 effects.append(Send(member.conn, m.Behind(at, sources, lack.heal)))
         return effects
 

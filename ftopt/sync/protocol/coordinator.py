@@ -209,6 +209,7 @@ class Coordinator:
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if heritage is None:
             return effects + self._admit(now, conn, hello)
+        self.roster.members[hello.replica].heir = True
         effects += self._admit(now, conn, replace(hello, claim=heritage.ranges))
         return [*effects, Send(conn, heritage)]
 
@@ -314,7 +315,7 @@ class Coordinator:
             case m.Copied():
                 return self.members.neighbours.copied(member, message)
             case m.Keeps():
-                self.members.neighbours.keeps(member, message)
+                return self.members.neighbours.keeps(member, message)
             case m.Leaving():
                 member.leaving = True
             case m.Bye():

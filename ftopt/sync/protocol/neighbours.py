@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.effects import Effect, Send
+from ftopt.sync.protocol.effects import Effect, Send, Tell
 from ftopt.sync.protocol.roster import Member, Roster
 
 
@@ -51,11 +51,14 @@ class Neighbours:
         self._copies[member.replica] = _Copies(member.mark, keeper.mark, message, kept)
         return [Send(keeper.conn, m.Keep(member.mark, message.serial, member.address))]
 
-    def keeps(self, member: Member, message: m.Keeps) -> None:
+    def keeps(self, member: Member, message: m.Keeps) -> list[Effect]:
         """A keeper has fetched a copy."""
         copies = self._copies.get(message.mark[0])
-        if copies is not None and (copies.mark, copies.keeper) == (message.mark, member.mark):
-            copies.kept = copies.told if copies.told.serial == message.serial else None
+        if copies is None or (copies.mark, copies.keeper) != (message.mark, member.mark):
+            return []
+        copies.kept = copies.told if copies.told.serial == message.serial else None
+        data = {"keeper": member.replica, "versions": list(copies.told.versions)}
+        return [Tell("kept", *copies.mark, data=data)] if copies.kept else []
 
     def lost(self, member: Member) -> None:
         """A keeper is away: it drops what it keeps."""

@@ -39,6 +39,8 @@ class Member:
     """It goes as soon as another one holds what it holds."""
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
+    heir: bool = False
+    """It does the steps of a dead one again."""
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
     busy_since_s: float | None = None
