@@ -56,7 +56,7 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
     digests = summary["anchor_digests"]
     alike = "alike" if len(set(digests.values())) <= 1 else "NOT ALIKE"
     stall = summary["stall_s"]
-    inherited = f" + from the checkpoint {steps}" if (steps := summary["inner_steps_inherited"]) else ""
+    inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
     lines = [
         f"outer steps {summary['outer_steps']}, attempts {summary['attempts']}, aborted {summary['attempts_aborted']}",
         f"inner steps executed {summary['inner_steps_executed']}{inherited}"
@@ -69,6 +69,12 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
     ]
     if stall is not None:
         lines.append(f"stalls: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
+    if (replay := summary["replay"]) is not None:
+        lines.append(
+            f"replay: {replay['steps']} inner steps of {replay['replicas']} dead replicas done again in "
+            f"{replay['seconds']:.1f} s, copies fetched in {replay['fetch_s']:.2f} s; {replay['copies']} copies of "
+            f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB cost {replay['copy_s']:.2f} s of training"
+        )
     if summary["val_loss_final"] is not None:
         lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f} nats")
     if summary["val_accuracy_final"] is not None:

@@ -5,9 +5,9 @@ On each fragment every executed inner step is in exactly one place::
     executed + inherited = committed + pending + dead + discarded + survivors' lost
 
 ``executed`` counts the replicas' own lines less the steps that they have undone, ``inherited`` what was pending in the
-checkpoint that a run goes on from, ``committed`` the coordinator's decisions, ``pending`` what each survivor says at
-its end, ``dead`` the rest of the incarnations that died. So ``survivor_inner_steps_lost`` is a check: nothing makes it
-0 but each step being counted once.
+checkpoint that a run goes on from, or in the copy of a replica that another process has replaced, ``committed`` the
+coordinator's decisions, ``pending`` what each survivor says at its end, ``dead`` the rest of the incarnations that
+died. So ``survivor_inner_steps_lost`` is a check: nothing makes it 0 but each step being counted once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
     for event in by_name["undone"]:
         executed[_mark(event)] -= int(_data(event)["steps"])
     ends = {_mark(event): event for event in by_name["end"]}
-    inherited = _inherited(by_name["resumed"])
+    inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
     survivors_end = {mark: event for mark, event in ends.items() if mark not in dead}
     discards = by_name["discarded"]
     books = [
@@ -66,6 +66,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         "dead_inner_steps_lost": book.lost_by_dead,
         "inner_steps_discarded": book.discarded,
         "inner_steps_counted_twice": max(b.twice for b in books),
+        "replay": _replay(by_name),
         "chain_conflicts": conflicts,
         **count_samples(events),
         **_scores(by_name["evaluate"], dead),
@@ -143,12 +144,33 @@ def _both(a: Counter[Mark], b: Counter[Mark]) -> Counter[Mark]:
 
 
 def _inherited(resumed: Iterable[Record]) -> dict[int, Counter[Mark]]:
-    """Per fragment, the inner steps that each incarnation has brought from a checkpoint, uncounted."""
+    """Per fragment, the inner steps that each incarnation has brought from a checkpoint, or a copy, uncounted."""
     found: dict[int, Counter[Mark]] = defaultdict(Counter)
     for event in resumed:
         for fragment, steps in enumerate(_data(event)["pending_by_fragment"]):
             found[fragment][_mark(event)] = steps
     return found
+
+
+def _replay(by_name: Mapping[str, list[Record]]) -> dict[str, float] | None:
+    """What ``recover: replay`` has saved, and what it has cost; None in a run without it.
+
+    ``replicas`` replaced, their ``steps`` done again in ``seconds``; ``copies`` of ``copy_bytes`` in all, which kept
+    the training threads for ``copy_s``, ``fetch_s`` for those that were used.
+    """
+    copied = [_data(event) for event in by_name["copied"]]
+    if not copied:
+        return None
+    replays, ended = ([_data(event) for event in by_name[name]] for name in ("replay", "replayed"))
+    return {
+        "replicas": len(replays),
+        "steps": sum(int(data["steps"]) for data in ended),
+        "seconds": round(sum(float(data["seconds"]) for data in ended), 4),
+        "fetch_s": round(sum(float(data["fetch_s"]) for data in replays), 4),
+        "copies": len(copied),
+        "copy_bytes": sum(int(data["bytes"]) for data in copied),
+        "copy_s": round(sum(float(data["stall_s"]) for data in copied), 4),
+    }
 
 
 def _pending(end: Record, fragment: int) -> int:

@@ -128,6 +128,8 @@ def sentence(record: Record) -> str | None:
         "damaged": f"{who}: memory of version {record.get('version')} has changed; it fetches it anew",
         "outlier": f"{who} weighs nothing: {data.get('reason')}",
         "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
+        "replay": f"{who} does {data.get('steps')} inner steps of incarnation {data.get('of', [0, 0])[1]} again",
+        "replay_failed": f"{who} goes on without what its predecessor has done: {data.get('reason')}",
         "rollback": f"went back to version {record.get('version')}",
     }
     if name == "spawn" and data.get("life", 1) > 1:

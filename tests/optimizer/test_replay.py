@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.samples import list_units
+from tests.job.running import until
 from tests.optimizer.running import PATIENT, together
 
 SYNC = replace(PATIENT, recover="replay", start_replicas=3)
@@ -136,13 +136,6 @@ def with_a_death(
 
     together([lambda: survivor(groups[0]), first_life, lambda: survivor(groups[2]), second_life])
     return job
-
-
-def until(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class _Mute:

@@ -1,0 +1,40 @@
+"""`sync.recover: replay` in a run of real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ftopt.telemetry.jsonl import read
+from tests.job.running import Start, events_of, folder_of, summary_of
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_steps_of_a_killed_replica_are_done_again_bit_for_bit(tmp_path: Path, start: Start) -> None:
+    """Dropout and all. A quorum needs all three, so that the round stays open until the replacement is there."""
+    status, error = start(
+        tmp_path,
+        "sync.recover=replay",
+        "sync.min_replicas=3",
+        "model.dropout=0.2",
+        "data.sampling=once",
+        "data.epochs=null",
+        "train.inner_steps=100",
+        "faults=[{replica: 1, at_step: 57, point: inner, do: kill, rejoin_s: 0.1}]",
+    ).wait()
+    assert status == 0, error
+    first, second = [], []
+    for line in read(folder_of(tmp_path).steps("r1")):
+        (first if line["incarnation"] == 1 else second).append((line["inner_step"], line["loss"], line["lr"]))
+    done = first[40:]
+    assert len(done) == 16 and second[: len(done)] == done
+    (replay,) = events_of(tmp_path, "replay")
+    summary = summary_of(tmp_path)
+    costs = summary["replay"]
+    assert (costs["replicas"], costs["steps"]) == (1, replay["data"]["steps"])
+    assert 0 < costs["steps"] <= len(done)  # as far as it had told
+    assert costs["copies"] >= 12 and costs["copy_bytes"] > 12 * 10_000
+    assert summary["survivor_inner_steps_lost"] == summary["inner_steps_counted_twice"] == 0
+    assert summary["samples_duplicated"] == summary["samples_lost"] == 0
