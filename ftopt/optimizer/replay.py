@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftopt import rng, tree
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.digest import digest
@@ -28,7 +27,9 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.optimizer.saved import buffers, of_residual
 from ftopt.optimizer.state import Base, Fragment
+from ftopt.rng import capture, restore
 from ftopt.sync.group import Inherited
+from ftopt.tree import decode, encode
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: Copies) ->
         "fragments": [_of_fragment(outer, f, base, copies) for f, base in zip(outer.fragments, bases, strict=True)],
         "inner": inner_state.capture(inner, model, copies),
         "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
-        "rng": rng.capture(),
+        "rng": capture(),
     }
     tensors: dict[str, Tensor] = {}
-    plain = tree.encode(value, tensors)
+    plain = encode(value, tensors)
     return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
 
 
@@ -104,7 +105,7 @@ def take_up(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherit
     inner_state.restore(inner, model, value["inner"], groups=False)
     for name, buffer in buffers(model):
         buffer.copy_(value["buffers"][uncompiled(name)])
-    rng.restore(value["rng"])
+    restore(value["rng"])
     steps = max(0, inherited.inner_step - int(value["inner_step"]))
     pending = tuple(outer.pending_steps(fragment.index) for fragment in outer.fragments)
     return Replay(inherited.copy.mark, steps, outer.inner_step() + steps, pending)
@@ -123,7 +124,7 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inheri
         outside = json.loads(copy.text)
         if outside["digest"] != digest(copy.tensors):
             raise ValueError("it was damaged on its way")
-        value: dict[str, Any] = tree.decode(outside["value"], copy.tensors)
+        value: dict[str, Any] = decode(outside["value"], copy.tensors)
         inner_state.check(inner, model, value["inner"])
         pairs = zip(outer.fragments, value["fragments"], strict=True)
         shapes = [_fits(fragment.view, part) for fragment, part in pairs]

@@ -90,7 +90,7 @@ async def _fetch_one(numel: int) -> None:
     assert got_meta == meta
     assert same(got, tensors)
     assert all(tensor.is_contiguous() for tensor in got.values())
-    assert served == [(0, meta)]
+    assert served == [("state/0", meta)]
     got["anchor"].zero_()
     assert torch.count_nonzero(tensors["anchor"])
 
@@ -133,11 +133,11 @@ def test_ranges_and_versions_are_answered_as_http_says() -> None:
 async def _refusals() -> None:
     meta, tensors = state()
 
-    def missing(fragment: int) -> tuple[Meta, dict[str, Tensor]]:
-        raise KeyError(fragment)
+    def missing(what: str) -> tuple[Meta, dict[str, Tensor]]:
+        raise KeyError(what)
 
-    def early(fragment: int) -> tuple[Meta, dict[str, Tensor]]:
-        raise LookupError
+    def early(what: str) -> tuple[Meta, dict[str, Tensor]]:
+        raise LookupError("no committed state yet")
 
     def old(meta: Meta) -> None:
         raise ValueError(f"version {meta['version']} is too old")
@@ -155,7 +155,7 @@ async def _refusals() -> None:
         ):
             with pytest.raises(ConnectionError, match=words):
                 await get([url], **options)
-        with pytest.raises(ConnectionError, match=r"404.*no fragment 0.*; .*503.*no committed state yet"):
+        with pytest.raises(ConnectionError, match=r"404.*no state.0.*; .*503.*no committed state yet"):
             await get([no_fragment, no_state])
         with pytest.raises(ConnectionError, match="no source to ask"):
             await get([])
@@ -189,7 +189,7 @@ async def _moving() -> None:
     states = [state(version, 3_000_000) for version in range(4)]
     asked = 0
 
-    def provider(fragment: int) -> tuple[Meta, dict[str, Tensor]]:
+    def provider(what: str) -> tuple[Meta, dict[str, Tensor]]:
         nonlocal asked
         asked += 1
         return states[min(asked, 3)]
@@ -204,7 +204,7 @@ async def _moving() -> None:
         async with session.get("/state/0", headers=headers | {"If-Match": begun}) as response:
             assert response.status == 206
         await get([url])
-        assert len(server._kept[0]) == 2  # the oldest is gone
+        assert len(server._kept["state/0"]) == 2  # the oldest is gone
         async with session.get("/state/0", headers=headers | {"If-Match": '"gone"'}) as response:
             assert response.status == 412
 
