@@ -23,13 +23,13 @@ from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.moments import moments
 from ftopt.optimizer.outer_step import OuterStep
-from ftopt.optimizer.replay import Replay, copy_of, take_up
+from ftopt.optimizer.replaying import Replays
 from ftopt.optimizer.resuming import Fallback, Resume, check, restore
 from ftopt.optimizer.reverting import Undone, revert
 from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
-from ftopt.sync.group import Foreign, GlobalBatch, Held, Inherited, ReplicaGroup
+from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
 
 _POLL_S = 0.005
 
@@ -70,9 +70,7 @@ class Core:
         self._ended_at: float | None = None
         self._said_detached = False
         self._last: LastStep | None = None
-        self.replay: Replay | None = None
-        self._replay_began = 0.0
-        self._copies: Copies | None = None
+        self.replays: Replays | None = None
         self._logs = [record_steps(optimizer) for optimizer in inner.optimizers]
         # Counted for the step to come.
         self._tokens = 0
@@ -123,8 +121,8 @@ class Core:
         group.emit("stepped", inner_step=outer.inner_step(), data=counted)
         told = self._clock()
         self._ended_at = ended
-        if self.replay is not None and outer.inner_step() >= self.replay.until:
-            self._end_replay(self.replay, group)
+        if self.replays is not None:
+            self.replays.stepped(outer)
         if outer.boundary(lr=lr):
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
@@ -213,45 +211,8 @@ class Core:
             self._rounds_taken = outer.rounds_taken
             if self.method is not None and self.method.inner_buffers == "reset":
                 self.inner.reset_state()
-            if self._copies is not None:
-                self._copy(outer, self._copies)
-
-    def _copy(self, outer: OuterStep, copies: Copies) -> None:
-        """A round begins: offers a copy of what this replica is."""
-        assert self.model is not None and self.group is not None
-        began = self._clock()
-        copies.again()
-        try:
-            text, tensors = copy_of(outer, self.inner, self.model, copies)
-        except UserError as error:
-            warnings.warn(f"sync.recover=replay: no copy of this replica can be made: {error}", stacklevel=4)
-            self._copies = None
-            return
-        self.group.offer_copy(tuple(f.taken.meta.version for f in outer.fragments), text, tensors)
-        size = len(text) + sum(t.numel() * t.element_size() for t in tensors.values())
-        data = {"bytes": size, "stall_s": self._clock() - began}
-        self.group.emit("copied", inner_step=outer.inner_step(), data=data)
-
-    def _take_up(self, outer: OuterStep, group: ReplicaGroup, inherited: Inherited) -> None:
-        """Goes on in the place of a replica that has died."""
-        assert self.model is not None
-        mark, used = list(inherited.copy.mark), inherited.copy.used
-        try:
-            self.replay = replay = take_up(outer, self.inner, self.model, inherited)
-        except ValueError as error:
-            group.emit("replay_failed", data={"of": mark, "reason": str(error)})
-            return
-        if group.units is not None and any(replay.pending):
-            group.units.spend(used)
-        size = sum(t.numel() * t.element_size() for t in inherited.copy.tensors.values())
-        data = {"of": mark, "steps": replay.steps, "pending_by_fragment": list(replay.pending), "bytes": size}
-        group.emit("replay", inner_step=outer.inner_step(), data={**data, "fetch_s": inherited.fetch_s})
-        self._replay_began = self._clock()
-
-    def _end_replay(self, replay: Replay, group: ReplicaGroup) -> None:
-        self.replay = None
-        data = {"of": list(replay.of), "steps": replay.steps, "seconds": self._clock() - self._replay_began}
-        group.emit("replayed", data=data)
+            if self.replays is not None:
+                self.replays.copy(outer)
 
     def sync(self) -> bool:
         """A round now; see `OuterOptimizer.sync`."""
@@ -291,13 +252,11 @@ class Core:
         views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
         outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
         if self.group.sync.recover == "replay":
-            self._check_replayable(self.group)
-            self._copies = Copies()
+            self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         fetched = self._join(outer, self.model, self.group)
         self.outer = outer
-        if (inherited := self.group.inherited()) is not None:
-            self._take_up(outer, self.group, inherited)
-            fetched = True
+        if self.replays is not None:
+            fetched |= self.replays.inherit(outer)
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
             self.group.units.when_dry(self._offer_rest)
@@ -363,20 +322,6 @@ class Core:
                 f"method {method.name} with sync_every={method.sync_every} in a job with a global batch; that is for a "
                 "method that averages gradients, and nothing else, before each step: use ftopt.SyncSGD(), or leave "
                 "global_batch out"
-            )
-
-    def _check_replayable(self, group: ReplicaGroup) -> None:
-        """Raises UserError where steps could not be done again."""
-        if group.units is None:
-            raise UserError(
-                "sync.recover=replay needs a sample ledger, to know what a dead replica has trained on; draw batches "
-                "from ftopt.DataLoader(..., group=group) (data.sampling=once in a recipe), made before `with "
-                "optimizer:`, or use sync.recover=drop"
-            )
-        if self.method is not None and self.method.gradients is not None:
-            raise UserError(
-                f"sync.recover=replay with method {self.method.name}, whose replicas exchange gradients in each step; "
-                "use sync.recover=drop"
             )
 
     def _offer_rest(self) -> None:

@@ -245,7 +245,7 @@ class OuterOptimizer(Optimizer):
 
         True at the start, when its random number generators are in place: do not seed them anew then.
         """
-        return self._core.replay is not None
+        return self._core.replays is not None and self._core.replays.under_way is not None
 
     @property
     def inner_step(self) -> int:
