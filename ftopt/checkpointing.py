@@ -64,6 +64,9 @@ class Checkpoints:
         optimizer: what `ftopt.wrap` has made; not started yet.
         every: outer steps (of fragment 0) from one checkpoint to the next, >= 1. Default 5. None: it writes none.
         keep: so many are kept, >= 1. Default 2.
+
+    Raises:
+        UserError: ``folder`` is a file.
     """
 
     def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
@@ -73,6 +76,8 @@ class Checkpoints:
         if group is None:
             raise ValueError("the optimizer is a copy without a group; give the one that ftopt.wrap() made")
         self._folder = Path(folder)
+        if self._folder.exists() and not self._folder.is_dir():
+            raise UserError(f"checkpoints go into a folder, and {folder} is a file; give another name")
         self._optimizer = optimizer
         self._group = group
         self._every = every

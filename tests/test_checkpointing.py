@@ -35,10 +35,11 @@ from ftopt import (
     wrap,
 )
 from ftopt.checkpoint.manifest import NAME
-from ftopt.checkpoint.reader import Checkpoint, whole
+from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.methods import Method
 from ftopt.sync.protocol.samples import Samples
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
+from tests.checkpoint.parts import FullDisk
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
 
@@ -373,6 +374,27 @@ def test_settings_are_checked(tmp_path: Path) -> None:
         Checkpoints(tmp_path, optimizer, every=0)
     with pytest.raises(ValueError, match="a copy without a group"):
         Checkpoints(tmp_path, copy.deepcopy(optimizer))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file; give another name"):
+        Checkpoints(tmp_path / "file", optimizer)
+
+
+def test_a_full_disk_stops_no_training_and_the_checkpoint_before_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is room for a few parts a replica."""
+    plenty = run(tmp_path / "plenty", LocalSGD(sync_every=2), names=("r0", "r1"))
+    part = sum(path.stat().st_size for path in whole(tmp_path / "plenty")[0].glob("*r0*"))
+    rooms = iter((3 * part, 4 * part))
+    events: list[Event] = []
+    with monkeypatch.context() as patch, caplog.at_level("WARNING", logger="ftopt.checkpoint"):
+        patch.setattr("ftopt.checkpoint.writer.Disk", lambda: FullDisk(next(rooms)))
+        full = run(tmp_path / "full", LocalSGD(sync_every=2), names=("r0", "r1"), keep=1, on_event=events.append)
+    assert all(torch.equal(a.params, b.params) for a, b in zip(full, plenty, strict=True))
+    (found,) = whole(tmp_path / "full")
+    assert 0 < verified(found).manifest.version < 12
+    failed = {event.replica for event in events if event.event == "checkpoint_failed"}
+    assert failed and len(caplog.records) == len(failed), "one warning a replica"
 
 
 def test_buffers_and_counters_of_a_replica_come_back(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Writer:
         self._idle = threading.Event()
         self._idle.set()
         self._warned = False
+        self._given_up: list[Path] = []  # checkpoints that lack this replica's part for good
         self._thread: threading.Thread | None = None
 
     def idle(self, version: int, attempt: int) -> bool:
@@ -80,7 +81,10 @@ class Writer:
     def write(self, part: Part) -> None:
         """Writes a part and what follows from it, on the caller's thread. What goes wrong is told, never raised."""
         try:
+            self._make_room()
+            self._given_up.append(self._folder / part.label)
             _write(self._disk, self._folder / part.label, part)
+            self._given_up.pop()
             manifest = _complete(self._disk, self._folder / part.label, part)
             self._warned = False
             if manifest is not None:
@@ -96,6 +100,13 @@ class Writer:
         except Exception as error:
             _log.exception("the checkpoint %s", part.label)
             self._failed(part.label, repr(error))
+
+    def _make_room(self) -> None:
+        """Removes what this replica has failed to write its part of: as a member it is missing there, so that none of
+        these can become whole, and the parts of others take the room that the next one needs."""
+        for path in self._given_up:
+            _remove(self._disk, path)
+        self._given_up = [path for path in self._given_up if path.exists()]
 
     def _work(self) -> None:
         while (part := self._parts.get()) is not None:

@@ -59,6 +59,7 @@ class RunView:
     aborted: int = 0
     val_loss: float | None = None
     held: str = ""
+    checkpoints_fail: bool = False
 
     def row(self, replica: str) -> Row:
         """The row of a replica, made when it is new."""
@@ -80,6 +81,10 @@ class RunView:
             if data["text"] == self.held:
                 return None  # Each replica is told the same.
             self.held = data["text"]
+        if name in ("checkpoint", "checkpoint_failed"):
+            told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"
+            if told:
+                return None  # Once, until one succeeds again.
         if name == "rollback" and self.inner_step >= self.inner_steps:
             return None  # The last holders have left because the job is done.
         return sentence(record)
@@ -130,7 +135,8 @@ def sentence(record: Record) -> str | None:
         "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
         "replay": f"{who} does {data.get('steps')} inner steps of incarnation {data.get('of', [0, 0])[1]} again",
         "replay_failed": f"{who} goes on without what its predecessor has done: {data.get('reason')}",
-        "rollback": f"went back to version {record.get('version')}",
+        "rollback": f"nobody holds version {record.get('version')} any more",
+        "restore": f"{who} goes on from the checkpoint of version {record.get('version')}",
     }
     if name == "spawn" and data.get("life", 1) > 1:
         return f"{who} is started again"

@@ -107,8 +107,20 @@ def test_a_full_disk_is_one_warning_and_the_one_before_stands(
     ]
     assert "No space left on device" in told.reasons()[0]
     assert verified(tmp_path).manifest.version == 5
-    leftover = sum(path.stat().st_size for path in tmp_path.glob("v00000020*/*"))
-    assert leftover <= max(0, room)
+    only_the_manifest_failed = ["v00000010"] if room == 2000 else []
+    assert sorted(path.name[:9] for path in tmp_path.iterdir()) == ["v00000005", *only_the_manifest_failed, "v00000020"]
+    assert not list(tmp_path.glob("v00000020*/*"))
+
+
+def test_the_others_parts_of_what_one_could_not_write_do_not_take_the_next_one_s_room(tmp_path: Path) -> None:
+    """There is room for one part less than two checkpoints have."""
+    (full, told), (other, _) = writer(tmp_path, disk=FullDisk(0)), writer(tmp_path)
+    for version in (5, 10):
+        other.write(part("r1", version=version, members=2))
+        full.write(part("r0", version=version, members=2))
+    assert told.names() == ["checkpoint_failed"] * 2
+    assert not list(tmp_path.glob("v00000005*"))
+    assert [path.name for path in tmp_path.glob("v00000010*/*.json")] == ["replica-r1.json"]
 
 
 def test_after_a_full_disk_the_next_one_is_written(tmp_path: Path) -> None:

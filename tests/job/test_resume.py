@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def every_sample_once(runs: list[tuple[RunFolder, int]], last: Checkpoint, summa
     assert summary["samples_duplicated"] == summary["samples_lost"] == 0
 
 
-def killed_and_resumed(folder: Path, start: Start, moments: int, replicas: list[int], *data: str) -> None:
+def killed_and_resumed(
+    folder: Path, start: Start, moments: int, replicas: list[int], *data: str, workers: Sequence[int] = (0,)
+) -> None:
     """Kills everything at random moments of a job, goes on with as many replicas as the list says, and ends it."""
     chance, store = random.Random(SEED), folder / "store"
     settings = [f"checkpoint.dir={store}", "checkpoint.every=1", "method.sync_every=5", "data.sampling=once", *data]
@@ -86,6 +89,7 @@ def killed_and_resumed(folder: Path, start: Start, moments: int, replicas: list[
     for moment in range(moments):
         resume = [f"checkpoint.resume={store}"] if went else []
         more = [*settings, *resume, "train.inner_steps=1000000", f"replicas={replicas[moment % len(replicas)]}"]
+        more.append(f"data.workers={workers[moment % len(workers)]}")
         known = runs(folder)
         run = start(folder, *more, leave_out="replicas")
         here = after_a_checkpoint(folder, known, chance.randint(0, 60))
@@ -98,7 +102,7 @@ def killed_and_resumed(folder: Path, start: Start, moments: int, replicas: list[
         point = found.version, found.inner_step
     goal = "1000000" if data else str(point[1] + 20)
     last = [*settings, f"checkpoint.resume={store}", f"train.inner_steps={goal}", f"replicas={replicas[-1]}"]
-    status, error = start(folder, *last, leave_out="replicas").wait(_PATIENCE_S)
+    status, error = start(folder, *last, f"data.workers={workers[-1]}", leave_out="replicas").wait(_PATIENCE_S)
     assert status == 0, error
     here = newest_run(folder)
     the_loss_goes_on(went[-1][0], here, point[1])
@@ -110,9 +114,9 @@ def killed_and_resumed(folder: Path, start: Start, moments: int, replicas: list[
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_kill_9_of_everything_and_on_with_another_number_of_replicas(tmp_path: Path, start: Start) -> None:
+def test_kill_9_of_everything_and_on_with_other_numbers_of_replicas_and_workers(tmp_path: Path, start: Start) -> None:
     """To the end of the data: each sample of all epochs is in one commit."""
-    killed_and_resumed(tmp_path, start, 1, [3, 2], "data.epochs=8")
+    killed_and_resumed(tmp_path, start, 1, [3, 2], "data.epochs=8", workers=[2, 1])
     done = verified(tmp_path / "store").newest[0].record["done"]
     assert len(done) == 1 and done[0][0] == 0
 

@@ -38,6 +38,15 @@ def test_notable_events_are_sentences_and_the_same_word_is_said_once() -> None:
     assert view.event({"t_s": 1, "event": "propose", "replica": "r0", "incarnation": 1}) is None
 
 
+def test_checkpoints_that_fail_are_told_once_until_one_succeeds() -> None:
+    view = RunView(600)
+    failed = {"t_s": 1, "event": "checkpoint_failed", "replica": "r0", "incarnation": 1, "data": {"reason": "full"}}
+    said = [view.event(failed), view.event({**failed, "replica": "r1"}), view.event(failed)]
+    assert said == ["r0: no checkpoint: full", None, None]
+    assert view.event({**failed, "event": "checkpoint", "data": {}}) is None
+    assert view.event(failed) == "r0: no checkpoint: full"
+
+
 def test_plain_lines_come_every_few_seconds_and_for_each_note() -> None:
     said: list[str] = []
     now = 0.0
