@@ -137,15 +137,23 @@ def test_nobody_restores_while_somebody_holds_the_state() -> None:
     assert a.record.version == 2
 
 
-def test_nobody_restores_while_somebody_who_is_away_may_hold_the_state() -> None:
+@pytest.mark.parametrize(
+    ("coordinator", "told"),
+    [
+        ("lives", "nobody who is here holds version 2: waiting for one who does"),
+        ("journal", "waiting for b: what it holds may be newer than all that is here; start it again, or wait for "),
+    ],
+)
+def test_nobody_restores_while_somebody_who_is_away_may_hold_the_state(coordinator: str, told: str) -> None:
     table, (a, b) = at_version_1("a", "b")
     saved = a.record
     round_of((a, b), 10)
-    a.cut(), b.cut()
+    lose_all(table, (a, b), coordinator)
     a = successor(table, "a", saved)
     come((a,))
     table.tick(300)
     assert not to_restore(a) and len(table.events("start")) == 1
+    assert a.pop(r.Notice).text.startswith(told)
     b.connect()
     a.take(), b.take()
     a.fetch(b)

@@ -93,16 +93,23 @@ class Gathering:
         if not self.hellos:
             return False
         unheard = self._unheard()
+        if self._indispensable(unheard):
+            return False
         if veterans := self.veterans():
-            best = {p.fragment: _highest(veterans, p.fragment) for p in veterans[0].positions}
-            unknown = [x for x in unheard if len(x.held) < len(best)]
-            ahead = any(x.may_exceed(best) for x in unheard)
-            return not ahead and (not unknown or now >= self.deadline_s())
-        if unheard:  # what they hold may come back; with a journal we know that it exists
-            may_hold = any(x.held or x.in_doubt for x in unheard)
-            return not self._decided and not may_hold and now >= self.deadline_s()
+            unknown = [x for x in unheard if len(x.held) < len(veterans[0].positions)]
+            return not unknown or now >= self.deadline_s()
+        if unheard:
+            return now >= self.deadline_s()
         wanted = self.sync.start_replicas
         return (wanted is not None and len(self.hellos) >= wanted) or now >= self.deadline_s()
+
+    def _indispensable(self, unheard: list[Member]) -> list[Member]:
+        """Who may hold what nobody here does, and is waited for until it is gone."""
+        if veterans := self.veterans():
+            best = {p.fragment: _highest(veterans, p.fragment) for p in veterans[0].positions}
+            return [x for x in unheard if x.may_exceed(best)]
+        # What they hold may come back; with a journal we know that it exists.
+        return [x for x in unheard if x.held or x.in_doubt or self._decided]
 
     def deadline_s(self) -> float:
         """When waiting ends at the latest, judged by what was heard so far."""
@@ -120,6 +127,12 @@ class Gathering:
             return "waiting for the first replica"
         left_s = max(0.0, self.deadline_s() - now)
         unheard = self._unheard()
+        if awaited := self._indispensable(unheard):
+            names = ", ".join(sorted(x.replica for x in awaited)[:5])
+            return (
+                f"waiting for {names}: what it holds may be newer than all that is here; start it again, or wait for "
+                f"forget_s={self.sync.forget_s:g} s"
+            )
         if self.veterans() or unheard:
             names = ", ".join(sorted(x.replica for x in unheard)[:5]) or "nobody"
             return f"recovering: waiting for {names}, {left_s:.0f} s at most"

@@ -453,6 +453,8 @@ class Replica:
         f.fetching = Fetch(at, message.sources, message.heal)
         if not message.sources:  # the coordinator names some when there are; nobody knows when that is
             f.released = True
+            if f.record is None:
+                effects.append(Notice(f"nobody who is here holds version {at.version}: waiting for one who does"))
         return [*effects, *self._offer(), *self._fetch(f)]
 
     def _fetch(self, f: Holding) -> list[Effect]:
