@@ -5,8 +5,25 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """All default tests go to two worker processes; a choice of files or markers is run by this one, as with ``-n 0``.
+
+    Most tests wait for processes and threads half of the time. What measures time is not among the default ones.
+    """
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    given = config.invocation_params.args
+    chosen = config.args_source is not config.ArgsSource.TESTPATHS or any(arg.startswith("-m") for arg in given)
+    watched = config.option.usepdb or config.option.capture == "no" or config.option.collectonly
+    if config.option.numprocesses is None and not chosen and not watched:
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
 def pytest_collection_finish() -> None:
