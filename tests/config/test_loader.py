@@ -158,7 +158,7 @@ def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
 def test_a_factory_or_own_text_needs_one_key(tmp_path: Path) -> None:
     assert isinstance(load("diloco_bytes", ["model.factory=package.module:function"]).model, Factory)
     recipe = load("diloco_bytes", ["data.name=text", f"data.path={tmp_path}"])
-    assert recipe.data == Text(path=str(tmp_path), batch_size=16, sampling="random")
+    assert recipe.data == Text(path=str(tmp_path), batch_size=16)
 
 
 MUON_AND_ADAMW = "inner=[{name: muon, lr: 0.02, schedule: {name: cosine, warmup: 5}}, {name: adamw, params: rest}]"

@@ -20,8 +20,6 @@ from tests.job.running import TINY, text
 from tests.notes import Notes
 from tests.optimizer.running import together
 
-ONCE = (*TINY, "data.sampling=once")
-
 
 def trained(recipe: Recipe, replicas: int) -> Notes:
     """Trains in threads, to the end."""
@@ -36,7 +34,7 @@ def trained(recipe: Recipe, replicas: int) -> Notes:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_job_ends_with_its_data_and_every_sample_is_in_one_commit(tmp_path: Path, accumulate: int) -> None:
-    settings = [*ONCE, text(tmp_path), "data.epochs=1", "data.batch_size=12", f"train.accumulate={accumulate}"]
+    settings = [*TINY, text(tmp_path), "data.epochs=1", "data.batch_size=12", f"train.accumulate={accumulate}"]
     notes = trained(load("diloco_bytes", settings), 2)
     windows = (18_000 * 95 // 100 - 1) // 16
     assert notes.committed() == Counter(range(-(-windows // 12)))
@@ -48,7 +46,7 @@ def test_a_job_ends_with_its_data_and_every_sample_is_in_one_commit(tmp_path: Pa
 def test_token_files_train_a_model_of_their_vocabulary(tmp_path: Path) -> None:
     tokens = np.arange(8001) * 7 % 1000
     tokens.astype(np.uint32).tofile(tmp_path / "train.bin")
-    given = [item for item in ONCE if not item.startswith("data.name")]
+    given = [item for item in TINY if not item.startswith("data.name")]
     settings = [*given, "data.name=tokens", f"data.path={tmp_path / 'train.bin'}", "data.dtype=uint32"]
     small = [*settings, "train.inner_steps=40", "model.vocab=1000"]
     assert trained(load("diloco_bytes", small), 1).of("evaluate")[-1].data["samples"] == 25  # 5 % of 500 windows
@@ -77,7 +75,7 @@ def test_one_seed_draws_the_same_and_another_one_does_not(tmp_path: Path, sampli
 def test_who_is_told_to_stop_waits_for_no_more_samples(tmp_path: Path) -> None:
     (group,) = local_groups(1)
     trainer = Trainer(
-        load("diloco_bytes", [*ONCE, text(tmp_path)]), group, lambda event: None, record=StepRecord(), evaluates=False
+        load("diloco_bytes", [*TINY, text(tmp_path)]), group, lambda event: None, record=StepRecord(), evaluates=False
     )
     with trainer.optimizer:
         trainer.stop()

@@ -26,7 +26,7 @@ def tokens(folder: Path, windows: int) -> list[str]:
     drawn.tofile(folder / "train.bin")
     drawn[: 64 * CONTEXT + 1].tofile(folder / "val.bin")
     files = [f"data.path={folder / 'train.bin'}", f"data.held_out={folder / 'val.bin'}"]
-    return ["data.name=tokens", *files, "data.sampling=once", "data.epochs=1", "train.inner_steps=100000"]
+    return ["data.name=tokens", *files, "data.epochs=1", "train.inner_steps=100000"]
 
 
 def times_committed(folder: Path, samples: Samples) -> Counter[int]:
