@@ -45,8 +45,8 @@ class PlainLines:
         if now - self._last < _PLAIN_EVERY_S:
             return
         self._last = now
-        rows = "  ".join(f"{row.replica} {row.state} {row.inner_step} {_loss(row)}" for row in _sorted(view))
-        self.note(f"inner step {view.inner_step}/{view.inner_steps}, version {view.version}:  {rows}")
+        rows = "".join(f" | {row.replica} {row.state} at {row.inner_step}, loss {_loss(row)}" for row in _sorted(view))
+        self.note(f"inner step {view.inner_step}/{view.inner_steps}, version {view.version}{rows}")
 
     def close(self) -> None:
         """Nothing to put away."""

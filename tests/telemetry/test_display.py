@@ -60,4 +60,4 @@ def test_plain_lines_come_every_few_seconds_and_for_each_note() -> None:
     plain.refresh(view)
     plain.refresh(view)
     assert len(said) == 2
-    assert "inner step 0/600" in said[1]
+    assert said[1].strip() == "6.0 s  inner step 0/600, version 0 | r0 starting at 0, loss -"

@@ -141,6 +141,8 @@ class Gathering:
             return (
                 f"{len(self.hellos)} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
             )
+        if len(self.hellos) >= wanted:
+            return f"all {wanted} replicas are connected"
         return f"{len(self.hellos)} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
     def _up_to_date(self) -> bool:
