@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ftopt.connect import local_groups, solo
 from ftopt.methods import DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
-from tests.optimizer.running import anchor, together
+from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import INNER, MODELS, Problem, flat
 from tests.reference.diloco import diloco
 from tests.reference.local_sgd import local_sgd
@@ -96,7 +96,7 @@ class Several:
 def ours(model: Callable[[int], nn.Module], make: Make, method: Method) -> list[list[Tensor]]:
     """The anchor of each replica, of the parameters that train."""
     problem = Problem(model, INNER["sgd"])
-    models, members = [model(0) for _ in range(REPLICAS)], local_groups(REPLICAS)
+    models, members = [model(0) for _ in range(REPLICAS)], local_groups(REPLICAS, sync=PATIENT)
 
     def replica(m: int) -> list[Tensor]:
         with wrap(make(models[m].parameters()), models[m], method, group=members[m]) as optimizer:

@@ -14,7 +14,7 @@ from ftopt.events import Event
 from ftopt.methods import SGD, DiLoCo, LocalSGD, OuterOptimizerRule, Torch
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.sync.protocol.settings import Sync
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem
 
 TASK = problem("mlp", "adamw")
@@ -158,7 +158,7 @@ def test_leaving_waits_no_longer_than_it_was_told() -> None:
 
 
 def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
-    groups = local_groups(2)
+    groups = local_groups(2, sync=PATIENT)
     models = [TASK.model(0), TASK.model(1)]
 
     def replica(m: int) -> tuple[torch.Tensor, dict[int, str]]:

@@ -37,7 +37,7 @@ from ftopt.methods.triggers import Agreed
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.gauge import Gauge
 from ftopt.sync.protocol.settings import Sync
-from tests.optimizer.running import together, train_and_look
+from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, flat, problem
 
 
@@ -77,7 +77,7 @@ def _agreed(optimizer: OuterOptimizer) -> Agreed:
 def _replicas(method: Method, steps: int, *, replicas: int = 3, name: str = "sgd") -> list[list[tuple[int, Agreed]]]:
     """Trains replicas on their own batches; of each the steps of its rounds, and what was agreed on in them."""
     task = problem("linear", name)
-    models, groups = [task.model(0) for _ in range(replicas)], local_groups(replicas)
+    models, groups = [task.model(0) for _ in range(replicas)], local_groups(replicas, sync=PATIENT)
 
     def replica(m: int) -> list[tuple[int, Agreed]]:
         rounds = []
