@@ -68,7 +68,7 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
         f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s",
     ]
     if stall is not None:
-        lines.append(f"stalls: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
+        lines.append(f"an outer step kept a replica waiting: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
     if (replay := summary["replay"]) is not None:
         lines.append(
             f"replay: {replay['steps']} inner steps of {replay['replicas']} dead replicas done again in "
