@@ -7,6 +7,7 @@ Puts together what the optimizer gives (`ftopt.optimizer.saved`), what the loop 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.resumed import returning
 from ftopt.sync.protocol.wire import plain
 
+_log = logging.getLogger(__name__)
 _CLOSE_S = 60.0
 
 
@@ -127,6 +129,7 @@ class Checkpoints:
     def go_on(self, incarnation: int) -> Resume:
         """See `ftopt.optimizer.resuming.Fallback`."""
         checkpoint, mark = find(self._folder), (self._group.replica, incarnation)
+        _log.warning("%s: nobody holds the job's state any more; going on from %s", mark[0], checkpoint.path)
         return self._read(checkpoint, lambda: _as_another_life(checkpoint, mark))
 
     def _read(self, checkpoint: Checkpoint, resume_of: Callable[[], tuple[Resume, Mapping[str, Any]]]) -> Resume:
@@ -280,7 +283,8 @@ def _resume(checkpoint: Checkpoint, me: Saved, adopted: tuple[Saved, ...], newes
         return with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path)
 
     def foreign(reason: str) -> BadCheckpoint:
-        return BadCheckpoint(checkpoint.path, f"{reason}; go on from it with what it was written with, or start anew")
+        advice = "go on from it with what it was written with, or start a new job with a folder of its own"
+        return BadCheckpoint(checkpoint.path, f"{reason}; {advice}")
 
     return Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", damaged, foreign)
 

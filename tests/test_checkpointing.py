@@ -301,7 +301,7 @@ def refused(path: Path, method: Method, *, task: Problem = TASK) -> str:
 
 
 def test_a_foreign_checkpoint_is_refused_with_the_reason_and_no_other_of_its_job_is_offered(made: Path) -> None:
-    advice = "; go on from it with what it was written with, or start anew"
+    advice = "; go on from it with what it was written with, or start a new job with a folder of its own"
 
     def wider(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6), nn.Linear(6, 4))

@@ -125,13 +125,15 @@ def test_they_go_on_from_the_newest_checkpoint_with_what_each_had(tmp_path: Path
         assert whole(tmp_path)[-1] != newest.path, "it makes checkpoints again"
 
 
-def test_one_that_has_no_checkpoint_fetches(tmp_path: Path) -> None:
+def test_one_that_has_no_checkpoint_fetches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     events = list[Event]()
     with lives(("r0", "r1"), events) as groups:
         live(groups[:2], [tmp_path / "a"] * 2, dies_at=10)
         began = live(groups[2:], [tmp_path / "a", tmp_path / "b"])
         assert [each.inner_step for each in began] == [8, 8]
         assert [each.adam_steps for each in began] == [8.0, 0.0]
+    (path,) = (path for path in whole(tmp_path / "a") if Checkpoint(path).manifest.inner_step == 8)
+    assert caplog.messages == [f"r0: nobody holds the job's state any more; going on from {path}"]
 
 
 def test_without_any_checkpoint_the_job_begins_anew(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ftopt import Checkpoints, DiLoCo, LocalSGD, StreamingDiLoCo, Strided, SyncSGD, UserError, solo, wrap
 from ftopt.checkpoint.export import export
-from ftopt.checkpoint.reader import find
+from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
 from ftopt.methods import Method
 
@@ -116,3 +116,23 @@ def test_the_command_says_what_it_wrote_and_never_over_a_file(
     assert "holds no whole checkpoint" in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):
         export(find(tmp_path / "c"), tmp_path / "none" / "m")
+
+
+@pytest.mark.parametrize("name", ["committed-0-v*.safetensors", "replica-*.safetensors", "replica-*.json", "fixed.*"])
+@pytest.mark.parametrize("harm", ["a flipped bit", "cut short", "missing"])
+def test_a_damaged_file_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, harm: str
+) -> None:
+    trained(tmp_path / "c", METHODS["local_sgd"])
+    before, newest = whole(tmp_path / "c")
+    (path,) = newest.glob(name)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(raw if harm == "a flipped bit" else raw[:-1])
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"ftopt: {path}: ") and error.endswith(f"; the one before it is sound: use {before}\n")
+    assert error.count("\n") == 1 and not (tmp_path / "m.safetensors").exists()
