@@ -5,6 +5,7 @@ import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from ftopt.methods import DiLoCo, LocalSGD, Mine, Round
+from tests.forkserver import CONTEXT
 from tests.optimizer.running import train
 from tests.problems import problem
 from tests.reference.diloco import diloco
@@ -58,9 +59,8 @@ def test_local_sgd_equals_torchs_periodic_model_averager(tmp_path: object) -> No
 
 
 def _averager_processes(url: str) -> list[list[torch.Tensor]]:
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    workers = [context.Process(target=_averager, args=(rank, url, queue)) for rank in range(2)]
+    queue = CONTEXT.SimpleQueue()
+    workers = [CONTEXT.Process(target=_averager, args=(rank, url, queue)) for rank in range(2)]
     for worker in workers:
         worker.start()
     results = dict(queue.get() for _ in workers)
