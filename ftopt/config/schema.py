@@ -375,7 +375,17 @@ class Recipe:
                     if ids
                     else f"faults[{index}].replica={fault.replica!r}; there are no replicas"
                 )
+            if fault.aim == "outer" and not self._has_outer_state():
+                found.append(
+                    f"faults[{index}].what=outer with method.name={self.method.name}, which keeps no outer state; "
+                    "use what=anchor"
+                )
         return found
+
+    def _has_outer_state(self) -> bool:
+        import torch  # here: `ftopt ls` does without
+
+        return self.method.gradients is not None or bool(self.method.init(torch.zeros(1)))
 
     def inner_sections(self) -> list[Inner]:
         """The inner optimizers, also when it is a single one."""

@@ -151,6 +151,15 @@ def test_averaged_moments_and_a_codec_that_rounds_are_refused() -> None:
     assert "sync.codec=fp4 with a method that averages moments" in said and "use sync.codec=fp32" in said
 
 
+def test_a_fault_in_an_outer_state_needs_a_method_that_keeps_one() -> None:
+    fault = "faults=[{point: inner, do: corrupt, what: outer}]"
+    assert "faults[0].what=outer with method.name=local_sgd, which keeps no" in errors_of(
+        fault, source="localsgd_bytes"
+    )
+    for recipe in ("diloco_bytes", "slowmo_bytes", "syncsgd_bytes", "paft_digits"):
+        assert load(recipe, [fault]).faults[0].aim == "outer"
+
+
 def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
     assert "inner.momentum: unknown key" in errors_of("inner.momentum=0.9")
 
