@@ -19,10 +19,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """
     if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
         return
-    given = config.invocation_params.args
-    chosen = config.args_source is not config.ArgsSource.TESTPATHS or any(arg.startswith("-m") for arg in given)
+    all_files = config.args_source is config.ArgsSource.TESTPATHS
+    default_markers = config.option.markexpr in config.getini("addopts")
     watched = config.option.usepdb or config.option.capture == "no" or config.option.collectonly
-    if config.option.numprocesses is None and not chosen and not watched:
+    if config.option.numprocesses is None and all_files and default_markers and not watched:
         config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
