@@ -28,7 +28,7 @@ from ftopt.optimizer.saved import Cut, Saved, Version
 from ftopt.optimizer.wrapper import OuterOptimizer
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.resumed import returning
+from ftopt.sync.protocol.resumed import another_life, returning
 from ftopt.sync.protocol.wire import plain
 
 _log = logging.getLogger(__name__)
@@ -265,11 +265,12 @@ def _as_another_life(checkpoint: Checkpoint, mark: m.Mark) -> tuple[Resume, Mapp
     """What a replica goes on from whose former life is gone, and what the loop of that had: it stands on the newest
     versions, with the inner state of its former life and with what that had pending."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
-    mine, incarnation = mark
+    there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
+    (mine, incarnation), gone = another_life(mark, there, [version.record for version in newest])
     was = mine if mine in checkpoint.replicas else checkpoint.replicas[0]
     own, life = checkpoint.own(was), _held(checkpoint, was)
     former = _saved(checkpoint, life, own["replica"])
-    me = newcomer(Held(mine, incarnation, 0, samples=life.samples), newest, former)
+    me = newcomer(Held(mine, incarnation, 0, gone, samples=life.samples), newest, former)
     if was != mine:
         return _resume(checkpoint, me, (), newest), {}
     me = dataclasses.replace(me, own=me.own | {name: former.own[name] for name in ("inner", "buffers", "model")})

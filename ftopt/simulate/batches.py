@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ftopt.simulate.saving import give
 from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.messages import Contribution
 from ftopt.sync.protocol.plans import Portion
@@ -175,5 +176,6 @@ class Shares:
         self._sum = []
         if p.local_steps > shard.base_step:
             self._world.coverage["a share too late for its batch"] += 1
-            self._world.checks.discard(p, 0, shard.base_step, p.local_steps)
-            shard.base_step = p.local_steps
+            self._world.checks.discard(p.mark, 0, shard.base_step, p.local_steps)
+            shard.give_up(p.local_steps)
+        give(p)

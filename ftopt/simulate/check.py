@@ -9,6 +9,7 @@ one. Each branch by itself must hold I1, and the fork must be healed at the end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,11 @@ class Checks:
         """What that coordinator decides may be decided otherwise by another one."""
         self.excused.setdefault(epoch, why)
 
+    def all_died(self, kept: Iterable[m.Record]) -> None:
+        """What no checkpoint has is void, and may be made again."""
+        lines = {(x.fragment, chain) for x in kept for chain in self._line(x.fragment, x.chain).values()}
+        self.versions = {key: version for key, version in self.versions.items() if key in lines}
+
     def one_history(self, fragment: int, a: str, b: str) -> bool:
         """Whether one of two chains is the other's past, or where they part is excused."""
         if a == b:
@@ -178,9 +184,9 @@ class Checks:
         if reason.startswith("another process") and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
 
-    def discard(self, process: Process, fragment: int, start: int, stop: int) -> None:
+    def discard(self, mark: m.Mark, fragment: int, start: int, stop: int) -> None:
         """Steps that the replica itself gave up, and said so."""
-        self.discarded.setdefault((fragment, process.mark), set()).update(range(start + 1, stop + 1))
+        self.discarded.setdefault((fragment, mark), set()).update(range(start + 1, stop + 1))
 
     def reborn(self, process: Process, fragment: int) -> None:
         """A new incarnation counts from here; what was pending is a dead one's."""
@@ -211,7 +217,7 @@ class Checks:
             return
         used, named = loader.used(start, contribution.last_step), contribution.ranges
         spent = self.discarded.get((0, process.mark), set())
-        allowed = union(used, *(loader.used(step - 1, step) for step in spent))
+        allowed = union(used, loader.inherited, *(loader.used(step - 1, step) for step in spent))
         if not contains(named, used) or not contains(allowed, named):
             raise Violation("I3", f"{process.name} offers units {named} with steps that have used {used}")
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from ftopt.sync.protocol.intervals import Ranges, intersect, union
 from ftopt.sync.protocol.messages import Contribution, Mark, Record
 
+Span = tuple[Mark, int, int]
+"""Inner steps ``start + 1 .. stop`` of an incarnation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -33,12 +36,16 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a member sends: its inner steps ``start + 1 .. contribution.last_step``, which have used ``units``."""
+    """What a member sends: its inner steps ``start + 1 .. contribution.last_step``, which have used ``units``.
+
+    ``inherited``: steps of others that are in it, since these have not come back (ADOPT).
+    """
 
     mark: Mark
     start: int
     contribution: Contribution
     units: Ranges
+    inherited: tuple[Span, ...] = ()
 
 
 def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> Content:
@@ -50,15 +57,35 @@ def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> 
         if p.units:
             twice.append(intersect(p.units, units))
             units = union(units, p.units)
-        stop, counted = p.contribution.last_step, steps.get(p.mark)
-        if counted is not None and counted > p.start:
-            flaw = f"inner steps {p.start + 1}..{counted} of {p.mark[0]}#{p.mark[1]} are counted twice"
-        elif counted is not None and counted < p.start:
-            gaps.append((p.mark, counted + 1, p.start))
-        steps[p.mark] = stop
-        text.append(f"{p.mark} {p.start} {stop}")
+        for mark, start, stop in ((p.mark, p.start, p.contribution.last_step), *p.inherited):
+            counted = steps.get(mark)
+            if counted is not None and counted > start:
+                flaw = f"inner steps {start + 1}..{counted} of {mark[0]}#{mark[1]} are counted twice"
+            elif counted is not None and counted < start:
+                gaps.append((mark, counted + 1, start))
+            steps[mark] = stop
+            text.append(f"{mark} {start} {stop}")
     digest = hashlib.sha256("|".join(text).encode()).hexdigest()[:16]
     return Content(digest, steps, flaw, tuple(gaps), units, union(*twice))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One fragment as the training thread stands on it, for a checkpoint; see `Shard`."""
+
+    record: Record
+    content: Content
+    base_step: int = 0
+    marked_step: int = 0
+    snapshot: Payload | None = None
+    inherited: tuple[Span, ...] = ()
+
+    def standing(self, mark: Mark, newest: Kept) -> tuple[int, tuple[Span, ...]]:
+        """The last step of ``mark`` that ``newest`` counts, and what of others' is still pending beside that."""
+        frozen = self.snapshot
+        if frozen is None or newest.record.counted_step(*mark) < frozen.contribution.last_step:
+            return self.base_step, self.inherited
+        return frozen.contribution.last_step, tuple(x for x in self.inherited if x not in frozen.inherited)
 
 
 @dataclass(slots=True)
@@ -73,12 +100,23 @@ class Shard:
     snapshot: Payload | None = None
     results: tuple[int, Content] | None = None
     reborn: bool = False
+    inherited: tuple[Span, ...] = ()
+    """Pending steps of others; they go out with the next contribution."""
+    attempt: tuple[int, tuple[Mark, ...]] | None = None
+    """That is reduced, and its members."""
+    made: tuple[int, tuple[Mark, ...]] | None = None
+    """The attempt that has made the record, if it was reduced here."""
+    before: Kept | None = None
+    """What is taken, while a newer state waits."""
 
     def advance(self, record: Record, content: Content, counted_step: int) -> None:
         """A newer committed state; the snapshot has learnt its fate."""
-        snapshot, self.snapshot, self.results = self.snapshot, None, None
+        if self.record is self.taken is not None:
+            self.before = self.kept()
+        snapshot, self.snapshot, self.results, self.made = self.snapshot, None, None, None
         if snapshot is not None and snapshot.contribution.last_step <= counted_step:
             self.base_step = snapshot.contribution.last_step
+            self.inherited = tuple(x for x in self.inherited if x not in snapshot.inherited)
         self.record, self.content = record, content
 
     def propose(
@@ -107,8 +145,8 @@ class Shard:
             grace=grace,
         )
         if not finite:
-            self.base_step = local_steps
-        self.snapshot = Payload(mark, self.base_step, contribution, ranges)
+            self.base_step, self.inherited = local_steps, ()
+        self.snapshot = Payload(mark, self.base_step, contribution, ranges, self.inherited)
         self.marked_step = local_steps
         return contribution
 
@@ -123,15 +161,32 @@ class Shard:
         contribution = Contribution(
             0, self.record.version, steps, local_steps, weight, finite=finite, ranges=share, plan=plan
         )
-        self.snapshot = Payload(mark, self.base_step, contribution, units)
+        self.snapshot = Payload(mark, self.base_step, contribution, units, self.inherited)
         return contribution
 
     def take_over(self, local_steps: int) -> bool:
         """Step 6, at a boundary. Returns whether pending steps were dropped (a reborn replica's)."""
         if self.record is self.taken:
             return False
-        self.taken, self.marked_step = self.record, local_steps
+        self.taken, self.marked_step, self.before = self.record, local_steps, None
         dropped, self.reborn = self.reborn, False
         if dropped:
-            self.base_step = local_steps
+            self.give_up(local_steps)
         return dropped
+
+    def give_up(self, local_steps: int) -> None:
+        """All that is pending is void."""
+        self.base_step, self.inherited = local_steps, ()
+
+    def kept(self) -> Kept:
+        """For a checkpoint: as the training thread stands on it."""
+        if self.before is not None:
+            return self.before
+        assert self.record is not None
+        return Kept(self.record, self.content, self.base_step, self.marked_step, self.snapshot, self.inherited)
+
+    def put(self, kept: Kept) -> None:
+        """Goes on with what a checkpoint has kept."""
+        self.record = self.taken = kept.record
+        self.content, self.base_step, self.marked_step = kept.content, kept.base_step, kept.marked_step
+        self.snapshot, self.inherited, self.before, self.made = kept.snapshot, kept.inherited, None, None

@@ -28,6 +28,8 @@ class Loader:
         self._dry = False
         self._used: dict[int, list[int]] = {}
         """Inner step of this life -> the units that it has used."""
+        self.inherited: Ranges = ()
+        """Units that steps of replicas had used which have not come back."""
         process.machine.lease.wants = 3 * knobs.sync_every * knobs.accumulate + knobs.ahead
 
     @property
@@ -73,6 +75,15 @@ class Loader:
         """The incarnation is gone; batches that were taken ahead are drawn in vain."""
         self.stock.reset()
         self._dry = self.ended = False
+
+    def steps(self) -> dict[int, list[int]]:
+        """For a checkpoint: what each inner step has used."""
+        return dict(self._used)
+
+    def put_back(self, used: Ranges, queue: Ranges, steps: dict[int, list[int]], inherited: Ranges) -> None:
+        """Goes on with what a checkpoint has kept, and with what steps of others have used."""
+        self.stock.put_back(used, queue)
+        self._used, self.inherited = dict(steps), inherited
 
     def redo(self) -> None:
         """The steps that are not counted are void."""

@@ -62,7 +62,7 @@ class Tally:
             history = run(number)
             self.histories += 1
             self.events += history.events
-            self.covered.update(set(history.coverage))
+            self.covered.update(name for name, times in history.coverage.items() if times)
             if history.failure is not None:
                 self.failed = history
                 return

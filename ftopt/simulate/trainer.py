@@ -16,6 +16,7 @@ from ftopt.simulate.check import Violation
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.reduction import Reduction
+from ftopt.simulate.saving import Coming, put
 from ftopt.simulate.training import InnerSteps
 from ftopt.simulate.world import JOB, Conn, World
 from ftopt.sync.protocol import messages as m
@@ -39,6 +40,10 @@ class Process:
         self.machine: r.Replica
         self.shards: list[Shard]
         self.local_steps = 0
+        self.barred = False
+        """It does not come back by itself: the others were told to go on without it."""
+        self.coming: Coming | None = None
+        """As what it is started next; None: as a newcomer."""
 
     @property
     def mark(self) -> m.Mark:
@@ -95,7 +100,7 @@ class Process:
     # ------------------------------------------------------------ life
 
     def spawn(self) -> None:
-        if self.alive:
+        if self.alive or self.barred:
             return
         knobs = self.world.knobs
         identity = r.Identity(
@@ -116,10 +121,15 @@ class Process:
         self.shards = [Shard(Content(self.initial)) for _ in range(knobs.fragments)]
         self.local_steps = 0
         self.conn = None
-        self.leaving = self.stepping = self.gone = False
+        self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
         self.training = self.shares or InnerSteps(self)
         self.installing: set[int] = set()
         self.world.note(self.name, "process starts")
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            self.world.note(self.name, f"goes on from a checkpoint as {coming.held}")
+            self.machine.resume(coming.held)
+            put(self, coming)
         self.later(0.0, self._connect)
         self.later(self.world.between(0, 1), self._heartbeat)
 
@@ -170,12 +180,14 @@ class Process:
             self._end()
             return
         up = [server for server in self.world.servers if server.up]
-        if not up or self.world.now < self.offline_until_s:
+        if not up or self.restoring or self.world.now < self.offline_until_s:
             self.later(self.world.between(0.05, 0.5), self._connect)
             return
         server = self.world.random.choice(up) if len(up) > 1 else up[0]
         self.conn = Conn(self.world, self, server)
         server.connect(self.conn)
+        if not self.machine.complete and self.world.checkpoints.whole:
+            self.machine.checkpoint = self.world.checkpoints.whole[-1].position
         self.act(self.machine.connect())
 
     def deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
@@ -276,6 +288,7 @@ class Process:
                     assert shard.record is not None
                     parent, result = shard.record.chain, shard.results[1]
                     shard.advance(record, result, self.machine.counted_step(record))
+                    shard.made = shard.attempt
                     self._moved(record, parent)
                 case r.Fetch(position=position):
                     self.later(self.world.delay(), self._fetch, position.fragment, ())
@@ -285,6 +298,11 @@ class Process:
                     shard.advance(record, content, 0)
                     shard.reborn = reborn
                     self._moved(record, "")
+                case r.Restore():
+                    self.restoring, self.entered = True, False
+                    self.world.note(self.name, "restores the newest checkpoint")
+                    self.drop()
+                    self.later(self.world.between(0.1, 2.0), self._restore)
                 case r.Granted(ranges=ranges, dry=dry):
                     assert self.loader is not None
                     self.loader.grant(ranges, dry=dry)
@@ -307,10 +325,18 @@ class Process:
                 case r.Disconnect():
                     self.drop()
         self.world.checks.standing(self)
-        if self.machine.ready and not self.stepping:
+        self.entered |= self.machine.welcomed
+        if self.machine.ready and self.entered and not self.stepping:
             self.stepping = True
             self.training.begin()
         self.training.poke()
+
+    def _restore(self) -> None:
+        coming = self.world.checkpoints.whole[-1].another_life(self.mark)
+        put(self, coming)
+        self.machine.restore(coming.held)
+        self.restoring = False
+        self.world.coverage["a checkpoint is restored"] += 1
 
     def _moved(self, record: m.Record, parent: str) -> None:
         self.world.note(self.name, f"holds version {record.version} {record.chain[:6]} of {record.fragment}")
@@ -323,6 +349,7 @@ class Process:
         frozen = replace(snapshot.contribution, plan=start.contribution.plan) if snapshot is not None else None
         assert snapshot is not None and frozen == start.contribution, "FREEZE"
         assert self.conn is not None
+        shard.attempt = (start.quorum.attempt, start.members)
         key = (start.quorum.attempt, self.conn.server_life)  # the rendezvous is through the connection
         group = self.world.groups.get(key)
         if group is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ftopt.simulate.saving import give
+
 if TYPE_CHECKING:
     from ftopt.simulate.loader import Loader
     from ftopt.simulate.trainer import Process
@@ -109,6 +111,8 @@ class InnerSteps:
             self._world.checks.reborn(self._process, fragment)
             if self._process.loader is not None and not fragment:
                 self._process.loader.redo()
+        if not fragment:
+            give(self._process)
 
     def _propose(self, fragment: int, *, now: bool) -> None:
         shard, before = self._process.shards[fragment], self._process.shards[fragment].base_step
@@ -127,7 +131,7 @@ class InnerSteps:
         if contribution is None:
             return
         if not finite:
-            self._world.checks.discard(self._process, fragment, before, self._process.local_steps)
+            self._world.checks.discard(self._process.mark, fragment, before, self._process.local_steps)
         if self._world.strike():
             self._process.misfortune()
             if not self._process.alive:

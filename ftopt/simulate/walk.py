@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from ftopt.simulate.check import Violation
+from ftopt.simulate.doom import all_die
 from ftopt.simulate.trainer import Process
 from ftopt.simulate.world import Knobs, World
 from ftopt.sync.protocol.samples import Samples
@@ -35,7 +36,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    world = World(seed, _shared(_lent(_graced(knobs, seed), seed), seed), trace=lines)
+    world = World(seed, _saved(_shared(_lent(_graced(knobs, seed), seed), seed), seed), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
         world.coverage["adaptive grace"] += 1
@@ -121,6 +122,12 @@ def _shared(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, samples=samples, fragments=1)
 
 
+def _saved(knobs: Knobs, seed: int) -> Knobs:
+    """With checkpoints, and a day when all replicas die, in every sixth history."""
+    chooser = random.Random(seed * 7919 + 5)
+    return replace(knobs, save_every=chooser.choice((1, 1, 2, 3))) if chooser.random() < 1 / 6 else knobs
+
+
 def _walk(world: World, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
     count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
@@ -140,6 +147,9 @@ def _walk(world: World, chooser: random.Random) -> None:
     world.faults_left = chooser.randint(1, 5)
     for _ in range(chooser.randint(1, 5)):
         world.at(chooser.uniform(1, length_s), _fault, world, chooser)
+    if world.knobs.save_every:
+        length_s += chooser.uniform(2, 10)
+        world.at(chooser.uniform(0.5, 0.9) * length_s, all_die, world, chooser)
     world.run(start_s + length_s)
     _quiet(world)
 
@@ -201,6 +211,7 @@ def _quiet(world: World) -> None:
         if process.alive and process.leaving and least > 1:
             world.at(7.0, process.spawn)
         if sum(p.alive and not p.leaving for p in world.processes.values()) < least:
+            process.barred = False
             process.spawn()
     # A cut-off process sees the end of its connection within dead_after_s; gathering ends in start_s + recovery_s.
     bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0)

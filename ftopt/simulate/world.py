@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftopt.simulate.check import Checks, Violation
+from ftopt.simulate.saving import Checkpoints
 from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import Coordinator
@@ -37,7 +38,7 @@ class Knobs:
     ``fault``: chance of a fault at each protocol point. ``corrupt``: chance that a member's result has a flipped bit.
     ``samples``: of the sample ledger, None without one; ``accumulate``: units of an inner step; ``ahead``: units that
     the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
-    readings, too.
+    readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
     """
 
     settings: dict[str, float | int | str | None]
@@ -53,6 +54,7 @@ class Knobs:
     overlap_steps: int = 0
     grace: float = 0.0
     samples: Samples | None = None
+    save_every: int = 0
     accumulate: int = 1
     ahead: int = 0
 
@@ -91,6 +93,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.cuts: dict[frozenset[str], str] = {}
         """Pairs that cannot reach each other; who of the two hears nothing, if the other one does, else ""."""
+        self.checkpoints = Checkpoints(knobs.save_every)
         self.groups: dict[tuple[int, int], Reduction] = {}
         self.faults_left = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

@@ -63,6 +63,8 @@ class Replica:
     def __post_init__(self) -> None:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
         self._greeted = False
+        self._put_back = False
+        """Whether its stock of units is a checkpoint's, and has not been told yet what is done."""
 
     def resume(self, held: Held) -> None:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
@@ -72,14 +74,21 @@ class Replica:
         for f, record in zip(self._fragments, held.records, strict=True):
             f.record = record
         self.lease.held, self.lease.cursor = held.lease, held.cursor
+        self._put_back = True
         for contribution in held.contributions:
             self._fragments[contribution.fragment].contribution = contribution
 
     def restore(self, held: Held) -> None:
-        """`Restore` is done: this is what the checkpoint holds, and what this replica has taken over of a dead one."""
+        """`Restore` is done: this is what the checkpoint holds, and what this replica has taken over of a dead one.
+
+        Its life may be a later one than it was given: see `ftopt.sync.protocol.resumed.another_life`.
+        """
+        self.incarnation = held.incarnation
+        self._learn((), tuple(held.gone.items()))
         for f, record in zip(self._fragments, held.records, strict=True):
             f.record, f.reborn, f.unhealed = record, False, False
         self.lease.held = held.lease
+        self._put_back = True
 
     # ------------------------------------------------------------ what the shell may ask
 
@@ -401,7 +410,9 @@ class Replica:
         self._learn(message.roster, message.gone)
         for f in self._fragments:
             f.released = False
-        return [*self._offer(), *([Send(m.Leaving())] if self.leaving else [])]
+        first, put_back, self._put_back = self._fragments[0].record, self._put_back, False
+        settled = self.lease.settle(first) if first is not None and put_back else []
+        return [*settled, *self._offer(), *([Send(m.Leaving())] if self.leaving else [])]
 
     def _offer(self) -> list[Effect]:
         """Step 1 for the contributions that are not known on this connection yet."""

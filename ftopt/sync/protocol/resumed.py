@@ -100,3 +100,21 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
         gone={replica: life for replica, life in gone.items() if life < marks.get(replica, life + 1)},
         heirs={replica: heirs[index % len(heirs)] for index, (replica, _) in enumerate(sorted(lost))},
     )
+
+
+def another_life(mark: m.Mark, there: Sequence[Held], newest: Iterable[m.Record]) -> tuple[m.Mark, dict[str, int]]:
+    """RESTORE: the life as which a replica goes on that was given ``mark``, and all lives that are gone.
+
+    These are all that the checkpoint knows of. A coordinator with an old copy of its journal may give their numbers
+    again, although the state counts their steps (COUNT): then the replica goes on as a later one.
+
+    Args:
+        mark: what the coordinator has given.
+        there: every replica in the checkpoint.
+        newest: the newest record of each fragment.
+    """
+    gone: dict[str, int] = {}
+    counted = [(replica, life) for record in newest for replica, life, _ in record.counted]
+    for replica, life in [*(known for held in there for known in (held.mark, *held.gone.items())), *counted]:
+        gone[replica] = max(life, gone.get(replica, 0))
+    return (mark[0], max(mark[1], gone.get(mark[0], 0) + 1)), gone

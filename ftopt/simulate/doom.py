@@ -1,0 +1,93 @@
+"""All replicas die at once, and the job goes on from a checkpoint: resumed by a list of replicas, or by itself."""
+
+from __future__ import annotations
+
+import random
+
+from ftopt.simulate.saving import Checkpoint
+from ftopt.simulate.trainer import Process
+from ftopt.simulate.world import World
+from ftopt.sync.protocol import effects as e
+
+
+def all_die(world: World, chooser: random.Random) -> None:
+    """Every replica is killed; the coordinator lives on, or is started again with its journal, a part of it, or none.
+
+    Its job goes on from its newest checkpoint, now and then from an older one, with as many replicas, fewer or more; or
+    all are started as newcomers, and restore the newest by themselves (RESTORE).
+    """
+    world.note("walk", "all replicas die")
+    world.coverage["all replicas die"] += 1
+    world.faults_left += chooser.choice((0, 0, 1, 2))
+    for process in world.processes.values():
+        process.crash()
+        process.barred, process.offline_until_s = True, 0.0
+    server, what = world.server, chooser.choice(("lives", "journal", "journal", "part", "none"))
+    remembers: list[e.Journalled] | None = None
+    if server.up and what != "lives":
+        server.crash()
+        keep = {"part": chooser.randint(0, len(server.journal)), "none": 0}.get(what)
+        remembers = server.journal[:keep]
+        world.at(chooser.uniform(0.1, 3.0), lambda: server.start(keep=keep))
+    whole = world.checkpoints.whole
+    if not whole or chooser.random() < 0.3:
+        _start_anew(world, chooser)
+        return
+    checkpoint = whole[-1] if chooser.random() < 0.8 else chooser.choice(whole)
+    world.coverage["resumed from an older checkpoint"] += checkpoint is not whole[-1]
+    world.checkpoints.fall_back_on(checkpoint)
+    _resume(world, chooser, checkpoint, remembers)
+
+
+def _start_anew(world: World, chooser: random.Random) -> None:
+    """All are started as newcomers."""
+    _forget_the_void(world, world.checkpoints.whole)
+    for process in world.processes.values():
+        process.barred = False
+        world.at(chooser.uniform(0.1, 3.0), process.spawn)
+
+
+def _resume(world: World, chooser: random.Random, checkpoint: Checkpoint, remembers: list[e.Journalled] | None) -> None:
+    """By a list of replicas, which all are told. ``remembers``: what a new coordinator knows; None: it is none."""
+    there = sorted(checkpoint.parts)
+    what = chooser.choice(("as many", "as many", "fewer", "more"))
+    least = int(world.knobs.settings["min_replicas"] or 1)
+    if what == "fewer" and len(there) > least:
+        present = chooser.sample(there, chooser.randint(least, len(there) - 1))
+    elif what == "more":
+        others = [name for name in world.processes if name not in there]
+        present = [*there, *chooser.sample([*others, "r90", "r91"], chooser.randint(1, 2))]
+    else:
+        what, present = "as many", there
+    world.coverage[f"resumed with {what} replicas"] += 1
+    newest = checkpoint.newest
+    void = any(key[0] == 0 and x.version > newest[0].record.version for key, x in world.checks.versions.items())
+    world.coverage["resumed where later versions are void"] += void
+    under_way = any(part.held.contributions for part in checkpoint.parts.values())
+    world.coverage["resumed with a contribution under way"] += under_way
+    coming = checkpoint.resumed(present)
+    _forget_the_void(world, [checkpoint])
+    if remembers is not None:  # a life that was given up since may come back to a coordinator that knows nothing of it
+        gone = {x.replica: x.incarnation for x in remembers if isinstance(x, e.Gone)}
+        back = {name: x.held.incarnation for name, x in coming.items()}
+        world.checks.gone -= {(name, life) for name, life in back.items() if life > gone.get(name, 0)}
+    for name, each in coming.items():
+        process = world.processes.get(name)
+        if process is None:
+            some = next(iter(world.processes.values()))
+            process = world.processes[name] = Process(world, name, initial=some.initial, step_s=some.step_s)
+        process.barred, process.coming = False, each
+        world.at(chooser.uniform(0.1, 3.0) * (1 if chooser.random() < 0.9 else 5), process.spawn)
+    for process in world.processes.values():
+        if process.barred and chooser.random() < 0.3:
+            world.at(chooser.uniform(3.0, 12.0), _let_in, process)
+
+
+def _let_in(process: Process) -> None:
+    process.barred = False
+    process.spawn()
+
+
+def _forget_the_void(world: World, kept: list[Checkpoint]) -> None:
+    parts = [part for checkpoint in kept for part in checkpoint.parts.values()]
+    world.checks.all_died(x.record for part in parts for x in part.fragments)
