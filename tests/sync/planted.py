@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ftopt.simulate import saving
 from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Agreed, Attempt
@@ -388,6 +389,25 @@ def asks_once(patch: Patch) -> None:
     patch.setattr(Lending, "_grant", mutant)
 
 
+# ---------------------------------------------------------------- checkpoints
+
+
+def life_again(patch: Patch) -> None:
+    """Who restores a checkpoint lives a life again that its state counts"""
+    patch.setattr(saving, "another_life", lambda mark, there, newest: (mark, {}))
+
+
+def resumed_untold(patch: Patch) -> None:
+    """Who goes on from a checkpoint is not told that the data have ended"""
+    welcome = Replica._welcome
+
+    def mutant(self: Replica, message: m.Welcome) -> Any:
+        self._put_back = False
+        return welcome(self, message)
+
+    patch.setattr(Replica, "_welcome", mutant)
+
+
 BUGS = (
     Bug("FREEZE", freeze_off),
     Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
@@ -418,6 +438,8 @@ BUGS = (
     Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
+    Bug("RESTORE", life_again, slow=True),
+    Bug("TAIL", resumed_untold, slow=True),
     Bug("OWN", plans.own_off),
     Bug("TIE", plans.tie_off, slow=True),
     Bug("COVER", plans.any_plan_counts),

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as r
-from ftopt.sync.protocol.resumed import Held
+from ftopt.sync.protocol.resumed import Held, another_life
 from tests.sync.table import Seat, Table
-from tests.sync.test_resume import at_version_1, lose_all, round_of
+from tests.sync.test_resume import at_version_1, held, lose_all, round_of
 
 COORDINATORS = ("lives", "journal")
 
@@ -163,3 +164,26 @@ def test_nobody_restores_while_somebody_who_is_away_may_hold_the_state(coordinat
 def test_a_replica_that_holds_a_state_ignores_it() -> None:
     _, (a, _) = at_version_1("a", "b")
     assert a.machine.receive(m.Restore(7)) == [] and a.machine.incarnation == 1
+
+
+def test_no_life_is_lived_again_that_the_checkpoint_knows() -> None:
+    """The coordinator has an old copy of its journal, and gives the first lives away again; the state counts them."""
+    table, (a, b) = at_version_1("a", "b")
+    saved, there = a.record, [held(a), held(b)]
+    lose_all(table, (a, b), "lives")
+    table.journal[:] = [entry for entry in table.journal if not isinstance(entry, e.Known)]
+    table.restart(journal=True)
+    a, b = successor(table, "a", saved), successor(table, "b", None)
+    come((a, b))
+    assert to_restore(a) and a.machine.incarnation == 1
+    mark, gone = another_life(("a", 1), there, [saved])
+    assert (mark, gone) == (("a", 2), {"a": 1, "b": 1})
+    a.pop(r.Restore)
+    a.cut()
+    a.machine.restore(Held(*mark, 0, gone, records=(saved,)))
+    come((a, b))
+    b.fetch(a)
+    assert (a.machine.incarnation, b.machine.incarnation) == (2, 2)
+    assert not [x for x in b.asked if isinstance(x, r.Reborn)]
+    round_of((a, b), 3)
+    assert a.record.counted == (("a", 2, 3), ("b", 2, 3))

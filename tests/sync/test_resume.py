@@ -10,6 +10,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as r
 from ftopt.sync.protocol.resumed import Held, returning
+from ftopt.sync.protocol.samples import Samples
 from tests.sync.table import Seat, Table
 
 
@@ -161,6 +162,29 @@ def test_a_journal_that_knows_a_later_life_makes_the_earlier_one_begin_anew() ->
     lose_all(table, (a, b), "journal")
     a, b = resume(table, there, "a", "b")
     assert [x.reason for x in b.asked if isinstance(x, r.Reborn)]
+
+
+@pytest.mark.parametrize("again", ("resumed", "restored"))
+def test_who_goes_on_at_the_end_of_the_data_learns_that_they_have_ended(again: str) -> None:
+    """Nothing is ever committed any more that would tell it, and no units are left to wait for."""
+    table = Table(samples=Samples(samples=6, batch_size=1, epochs=1), wants=6)
+    a, b = table.start("a", "b")
+    for seat in (a, b):
+        seat.take()
+        seat.use(3)
+    round_of((a, b), 3)
+    record = a.record
+    assert record.done == ((0, 6),)
+    lose_all(table, (a, b), "new")
+    seat = Seat(table, "a")
+    back = Held("a", 1, a.machine.epoch, roster={"a": 1}, records=(record,), samples=table.samples)
+    if again == "resumed":
+        seat.machine.resume(back)
+    else:
+        seat.machine.restore(back)
+    seat.open()
+    said = [effect for message in seat.inbox for effect in seat.machine.receive(message)]
+    assert [(x.done, x.own) for x in said if isinstance(x, r.Settled)] == [(record.done, ())]
 
 
 def test_who_comes_back_is_alike_whoever_computes_it() -> None:
