@@ -326,3 +326,36 @@ def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:
     a.fetch(b)
     assert a.twice == ((0, 2),)
     assert a.stock.offer() == ((2, 4),)
+
+
+def test_the_last_units_are_done_also_when_no_step_that_used_them_was_finite() -> None:
+    """Nobody has any weight, so nothing would ever come of the round; and without units nobody trains on."""
+    table, (a,) = job("a", samples=Samples(samples=4, batch_size=1, epochs=1), wants=4)
+    commit(a, units=2, last_step=2)
+    a.use(1)
+    weightless = m.Contribution(0, 1, 0, 3, 0.0, finite=False, ranges=a.stock.offer())
+    a.do(a.machine.propose(weightless))
+    a.take()
+    assert a.record.version == 1, "there is another unit to train on"
+    a.use(1)
+    a.do(a.machine.propose(m.Contribution(0, 1, 0, 4, 0.0, finite=False, ranges=a.stock.offer())))
+    a.reduce()
+    a.take()
+    assert a.record.done == ((0, 4),)
+    assert len(table.events("data_ended")) == 1
+
+
+def test_one_whose_last_steps_were_not_finite_still_waits_for_no_hung_one() -> None:
+    """It has nothing left to use: that somebody holds the rest and does nothing with it must be seen."""
+    samples = Samples(samples=8, batch_size=1, epochs=1)
+    table, (a, b) = job("a", "b", samples=samples, wants=4, tail_s=5.0)
+    a.use(4)
+    b.cut()
+    a.do(a.machine.propose(m.Contribution(0, 0, 0, 4, 0.0, finite=False, ranges=a.stock.offer())))
+    a.reduce()
+    a.take()
+    assert a.record.done == ((0, 4),)
+    table.tick(10.0)
+    a.take()
+    assert ("b", 1) not in table.coordinator.roster.marks()
+    assert a.machine.lease.held == ((4, 8),)

@@ -147,6 +147,11 @@ class Ledger:
         return True
 
     @property
+    def exhausted(self) -> bool:
+        """Whether every unit of the job is done or leased: none are left to grant, unless somebody loses its own."""
+        return self.samples.units is not None and self.cursor >= self.samples.units and not self.free()
+
+    @property
     def ended(self) -> bool:
         """Whether every unit of the job is done."""
         return self.samples.units is not None and self.done == ((0, self.samples.units),)

@@ -7,11 +7,11 @@ has used, so that it holds what it ``wants`` again, in the order of ids. Who run
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Cursor, Effect, Send, Tell
-from ftopt.sync.protocol.intervals import Ranges, low_water, size, union
+from ftopt.sync.protocol.intervals import Ranges, contains, low_water, size, union
 from ftopt.sync.protocol.ledger import Ledger
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.samples import Samples
@@ -92,6 +92,16 @@ class Lending:
         ranges = union(*(c.ranges for c in contributions))
         self.ledger.hold(ranges)
         return ranges
+
+    def spent(self, contributions: Mapping[str, m.Contribution]) -> bool:
+        """Whether these have used all that their replicas hold, and no more is to be had.
+
+        Steps that weigh nothing make no version, but units that they have used must be done at the end of the data.
+        """
+        ranges = union(*(c.ranges for c in contributions.values()))
+        leases = self.ledger.leases.items()
+        held = union(*(lease for mark, lease in leases if mark[0] in contributions))
+        return self.ledger.exhausted and bool(held) and contains(ranges, held)
 
     def release(self) -> None:
         """The attempt was aborted."""

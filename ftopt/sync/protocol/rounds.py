@@ -277,7 +277,8 @@ class Rounds:
         odd = outliers(chosen, self.sync.norm_limit if self.sharing is None else None)
         chosen |= {replica: withheld(chosen[replica]) for replica in odd}
         contributors = [c for c in chosen.values() if c.weight > 0]
-        if not contributors and self.sharing is None:
+        spent = self.lending is not None and self.lending.spent(chosen)
+        if not contributors and self.sharing is None and not spent:
             return self._void(members)
         self.attempts += 1
         a = self.attempt = Attempt(
