@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
 
 AGAIN_S = 0.2
-LOOK_S = 1.0
+LOOK_S = 2.0
+"""Seconds: until it offers again what was not taken, and until it looks for news that nobody has told it of."""
 
 
 class Shares:

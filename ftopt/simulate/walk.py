@@ -113,7 +113,7 @@ def _shared(knobs: Knobs, seed: int) -> Knobs:
         return knobs
     batch_size = chooser.choice((1, 1, 3))
     samples = Samples(
-        samples=chooser.randint(20, 100),
+        samples=batch_size * chooser.randint(8, 40) + chooser.randrange(batch_size),
         batch_size=batch_size,
         drop_last=chooser.random() < 0.5,
         epochs=chooser.choice((1, 1, 2)) if chooser.random() < 0.3 else None,
@@ -123,9 +123,9 @@ def _shared(knobs: Knobs, seed: int) -> Knobs:
 
 
 def _saved(knobs: Knobs, seed: int) -> Knobs:
-    """With checkpoints, and a day when all replicas die, in every sixth history."""
+    """With checkpoints, and a day when all replicas die, in every seventh history."""
     chooser = random.Random(seed * 7919 + 5)
-    return replace(knobs, save_every=chooser.choice((1, 1, 2, 3))) if chooser.random() < 1 / 6 else knobs
+    return replace(knobs, save_every=chooser.choice((1, 1, 1, 2))) if chooser.random() < 1 / 7 else knobs
 
 
 def _walk(world: World, chooser: random.Random) -> None:
@@ -149,7 +149,7 @@ def _walk(world: World, chooser: random.Random) -> None:
         world.at(chooser.uniform(1, length_s), _fault, world, chooser)
     if world.knobs.save_every:
         length_s += chooser.uniform(2, 10)
-        world.at(chooser.uniform(0.5, 0.9) * length_s, all_die, world, chooser)
+        world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
     world.run(start_s + length_s)
     _quiet(world)
 

@@ -1,4 +1,4 @@
-"""Random walks of the real machines: 1,200 histories hold I1 to I6; planted bugs don't.
+"""Random walks of the real machines: 1,100 histories hold I1 to I6; planted bugs don't.
 
 ``ftopt simulate --replay n`` runs one history again and prints its trace; ``FTOPT_WALK_HISTORIES=n`` runs more.
 """
@@ -17,7 +17,7 @@ from ftopt.simulate.walk import run
 from ftopt.simulate.world import Knobs, World
 from tests.sync.planted import BUGS, LIMIT, Bug, find
 
-HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "1200"))
+HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
 
 
 @pytest.mark.timeout(600)
