@@ -591,3 +591,18 @@ def test_12_sitting_out_never_takes_a_quorum_below_min_replicas() -> None:
     b.reduce()
     a.take()
     assert a.record.version == 1
+
+
+def test_no_tick_is_asked_for_that_has_just_been() -> None:
+    """In one and the same tick a silent one is superseded, and with that somebody is there to forget another one."""
+    table = Table(forget_s=6.0)
+    a, b = table.start("a", "b")
+    b.cut()
+    table.now += 3.0
+    a.say(m.Progress("training", 1, 0.1))
+    Seat(table, "a").open()
+    table.wait(3.0)
+    assert table.coordinator.roster.marks() == (("a", 2), ("b", 1))
+    assert table.coordinator.deadline_s() > table.now
+    table.wait(0.02)
+    assert table.coordinator.roster.marks() == (("a", 2),)

@@ -130,8 +130,9 @@ class Coordinator:
         if self.halted:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
-        due += [x.lost_s + self.sync.forget_s for x in self._forgettable()]
-        due += [max(self._tail_s(x), self._stepped_s + 0.01) for x in self._lessees()]  # a step may have made it due
+        made_due_s = self._stepped_s + 0.01  # by a step
+        due += [max(x.lost_s + self.sync.forget_s, made_due_s) for x in self._forgettable()]
+        due += [max(self._tail_s(x), made_due_s) for x in self._lessees()]
         if self.gathering is not None and not math.isinf(self._stepped_s):
             end_s = self.gathering.deadline_s()
             due += [end_s] if end_s > self._stepped_s else []
