@@ -156,18 +156,20 @@ def test_a_damaged_one_is_refused_and_never_passed_over(tmp_path: Path) -> None:
         assert str(caught.value).endswith(f"the one before it is sound: use {before}")
 
 
-def test_every_sample_is_in_one_commit_that_stands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", [LOCAL, STREAMING], ids=["nothing is pending", "pending steps have used units"])
+def test_every_sample_is_in_one_commit_that_stands(tmp_path: Path, method: Method) -> None:
     events = list[Event]()
     samples = Samples(samples=119, batch_size=2, epochs=1)
     with lives(("r0", "r1"), events, samples) as groups:
-        live(groups[:2], [tmp_path] * 2, dies_at=14)
-        done = Checkpoint(whole(tmp_path)[-1]).record["done"]
+        live(groups[:2], [tmp_path] * 2, method, dies_at=14)
+        newest = Checkpoint(whole(tmp_path)[-1])
+        assert any(note["membership"]["used"] for note in newest.notes.values()) == (method is STREAMING)
+        done = newest.record["done"]
         standing = [unit for start, stop in done for unit in range(start, stop)]
         assert 0 < len(standing) < 60
-        live(groups[2:], [tmp_path] * 2)
+        live(groups[2:], [tmp_path] * 2, method)
         since = [event.event for event in events].index("recover")
-        ranges = [
-            parts for event in events[since:] if event.event == "decide" for parts in event.data["ranges"].values()
-        ]
+        decided = [event for event in events[since:] if event.event == "decide" and not event.fragment]
+        ranges = [parts for event in decided for parts in event.data["ranges"].values()]
         standing += [unit for parts in ranges for start, stop in parts for unit in range(start, stop)]
         assert sorted(standing) == list(range(60))

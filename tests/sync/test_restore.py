@@ -124,6 +124,7 @@ def test_another_job_s_checkpoint_is_not_restored(coordinator: str) -> None:
     come((a, b))
     assert not to_restore(a) and not to_restore(b)
     assert a.record.version == b.record.version == 0 and len(table.events("start")) == 2
+    assert a.pop(r.Notice).text.endswith("it starts anew") == (coordinator != "new")
 
 
 def test_nobody_restores_while_somebody_holds_the_state() -> None:

@@ -36,6 +36,8 @@ from ftopt.sync.protocol.rounds import Rounds
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.protocol.status import status
 
+_LOST = "nobody holds the state of this job any more, and there is no checkpoint of it at hand: it starts anew"
+
 
 class Coordinator:
     """The machine. Every input returns the effects that it causes, in the order in which they must happen.
@@ -405,6 +407,8 @@ class Coordinator:
             self.members.sharing.open(top.at.version + 1, done, gathering.shares(top.at))
         if self.members.samples is not None:
             data |= {"done": done, "samples": asdict(self.members.samples)}
+        if gathering.lost and not veterans:
+            effects += [Send(conn, m.Hold(_LOST)) for conn in sorted(gathering.hellos)]
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
             if hello.incarnation == 0:

@@ -31,7 +31,7 @@ class Gathering:
         self._roster = roster
         self._decided = saved.decided if saved else ()
         self._cursor = saved.cursor if saved else 0
-        self._lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
+        self.lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
         self._first_s: float | None = None
 
     # ------------------------------------------------------------ hellos
@@ -79,10 +79,10 @@ class Gathering:
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
         """RESTORE: who can restore the newest checkpoint of this job, by connection; nobody while somebody holds a
         state. Who cannot read its newest one is among them: it finds out, and tells its user."""
-        if self.veterans() or not self._lost:
+        if self.veterans() or not self.lost:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
-        ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self._lost)]
+        ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
         newest = max((at.version for _, _, at in ours), default=0)
         return [x for x in ours if x[2].version == newest or not x[2].chain]
 
