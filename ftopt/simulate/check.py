@@ -293,7 +293,7 @@ class Checks:
             if (
                 not self.counts(process)
                 or process.mark in marks
-                or not any(process.shards[f].record for f in range(len(process.shards)))
+                or not (process.restoring or any(shard.record for shard in process.shards))
             ):
                 continue
             waited_s = self.world.now - server.first_hello_s

@@ -188,3 +188,37 @@ def test_no_life_is_lived_again_that_the_checkpoint_knows() -> None:
     assert not [x for x in b.asked if isinstance(x, r.Reborn)]
     round_of((a, b), 3)
     assert a.record.counted == (("a", 2, 3), ("b", 2, 3))
+
+
+def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it() -> None:
+    """Another one that has read it tells that the life is gone which the coordinator had given."""
+    table, (a, b) = at_version_1("a", "b")
+    saved, there = a.record, [held(a), held(b)]
+    lose_all(table, (a, b), "lives")
+    table.journal[:] = [entry for entry in table.journal if not isinstance(entry, e.Known)]
+    table.restart(journal=True)
+    a, b = seats = [successor(table, name, saved) for name in ("a", "b")]
+    come(seats)
+    for seat in seats:
+        seat.pop(r.Restore)
+        seat.cut()
+    for seat in seats:
+        assert not table.coordinator.running, "b is waited for"
+        mark, gone = another_life((seat.name, seat.machine.incarnation), there, [saved])
+        seat.machine.restore(Held(*mark, 0, gone, records=(saved,)))
+        come((seat,))
+    assert table.coordinator.running
+    assert table.coordinator.roster.marks() == (("a", 2), ("b", 2))
+
+
+def test_a_coordinator_that_forgets_who_reads_a_checkpoint_waits_for_all_of_them() -> None:
+    table, saved = all_dead_at_version_2("journal")
+    a, b = (successor(table, name, saved) for name in ("a", "b"))
+    come((a, b))
+    a.cut(), b.cut()
+    table.restart(journal=False)
+    for seat in (a, b):
+        assert not table.coordinator.running
+        restore(seat, saved)
+        come((seat,))
+    assert table.coordinator.running

@@ -168,10 +168,25 @@ class Coordinator:
             effects += self._new_epoch(self.epoch)
         for mark in hello.gone:
             if not self.roster.is_gone(mark):
-                effects += self.members.gone(mark, f"reported by {hello.replica}")
+                effects += self._learn_gone(now, hello, mark)
         for mark in hello.roster:
             effects += self.members.know(now, mark)
         return effects + self._identify(now, conn, hello)
+
+    def _learn_gone(self, now: float, hello: m.Hello, mark: m.Mark) -> list[Effect]:
+        """FENCE. Who restores a checkpoint and was given a life that this knows comes back as the next one after it."""
+        replica, incarnation = mark
+        member = self.roster.members.get(replica)
+        reads = self.gathering is not None and replica in self.gathering.sent
+        waited = reads and member is not None and member.incarnation <= incarnation
+        effects = self.members.gone(mark, f"reported by {hello.replica}")
+        return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
+
+    def _await_restored(self, now: float, mark: m.Mark) -> list[Effect]:
+        """It reads a checkpoint, and may hold a version when it comes back."""
+        effects = self.members.know(now, mark)
+        self.roster.members[mark[0]].in_doubt = True
+        return effects
 
     def _define(self, hello: m.Hello) -> None:
         """The first replica of a job defines it."""
@@ -423,15 +438,16 @@ class Coordinator:
     def _restore_checkpoints(self, now: float, gathering: Gathering) -> list[Effect]:
         """RESTORE: who has the newest checkpoint is sent for it. It comes back with that, and is waited for."""
         effects: list[Effect] = []
+        told: list[tuple[int, m.Mark, m.Position]] = []
         for conn, hello, at in gathering.restorers():
             gathering.lose(conn)
-            incarnation = hello.incarnation or self.roster.next_incarnation(hello.replica)
-            effects += self.members.know(now, (hello.replica, incarnation))
-            self.roster.members[hello.replica].in_doubt = True
-            effects += [
-                Tell("restore", hello.replica, incarnation, version=at.version),
-                Send(conn, m.Restore(incarnation)),
-            ]
+            mark = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
+            effects += self._await_restored(now, mark)
+            gathering.sent.add(hello.replica)
+            told.append((conn, mark, at))
+        roster = tuple(mark for _, mark, _ in told)
+        for conn, mark, at in told:
+            effects += [Tell("restore", *mark, version=at.version), Send(conn, m.Restore(mark[1], roster))]
         return effects
 
     def _restore(self, r: Rounds, gathering: Gathering) -> list[Effect]:

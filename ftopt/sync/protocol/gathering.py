@@ -28,6 +28,8 @@ class Gathering:
     def __init__(self, roster: Roster, saved: Saved | None = None, *, lost: str = "") -> None:
         self.hellos: dict[int, m.Hello] = {}
         self.sync = Sync()
+        self.sent: set[str] = set()
+        """RESTORE: replicas that were told to restore a checkpoint."""
         self._roster = roster
         self._decided = saved.decided if saved else ()
         self._cursor = saved.cursor if saved else 0

@@ -325,9 +325,10 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """RESTORE: nobody holds the job's state any more. The receiver is to restore its newest checkpoint, and to come
-    back with that as ``incarnation``."""
+    back with that as ``incarnation``. ``roster``: who else was told so: it is to be waited for (WAIT)."""
 
     incarnation: int
+    roster: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,8 +335,9 @@ class Replica:
                 return [Notice(reason)]  # It was let in before: it trains on, and comes again.
             case m.Refused(reason=reason):
                 return [GiveUp(reason)]
-            case m.Restore(incarnation=incarnation) if not self.complete:
+            case m.Restore(incarnation=incarnation, roster=roster) if not self.complete:
                 self.incarnation = incarnation
+                self._learn(roster, ())
                 return [Restore()]
             case m.Hold(text=text):
                 return [Notice(text)]
