@@ -34,6 +34,8 @@ COVERED = (
     "adaptive grace",
     "a sample ledger",
     "a sample ledger, and an end of the data",
+    "a sample ledger beside several fragments",
+    "a leaver gives units back",
     "a global batch",
     "a share that grows",
     "a sum given up",

@@ -42,6 +42,7 @@ def run(seed: int, *, trace: bool = False) -> History:
         world.coverage["adaptive grace"] += 1
     if world.knobs.samples is not None:
         what = "a global batch" if world.knobs.global_batch else "a sample ledger"
+        world.coverage["a sample ledger beside several fragments"] += world.knobs.fragments > 1
         world.coverage[what if world.knobs.samples.units is None else f"{what}, and an end of the data"] += 1
     try:
         _walk(world, chooser)

@@ -307,6 +307,9 @@ class Server:
         if isinstance(message, m.Hello):
             self.heard[conn.number] = message
             self.first_hello_s = min(self.first_hello_s, self.world.now)
+        lending = self.machine.lending
+        if isinstance(message, m.Bye) and lending is not None and lending.ledger.leases.get(conn.process.mark):
+            self.world.coverage["a leaver gives units back"] += 1
         if not isinstance(message, m.Progress):
             self.world.note("coord", f"<- {conn.process.name} {message}")
         self.act(self.machine.receive(self.world.now, conn.number, message))
