@@ -62,7 +62,12 @@ def lives(names: Sequence[str], events: list[Event], samples: Samples | None = N
 
 
 def live(
-    groups: Sequence[ReplicaGroup], folders: Sequence[Path], method: Method = LOCAL, *, dies_at: int = 10_000
+    groups: Sequence[ReplicaGroup],
+    folders: Sequence[Path],
+    method: Method = LOCAL,
+    *,
+    dies_at: int = 10_000,
+    resumes: bool = False,
 ) -> list[Began]:
     """One life of each replica: it dies at a step of its own, or ends after 40 more, or with the data."""
 
@@ -71,11 +76,14 @@ def live(
         model, watched = models.pop(), Watched()
         optimizer = wrap(TASK.inner(model.parameters()), model, method, group=group)
         checkpoints = Checkpoints(folder, optimizer, every=1, keep=20)
+        if resumes:
+            checkpoints.resume()
         with optimizer:
             checkpoints.include(watched=watched)
             state = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
             began = Began(optimizer.start_step, optimizer.pending_by_fragment, max(state, default=0.0), watched.passes)
-            while optimizer.local_steps < min(dies_at, 40 + sum(began.pending)):
+            ends_at = 40 + sum(began.pending) if group.units is None else 10_000
+            while optimizer.local_steps < min(dies_at, ends_at):
                 if group.units is not None:
                     unit = group.units.take()
                     if unit is None:
@@ -173,3 +181,24 @@ def test_every_sample_is_in_one_commit_that_stands(tmp_path: Path, method: Metho
         ranges = [parts for event in decided for parts in event.data["ranges"].values()]
         standing += [unit for parts in ranges for start, stop in parts for unit in range(start, stop)]
         assert sorted(standing) == list(range(60))
+
+
+def test_who_says_resume_at_each_start_is_a_newcomer_where_others_live(tmp_path: Path) -> None:
+    """It is taken for its dead self at first; no step and no unit is counted twice for that."""
+    events = list[Event]()
+    with lives(("r0", "r1"), events, Samples(samples=239, batch_size=2, epochs=1)) as groups:
+
+        def two_lives() -> list[Began]:
+            live(groups[1:2], [tmp_path], dies_at=10)
+            return live(groups[3:4], [tmp_path], resumes=True)
+
+        _, (began,) = together([lambda: live(groups[:1], [tmp_path], resumes=True), two_lives])
+    assert began.inner_step >= 8
+    decided = [event for event in events if event.event == "decide"]
+    ranges = [part for event in decided for parts in event.data["ranges"].values() for part in parts]
+    assert sorted(unit for start, stop in ranges for unit in range(start, stop)) == list(range(120))
+    last: dict[tuple[str, int], int] = {}
+    for event in decided:
+        for replica, life, steps, last_step, *_ in event.data["members"]:
+            assert steps == last_step - last.get((replica, life), 0)
+            last[replica, life] = last_step
