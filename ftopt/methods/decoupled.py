@@ -75,6 +75,11 @@ class DecoupledDiLoCo(StreamingDiLoCo):
                 "use linear_fda or local_condition"
             )
 
+    @property
+    def elementwise(self) -> bool:
+        """No: directions are those of whole tensors."""
+        return False
+
     def scalars(self, mine: Mine) -> tuple[float, ...]:
         """``|v|`` of each tensor that is no embedding; none in a round that only averages."""
         return () if mine.averages else lengths(mine.start - mine.params, mine.layout)

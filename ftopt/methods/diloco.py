@@ -59,6 +59,11 @@ class DiLoCo(BySpeed):
         """The outer optimizer's."""
         return self.outer.on_shares
 
+    @property
+    def elementwise(self) -> bool:
+        """If the outer optimizer is."""
+        return getattr(self.outer, "elementwise", False)
+
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The outer optimizer's."""
         return self.outer.init(anchor)

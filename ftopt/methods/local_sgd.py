@@ -43,6 +43,11 @@ class LocalSGD(BySpeed):
 
     name: ClassVar[str] = "local_sgd"
 
+    @property
+    def elementwise(self) -> bool:
+        """Yes."""
+        return True
+
     def payload(self, mine: Mine, out: Tensor) -> Tensor:
         """``p + (A - a)``; exactly ``p`` for fp32 parameters, and for a replica that is alone; ``a - p`` if lossy."""
         if mine.lossy:

@@ -333,6 +333,12 @@ class Method(ABC):
         they are, and nothing returned shares memory with them.
         """
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether `payload` and `outer_step` treat every element alike and apart from the others: they are then called
+        for a piece after the other, whose scalars of the outer state must all be the same. Here: not known."""
+        return False
+
     def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
         """Plain averaging, what happens before ``outer_start_step``: ``A - mean(Delta)``. May overwrite ``mean``."""
         return torch.sub(anchor, mean, out=mean)

@@ -20,7 +20,11 @@ from ftopt.methods.schedules import ConstantRate, Schedule
 
 
 class OuterOptimizerRule(Protocol):
-    """A rule on flat fp32 tensors. Frozen, comparable, and without state of its own."""
+    """A rule on flat fp32 tensors. Frozen, comparable, and without state of its own.
+
+    One that treats every element alike and apart from the others may say so with ``elementwise = True``: it is then
+    called for a piece after the other, which costs one sweep through memory instead of one an operation.
+    """
 
     @property
     def on_shares(self) -> bool:
@@ -75,6 +79,7 @@ class SGD:
     """
 
     on_shares: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
 
     lr: float = 0.7
     momentum: float = 0.0
@@ -136,6 +141,7 @@ class Adam:
     """
 
     on_shares: ClassVar[bool] = False
+    elementwise: ClassVar[bool] = True
 
     lr: float = 0.3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

@@ -73,6 +73,11 @@ class SlowMo(Method):
                 "Nesterov SGD"
             )
 
+    @property
+    def elementwise(self) -> bool:
+        """Yes."""
+        return True
+
     def scalars(self, mine: Mine) -> tuple[float, ...]:
         """The inner rate."""
         return (mine.lr,)

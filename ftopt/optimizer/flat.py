@@ -145,6 +145,14 @@ class FlatView:
         torch._foreach_copy_(self._views(out), self._locals())
         return out
 
+    def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """The parameters in place, in parts of at most ``size`` elements (what is not contiguous as a whole), and where
+        each lies in a flat tensor."""
+        start = 0
+        for tensor in self._locals():
+            for part in torch.split(tensor.view(-1), size) if tensor.is_contiguous() else [tensor]:
+                yield part, slice(start, start := start + part.numel())
+
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Writes ``flat`` (fp32) into the parameters, rounded to their dtypes."""

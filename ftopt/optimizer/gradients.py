@@ -8,7 +8,7 @@ code for both. Taking up a committed state means one step of the inner optimizer
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,12 @@ class Gradients(FlatView):
     def read(self, out: Tensor) -> Tensor:
         """Copies the sum."""
         return out.copy_(self._sum)
+
+    def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """Of the sum."""
+        for part in torch.split(self._sum, size):
+            start = part.storage_offset()
+            yield part, slice(start, start + part.numel())
 
     def write(self, flat: Tensor) -> None:
         """Sets the sum."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftopt.codecs import Codec
 from ftopt.methods import Mine, Round
+from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import of, part, payload
 from ftopt.optimizer.error_feedback import Residual, left_out, offered
 from ftopt.optimizer.gauge import pack, seen_of
@@ -62,18 +63,22 @@ class Mean:
             shares = [row[0] / attempt.total_weight for row in rows]
             taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
             at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
-        if attempt.weight > 0:
-            payload(method, mine, work, trained=fragment.view.trained)
-        else:
+        share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not mine.alone else None
+        in_pieces = method.elementwise and not mine.lossy and fragment.view.trained == work.numel()
+        if attempt.weight <= 0:
             work.zero_()
+        elif in_pieces:
+            pieces.payload(method, mine, work, share)
+        else:
+            payload(method, mine, work, trained=fragment.view.trained)
         exact = work
         if mine.lossy:
             trained = slice(0, fragment.view.trained)
             self._encoded(attempt, fragment, collective, part(work, trained), shares, method.units(mine))
             exact = work[fragment.view.trained :]  # What is no direction of descent but a statistic is not rounded.
         if exact.numel():
-            if attempt.weight > 0 and not mine.alone:
-                exact.mul_(attempt.weight / attempt.total_weight)
+            if share is not None and not in_pieces:
+                exact.mul_(share)
             collective.all_reduce_(exact)
         if fragment.gauge.learns:
             distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ftopt.optimizer.buffers import keep_between
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.pieces import is_finite, piece_of
 
 
-def rebased(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice], *, out: Tensor) -> Tensor:
-    """``out <- cast(new anchor) + (params - base)``: the pending work on the new anchor.
+@torch.no_grad()
+def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> bool:
+    """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor. One sweep.
 
     With the cast, so that ``params - start`` is the work again and what the parameters' dtype rounds off
     the anchor is not taken for work.
@@ -22,15 +24,25 @@ def rebased(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice
         base: what the pending work is measured from, flat fp32.
         start: the new anchor, rounded to the parameters' dtypes, flat fp32.
         unknown: where ``base`` is damaged: there the parameters become the anchor's.
-        out: flat fp32, overwritten.
+
+    Returns:
+        False: something was not finite, and the parameters are of no use.
     """
-    moved, behind = view.read(out), slice(view.trained, None)
-    buffers = moved[behind].clone()
-    moved.sub_(base).add_(start)
-    keep_between(moved[behind], buffers, start[behind])
-    for block in unknown:
-        moved[block] = start[block]
-    return moved
+    if unknown:
+        now, base = view.read(view.empty()), base.clone()
+        for block in unknown:
+            base[block] = now[block]
+    size = piece_of(start)
+    scratch, finite = start.new_empty(size), True
+    for part, where in view.parts(size):
+        before, after = base[where].view(part.shape), start[where].view(part.shape)
+        room = scratch[: part.numel()].view(part.shape) if part.numel() <= size else torch.empty_like(after)
+        moved = torch.sub(part, before, out=room).add_(after)
+        if where.start >= view.trained:
+            keep_between(moved, part, after)
+        finite = finite and is_finite(moved)
+        part.copy_(moved)
+    return finite
 
 
 def mixed(view: FlatView, start: Tensor, alpha: float, *, out: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Due, Method, Progress, Work
 from ftopt.methods.triggers import Means, Number, Numbers
+from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.flat import FlatView
@@ -40,7 +41,9 @@ from ftopt.optimizer.gauge import Gauge, Tally, means_of, methods_own
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.mean import Mean
-from ftopt.optimizer.merge import mixed, rebased
+from ftopt.optimizer.memory import Memory
+from ftopt.optimizer.merge import mixed, rebase_
+from ftopt.optimizer.pieces import distance
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
@@ -100,6 +103,7 @@ class OuterStep:
         self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock)
+        self._memory = Memory()
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
         self._live: Live | None = None
@@ -270,7 +274,7 @@ class OuterStep:
                     wait.append((fragment, None))
             elif due and self._group.outstanding(index):
                 wait.append((fragment, None))
-            elif tau and self.local_steps == fragment.snapshot_step + tau and self._group.outstanding(index):
+            elif tau and self.local_steps == fragment.snapshot_step + tau and self._is_on_its_way(fragment):
                 wait.append((fragment, fragment.method.patience))
         for fragment, timeout_s in wait:
             self._wait(fragment.index, timeout_s)
@@ -278,16 +282,19 @@ class OuterStep:
             acted = True
         return acted
 
+    def _is_on_its_way(self, fragment: Fragment) -> bool:
+        """Whether there is something to take up, now or soon. It may have been decided since the boundary began: then
+        the newer state is there, which is set before the group says that nothing is outstanding."""
+        return self._group.outstanding(fragment.index) or fragment.state is not fragment.taken
+
     def _due(self, fragment: Fragment) -> Due:
         """Whether it is time. What triggers want is measured only while nothing is outstanding: they would go by work
         that is on its way already."""
         progress = self.progress(fragment.index)
         wanted = fragment.method.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
-            spare = _borrow(fragment)
             with torch.no_grad():
-                own = fragment.gauge.look(wanted, fragment.start, spare)
-            fragment.spare = spare
+                own = fragment.gauge.look(wanted, fragment.start, self._fresh(fragment))
             progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.method.due(progress)
 
@@ -372,13 +379,11 @@ class OuterStep:
         taken, view, index = fragment.taken, fragment.view, fragment.index
         version = taken.meta.version
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
-        params = view.read(_borrow(fragment))
+        params = view.read(self._fresh(fragment))
         if share is not None and share.samples:
             params.div_(share.samples)
-        displacement = torch.sub(fragment.start, params)
-        norm = float(torch.linalg.vector_norm(displacement[: view.trained]))
-        whole = math.isfinite(norm) and bool(torch.isfinite(displacement[view.trained :]).all())
-        finite = whole or bool(torch.isfinite(displacement).all())
+        norm, finite = distance(fragment.start[: view.trained], params[: view.trained])
+        finite = finite and distance(fragment.start[view.trained :], params[view.trained :])[1]
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
         work = Work(steps, tokens, staleness=version - fragment.base_version)
@@ -409,7 +414,6 @@ class OuterStep:
             if fragment.state is not taken:
                 # A newer state came since the boundary began. The caller takes it up; these steps go with the
                 # next round.
-                fragment.spare = params
                 return
             fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr, self.tally, seen)
         fragment.snapshot_step = self.local_steps
@@ -469,8 +473,6 @@ class OuterStep:
             if reborn and self._group.units is not None and not fragment.index:
                 self._group.units.redo()
             fragment.gauge.moved(fragment.taken.anchor, state.anchor, version - fragment.taken.meta.version)
-            if counted and not state.fetched:
-                fragment.spare = base  # The counted snapshot of a decided attempt: nobody reads it any more.
             if isinstance(fragment.view, Gradients):
                 self._apply(fragment, fragment.view, state)
             fragment.start = start
@@ -510,17 +512,12 @@ class OuterStep:
 
     def _rebase(self, fragment: Fragment, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> None:
         """Moves the pending work onto the new anchor; drops it if that is not finite."""
-        moved = rebased(fragment.view, base, start, unknown, out=_borrow(fragment))
-        if bool(torch.isfinite(moved).all()):
-            fragment.view.write(moved)
-        else:
+        if not rebase_(fragment.view, base, start, unknown):
             self._drop(fragment, start, "nonfinite")
-        fragment.spare = moved
 
     def _mix(self, fragment: Fragment, start: Tensor, alpha: float) -> None:
         """Mixes; a share ``1 - alpha`` of the pending work is gone."""
-        fragment.spare = mixed(fragment.view, start, alpha, out=_borrow(fragment))
-        fragment.view.write(fragment.spare)
+        fragment.view.write(mixed(fragment.view, start, alpha, out=self._fresh(fragment)))
         pending = self.local_steps - fragment.base_step
         self._discard(fragment, math.ceil((1 - alpha) * pending), "mixed")
 
@@ -569,16 +566,15 @@ class OuterStep:
             )
         if fragment.tried == attempt.version and attempt.size > 1:
             self._look_over(state)
-        anchor, outer = state.anchor, state.outer
+        anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
-            # Not kept while in use: after a failure a late piece may still be written to it.
-            work, fragment.work = fragment.work, None
-            work = fragment.view.empty() if work is None else work
+            work = self._fresh(fragment)
             at = self._mean.reduce(attempt, fragment, state, snapshot, collective, work)
             fragment.work = work
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
             )
+            fragment.work = None
             method, trained = fragment.method, slice(0, fragment.view.trained)
             anchor, mean = part(state.anchor, trained), part(work, trained)
             if attempt.inner_step < method.outer_start_step:
@@ -586,14 +582,20 @@ class OuterStep:
             else:
                 gradient = method.aggregate(mean, at)
                 own = methods_own(state.outer)
-                anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
-            anchor = joined(anchor, state.anchor, work, at)
+                if method.elementwise:
+                    anchor, outer, (of_anchor, of_outer) = pieces.outer_step(
+                        method, anchor, own, gradient, at, self._memory
+                    )
+                    sums = name_tensors(of_anchor, of_outer)
+                else:
+                    anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
+            if anchor.numel() < work.numel():
+                anchor = joined(anchor, state.anchor, work, at)
+                sums.pop("anchor", None)
             outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
-            if any(tensor is work for tensor in (anchor, *outer.values())):
-                fragment.work = None
         elif self._shared_out:  # nothing finite in the whole batch
             outer = fragment.method.init(anchor)
-        result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer)))
+        result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
         fragment.tried = attempt.version
         with self._lock:
             if fragment.state is state:
@@ -606,6 +608,10 @@ class OuterStep:
             at = state.meta
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
             raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
+
+    def _fresh(self, fragment: Fragment) -> Tensor:
+        """A flat tensor of the fragment's length, with nothing in particular in it."""
+        return self._memory.take(fragment.view.numel, fragment.view.device)
 
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not
     # touched.
@@ -663,12 +669,6 @@ class OuterStep:
         with self._lock:
             fragment.advance(state)
             fragment.reborn = fragment.reborn or reborn
-
-
-def _borrow(fragment: Fragment) -> Tensor:
-    """The training thread's spare buffer, or a new one."""
-    spare, fragment.spare = fragment.spare, None
-    return fragment.view.empty() if spare is None else spare
 
 
 def _short(parts: Iterable[str]) -> str:

@@ -187,8 +187,7 @@ class Fragment:
         self.snapshot_step = 0
         # Inner steps a second over the last contribution. Training thread.
         self.pace: float | None = None
-        # Buffers to use again: one of the training thread's, one of the reducer's.
-        self.spare: Tensor | None = None
+        # The mean that an attempt has just reduced, for whoever hears of it. Reducer thread.
         self.work: Tensor | None = None
 
     @property

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterable
 
 import pytest
 import torch
 from _pytest.mark.structures import ParameterSet
+from torch import nn
 
+from ftopt.connect import local_groups
+from ftopt.events import Event
 from ftopt.methods import Balanced, Named, Parameter, Sequential, StreamingDiLoCo, Strided
 from ftopt.methods.fragments import Partition
+from ftopt.optimizer import wrap
 from tests.optimizer.running import train_and_look
 from tests.problems import problem
 from tests.reference.streaming import streaming
@@ -73,3 +79,35 @@ def test_streaming_equals_its_paper_bit_for_bit(fragments: int, delay: int, alph
 )
 def test_other_partitions_and_numbers_of_replicas_do_so_too(rule: Partition, inner: str, replicas: int) -> None:
     _compare(inner, rule, replicas=replicas, delay=5, alpha=None)
+
+
+def test_what_is_decided_in_the_middle_of_the_boundary_at_delay_is_taken_up_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_reduce = threading.Event()
+    applied: list[int] = []
+
+    def on_event(event: Event) -> None:
+        if event.event == "reduce":
+            assert may_reduce.wait(LONG_S)
+        elif event.event == "apply":
+            applied.append(event.inner_step or 0)
+
+    model = nn.Linear(3, 2)
+    (group,) = local_groups(1, on_event=on_event)
+    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), patience_s=LONG_S)
+    called_in = group.called_in
+
+    def decided_before(fragment: int) -> bool:
+        if optimizer.local_steps == 6:
+            may_reduce.set()
+            while group.outstanding(fragment):
+                time.sleep(0.001)
+        return called_in(fragment)
+
+    monkeypatch.setattr(group, "called_in", decided_before)
+    with wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group) as optimizer:
+        for _ in range(7):
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+        assert applied == [6]
