@@ -7,6 +7,7 @@ import importlib
 import sys
 
 VERBS = {
+    "run": "what ftopt costs, beside what does the same without it",
     "codecs": "speed and bytes of the codecs",
     "methods": "every method and codec: held-out loss and bytes",
     "paft": "PAFT and other ways against gradients that go bad",

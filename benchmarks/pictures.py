@@ -51,3 +51,29 @@ def methods(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def bars(found: Mapping[str, tuple[float, float, float]], path: Path, *, what: str) -> None:
+    """A bar a line, with the quartiles.
+
+    Args:
+        found: label -> (median, first quartile, third quartile).
+        path: a PNG; written anew.
+        what: the figure's name and unit.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.32 * len(found)), dpi=110)
+    medians = [median for median, _, _ in found.values()]
+    reach = [[m - low for m, low, _ in found.values()], [high - m for m, _, high in found.values()]]
+    axes.barh(list(found), medians, xerr=reach, color="tab:blue", alpha=0.8, error_kw={"linewidth": 1})
+    axes.invert_yaxis()
+    axes.set(xlabel=what, xlim=(0, None))
+    axes.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)

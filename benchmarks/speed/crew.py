@@ -1,0 +1,127 @@
+"""A few processes that do the same work together, a coordinator for them, and a lighthouse for torchft's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.queues import Queue
+from pathlib import Path
+from typing import Any
+
+_LIMIT_S = 600.0
+
+
+def together(work: Callable[..., Any], size: int, *arguments: Any, namespaces: list[str] | None = None) -> list[Any]:
+    """``work(rank, size, *arguments)`` in ``size`` new processes; what they return, by rank.
+
+    Args:
+        work: a module's function.
+        size: processes, of one torch thread each.
+        arguments: for all alike.
+        namespaces: the network namespace of each. Default: this one.
+
+    Raises:
+        RuntimeError: one has failed.
+    """
+    context = multiprocessing.get_context("spawn")
+    found: Queue[tuple[int, Any, str]] = context.Queue()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    spaces = namespaces or [""] * size
+    crew = [
+        context.Process(target=_member, args=(work, rank, size, arguments, spaces[rank], found), daemon=True)
+        for rank in range(size)
+    ]
+    results: dict[int, Any] = {}
+    try:
+        for member in crew:
+            member.start()
+        while len(results) < size:
+            rank, result, failure = _next(found, crew)
+            if failure:
+                raise RuntimeError(f"rank {rank} of {work.__module__} failed:\n{failure}")
+            results[rank] = result
+    finally:
+        for member in crew:
+            member.join(10.0) if len(results) == size else member.kill()
+            if member.is_alive():
+                member.kill()
+            member.join()
+    return [results[rank] for rank in range(size)]
+
+
+def _next(found: Queue[tuple[int, Any, str]], crew: list[Any]) -> tuple[int, Any, str]:
+    waited_s = 0.0
+    while True:
+        try:
+            return found.get(timeout=1.0)
+        except queue.Empty:
+            waited_s += 1.0
+            dead = [rank for rank, member in enumerate(crew) if member.exitcode not in (None, 0)]
+            if dead or waited_s > _LIMIT_S:
+                raise RuntimeError(f"ranks {dead} died" if dead else f"nothing in {_LIMIT_S:g} s") from None
+
+
+def _member(
+    work: Callable[..., Any], rank: int, size: int, arguments: tuple[Any, ...], namespace: str, found: Any
+) -> None:
+    try:
+        os.environ["RUST_LOG"] = "error"  # torchft tells of every message otherwise
+        if namespace:
+            enter(namespace)
+        import torch
+
+        torch.set_num_threads(1)
+        found.put((rank, work(rank, size, *arguments), ""))
+    except BaseException:
+        found.put((rank, None, traceback.format_exc()))
+
+
+def enter(namespace: str) -> None:
+    """This thread, and those that it starts, into a network namespace of ``ip netns``."""
+    import ctypes
+
+    with Path(f"/run/netns/{namespace}").open("rb") as handle:
+        if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+
+@contextmanager
+def coordinator(folder: Path, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> Iterator[str]:
+    """``ftopt coordinator`` with a journal; its address."""
+    command = [*prefix, sys.executable, "-m", "ftopt", "coordinator", "--bind", f"{host}:0"]
+    with _served([*command, "--journal", str(folder / "journal.sqlite")], r"https?://[\w.]+:\d+") as url:
+        yield url
+
+
+@contextmanager
+def lighthouse(size: int) -> Iterator[str]:
+    """torchft's, from its own command; its address."""
+    command = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if command is None:
+        raise FileNotFoundError("torchft_lighthouse; pip install -e '.[bench]' -c constraints.txt")
+    arguments = ["--bind", "127.0.0.1:0", "--min_replicas", str(size), "--join_timeout_ms", "2000"]
+    with _served([command, *arguments], r"http://\S+:\d+") as url:
+        yield re.sub(r"//[^:/]+:", "//127.0.0.1:", url)
+
+
+@contextmanager
+def _served(command: list[str], address: str) -> Iterator[str]:
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    try:
+        for line in server.stdout:
+            if found := re.search(address, line):
+                yield found.group()
+                return
+        raise RuntimeError(f"{' '.join(command)} ended with status {server.wait()} before it listened")
+    finally:
+        server.terminate()
+        server.wait(10.0)

@@ -1,0 +1,71 @@
+"""What the wrapper adds to an inner step that does not sync."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import ftopt
+from benchmarks.speed.crew import together
+from benchmarks.speed.figures import Row, Spread, in_turns
+from benchmarks.speed.models import BYTE_GPT, FIFTY, byte_gpt, fifty_million
+
+ABOUT = (
+    "`step()` of a wrapped optimizer between two outer steps, beside that of a copy of it that is not wrapped, with "
+    "the same gradients, in turns in one process, one torch thread. CPU time of the thread."
+)
+GOALS = {"ratio": 1.01, "more, µs": 20.0}
+DRAWN = "more, µs"
+_MODELS = {BYTE_GPT: byte_gpt, FIFTY: fifty_million}
+_INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD, momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-3),
+}
+
+
+def run(quick: bool) -> list[Row]:
+    """A row a model and inner optimizer."""
+    rows: list[Row] = together(_measure, 1, quick)[0]
+    return rows
+
+
+def _measure(rank: int, size: int, quick: bool) -> list[Row]:
+    rows = []
+    for name, make in _MODELS.items():
+        steps = (400 if quick else 3000) if name == BYTE_GPT else (7 if quick else 31)
+        for inner, optimizer in _INNER.items():
+            rows.append(_row(name, inner, make(), optimizer, steps))
+    return rows
+
+
+def _row(name: str, inner: str, model: Any, make: Callable[..., torch.optim.Optimizer], steps: int) -> Row:
+    twin = copy.deepcopy(model)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    bare = make(twin.parameters())
+    method = ftopt.DiLoCo(sync_every=10**9)
+    wrapped = ftopt.wrap(make(model.parameters()), model, method, group=ftopt.solo())
+    with wrapped:
+        found = in_turns({"bare": partial(_step_s, bare), "wrapped": partial(_step_s, wrapped)}, steps, warm=5)
+        wrapped.close(flush=False)
+    more = [ours - theirs for ours, theirs in zip(found["wrapped"], found["bare"], strict=True)]
+    return {
+        "model": name,
+        "tensors": len(list(model.parameters())),
+        "inner": inner,
+        "bare, µs": 1e6 * Spread.of(found["bare"]).median,
+        "more, µs": Spread.of([1e6 * x for x in more]),
+        "ratio": 1 + Spread.of(more).median / Spread.of(found["bare"]).median,
+    }
+
+
+def _step_s(optimizer: torch.optim.Optimizer) -> float:
+    start = time.thread_time()
+    optimizer.step()
+    return time.thread_time() - start

@@ -1,0 +1,100 @@
+"""How much memory a replica needs, as a multiple of its parameters."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ftopt
+from benchmarks.speed.crew import coordinator, lighthouse, together
+from benchmarks.speed.figures import Row
+from benchmarks.speed.models import of_size
+
+ABOUT = (
+    "Peak resident memory of a process above what it has after its imports, divided by the bytes of its parameters: "
+    "fp32 parameters, gradients (cleared by `zero_grad()` after each step) and inner state included. 2 processes, 3 "
+    "outer steps; the larger of the two counts. Bare: the inner optimizer alone."
+)
+GOALS = {"SGD, 1 fragment": 5.5, "SGD, 8 fragments": 4.5}
+DRAWN = "peak"
+_INNER = {"SGD": partial(torch.optim.SGD, lr=0.1), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
+_STEPS = 4
+
+
+def run(quick: bool) -> list[Row]:
+    """A row a way and inner optimizer."""
+    parameters = 10_000_000 if quick else 50_000_000
+    rows = []
+    for inner in ("SGD",) if quick else _INNER:
+        for way in ("bare", "DiLoCo, 1 fragment", "DiLoCo, 8 fragments", "torchft's DiLoCo, 1 fragment"):
+            with ExitStack() as stack:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
+                try:
+                    server = lighthouse(2) if way.startswith("torchft") else coordinator(folder)
+                    url = stack.enter_context(server)
+                except FileNotFoundError:
+                    continue
+                peaks = together(_peak, 2, parameters, inner, way, url)
+            rows.append({"parameters": parameters, "inner": inner, "way": way, "peak": max(peaks)})
+    return rows
+
+
+def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str) -> float:
+    """Its peak over the bytes of its parameters."""
+    _use_everything()
+    if way.startswith("torchft"):
+        import torchft.local_sgd
+        import torchft.manager  # noqa: F401
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = _status("VmRSS")
+    model = of_size(parameters)
+    with ExitStack() as stack:
+        optimizer = stack.enter_context(_optimizer(rank, size, model, inner, way, url))
+        for _ in range(3 * _STEPS):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = _status("VmHWM")
+    return (peak - before) / (4 * parameters)
+
+
+def _optimizer(rank: int, size: int, model: torch.nn.Module, inner: str, way: str, url: str) -> Any:
+    from contextlib import nullcontext
+
+    from benchmarks.speed.outer import torchft_diloco
+
+    made = _INNER[inner](model.parameters())
+    if way == "bare":
+        return nullcontext(made)
+    if way.startswith("torchft"):
+        return torchft_diloco(rank, model, url, inner=made, size=size, sync_every=_STEPS)
+    fragments = int(way.split()[1])
+    outer = ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)
+    method: Any = ftopt.DiLoCo(sync_every=_STEPS)
+    if fragments > 1:
+        method = ftopt.StreamingDiLoCo(sync_every=_STEPS, delay=0, fragments=ftopt.Balanced(n=fragments), outer=outer)
+    sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=60.0)
+    return ftopt.wrap(made, model, method, group=ftopt.connect(url, f"r{rank}", sync=sync))
+
+
+def _use_everything() -> None:
+    """What a first use brings in is no memory of the model's."""
+    import ftopt.sync.client
+    import ftopt.transport.gloo
+    import ftopt.transport.state_server  # noqa: F401
+
+    torch.randn(1000).add_(1).sum()
+    assert dist.is_available()
+
+
+def _status(key: str) -> int:
+    """Bytes of a line of ``/proc/self/status``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))

@@ -1,0 +1,177 @@
+"""What an outer step costs beside a bare all-reduce of as many bytes, and what it takes from the training thread."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ftopt
+from benchmarks.speed.crew import coordinator, lighthouse, together
+from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, Row, Spread, in_turns, ratio
+from benchmarks.speed.models import of_size
+
+ABOUT = (
+    "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
+    "processes of one torch thread each, beside Gloo's all-reduce of one flat fp32 tensor of that size in the same "
+    "processes, in turns behind a barrier; the slowest process counts. *delay*: what the steps of a whole period take "
+    "from the training thread, the round itself being hidden behind them. Peers: torchft's DiLoCo, and torch's own "
+    "PeriodicModelAverager, which only averages."
+)
+GOALS = {"DiLoCo, 1M": 3.5, "DiLoCo, 10M and 50M": 2.2, "DiLoCo, bf16": 1.6, "delay": 0.3}
+DRAWN = "to bare Gloo"
+SIZE = 3
+MILLION = 1_000_000
+_DELAY = 4
+
+
+def run(quick: bool) -> list[Row]:
+    """A row a size and way."""
+    rows: list[Row] = []
+    for millions in (1, 10) if quick else (1, 10, 50):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
+            url = stack.enter_context(coordinator(folder))
+            try:
+                house = stack.enter_context(lighthouse(SIZE))
+            except FileNotFoundError:
+                house = ""
+            repetitions = QUICK_REPETITIONS if quick else REPETITIONS
+            of_ranks = together(measure, SIZE, millions * MILLION, repetitions, url, house, str(folder / "store"))
+        slowest = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
+        bare = slowest["bare Gloo"]
+        for way, taken in slowest.items():
+            seconds = Spread.of([1000 * t for t in taken])
+            rows.append({"parameters": f"{millions}M", "way": way, "ms": seconds, "to bare Gloo": ratio(taken, bare)})
+    return rows
+
+
+def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, house: str, store: str) -> Any:
+    """Seconds of each way, by repetition."""
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
+    flat = torch.randn(parameters)
+    works: dict[str, Callable[[], float]] = {"bare Gloo": lambda: _timed(partial(dist.all_reduce, flat))}
+    with ExitStack() as stack:
+        for name, method, codec in (
+            ("DiLoCo", ftopt.DiLoCo(sync_every=1), "fp32"),
+            ("DiLoCo, bf16", ftopt.DiLoCo(sync_every=1), "bf16"),
+            ("DiLoCo, delay", streaming(), "fp32"),
+        ):
+            model = of_size(parameters)
+            group = ftopt.connect(url, f"r{rank}", job=name.replace(", ", "-"), sync=sync_of(codec))
+            optimizer = stack.enter_context(ftopt.wrap(_sgd(model), model, method, group=group))
+            step = partial(_delayed, optimizer, group, model) if name.endswith("delay") else optimizer.step
+            works[name] = partial(_moved_and_timed, model, step)
+        averaged = of_size(parameters)
+        for p in averaged.parameters():
+            p.grad = torch.zeros_like(p)  # it averages what has a gradient
+        works["torch's PeriodicModelAverager"] = partial(_moved_and_timed, averaged, _averager(averaged))
+        if house:
+            theirs = of_size(parameters)
+            optimizer = stack.enter_context(torchft_diloco(rank, theirs, house))
+            works["torchft's DiLoCo"] = partial(_moved_and_timed, theirs, optimizer.step)
+        found = in_turns(works, repetitions)
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def sync_of(codec: str) -> ftopt.Sync:
+    """The job's settings: nobody is called in early on a busy machine."""
+    return ftopt.Sync(start_replicas=SIZE, dead_after_s=30.0, grace_s=10.0, codec=codec)
+
+
+def streaming() -> ftopt.StreamingDiLoCo:
+    """One fragment, taken up behind the next steps."""
+    return ftopt.StreamingDiLoCo(sync_every=2 * _DELAY, delay=_DELAY, fragments=ftopt.Strided(n=1))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@torch.no_grad()
+def _moved_and_timed(model: nn.Module, work: Callable[[], Any]) -> float:
+    """As if by inner steps, which are not timed: with no gradients, the inner optimizer's own step is free."""
+    for p in model.parameters():
+        p.add_(1e-3)
+    return _timed(work)
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    """Seconds; a way that reports its own is believed."""
+    dist.barrier()
+    start = time.perf_counter()
+    found = work()
+    taken = time.perf_counter() - start
+    return found if isinstance(found, float) else taken
+
+
+def _delayed(optimizer: ftopt.OuterOptimizer, group: Any, model: nn.Module) -> float:
+    """Seconds of the training thread for the steps of one period; between them it waits for what is on its way."""
+    total_s = 0.0
+    for step in range(2 * _DELAY):
+        start = time.perf_counter()
+        optimizer.step()
+        total_s += time.perf_counter() - start
+        while step == 0 and group.outstanding(0):
+            time.sleep(0.0005)
+    return total_s
+
+
+def _averager(model: nn.Module) -> Callable[[], Any]:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    averager = PeriodicModelAverager(period=1, warmup_steps=0)
+    return lambda: averager.average_parameters(model.parameters())
+
+
+@contextmanager
+def torchft_diloco(
+    rank: int,
+    model: nn.Module,
+    house: str,
+    *,
+    inner: torch.optim.Optimizer | None = None,
+    size: int = SIZE,
+    sync_every: int = 1,
+) -> Iterator[torch.optim.Optimizer]:
+    """Its inner optimizer, with an outer step behind every so many steps."""
+    import logging
+
+    from torchft.local_sgd import DiLoCo
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    logging.disable(logging.INFO)
+    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    inner = inner or _sgd(model)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
+        load_state_dict=lambda state: None,
+        state_dict=dict,
+        min_replica_size=size,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=own.port,
+        lighthouse_addr=house,
+        replica_id=f"theirs-{rank}",
+        init_sync=False,
+    )
+    try:
+        with DiLoCo(manager, [model], inner, outer, sync_every=sync_every):
+            yield inner
+    finally:
+        manager.shutdown(wait=False)

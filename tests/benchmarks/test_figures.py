@@ -1,0 +1,55 @@
+"""Figures are taken in turns, told with their spread, and written where the page has a place for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speed import NAMES, report
+from benchmarks.speed.figures import Spread, drawn, in_turns, plain, ratio, table
+
+
+def test_works_take_turns_in_changing_order_and_the_first_rounds_do_not_count() -> None:
+    order: list[str] = []
+
+    def work(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    found = in_turns({"a": lambda: work("a"), "b": lambda: work("b")}, 2, warm=1)
+    assert order == ["b", "a", "a", "b", "b", "a"]
+    assert found == {"a": [3.0, 6.0], "b": [4.0, 5.0]}
+
+
+def test_a_ratio_is_of_neighbours() -> None:
+    assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]) == Spread(2.0, 2.0, 2.0, 3)
+
+
+def test_rows_become_a_table_json_and_a_picture() -> None:
+    rows = [{"way": "bare", "n": 1000, "ms": Spread(12.34, 11.0, 13.0, 9)}, {"way": "ours", "n": 2, "ms": None}]
+    assert table(rows) == [
+        "| way | n | ms |",
+        "|---|---|---|",
+        "| bare | 1,000 | 12.3 (11.0-13.0) |",
+        "| ours | 2 |  |",
+    ]
+    assert plain(rows)[0]["ms"] == {"median": 12.34, "low": 11.0, "high": 13.0, "repetitions": 9}
+    assert drawn(rows, "ms") == {"bare, 1000": (12.34, 11.0, 13.0)}
+
+
+def test_the_page_keeps_its_text_and_has_a_place_for_every_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(report.PAGE.read_text())
+    monkeypatch.setattr(report, "PAGE", page)
+    facts = {"cores": 2, "load_before": 0.1, "wall_s": 3.0, "commit": "abc"}
+    for turn in ("first", "second"):
+        for name in NAMES:
+            report.write_page(name, [{"way": f"{turn} {name}"}], facts)
+    text = page.read_text()
+    assert all(f"| second {name} |" in text and f"first {name} " not in text for name in NAMES)
+    assert "## How" not in text and text.startswith("# Performance")
+    with pytest.raises(LookupError, match="no place for other"):
+        report.write_page("other", [{"way": ""}], facts)
