@@ -106,6 +106,8 @@ class Shard:
     """That is reduced, and its members."""
     made: tuple[int, tuple[Mark, ...]] | None = None
     """The attempt that has made the record, if it was reduced here."""
+    counted: bool = False
+    """The newer state that waits has the last contribution."""
     before: Kept | None = None
     """What is taken, while a newer state waits."""
 
@@ -115,7 +117,7 @@ class Shard:
             self.before = self.kept()
         snapshot, self.snapshot, self.results, self.made = self.snapshot, None, None, None
         if snapshot is not None and snapshot.contribution.last_step <= counted_step:
-            self.base_step = snapshot.contribution.last_step
+            self.base_step, self.counted = snapshot.contribution.last_step, True
             self.inherited = tuple(x for x in self.inherited if x not in snapshot.inherited)
         self.record, self.content = record, content
 
@@ -168,7 +170,7 @@ class Shard:
         """Step 6, at a boundary. Returns whether pending steps were dropped (a reborn replica's)."""
         if self.record is self.taken:
             return False
-        self.taken, self.marked_step, self.before = self.record, local_steps, None
+        self.taken, self.marked_step, self.before, self.counted = self.record, local_steps, None, False
         dropped, self.reborn = self.reborn, False
         if dropped:
             self.give_up(local_steps)

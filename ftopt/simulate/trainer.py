@@ -15,6 +15,7 @@ from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Violation
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.loader import Loader
+from ftopt.simulate.neighbours import Neighbour
 from ftopt.simulate.reduction import Reduction
 from ftopt.simulate.saving import Coming, put
 from ftopt.simulate.training import InnerSteps
@@ -123,6 +124,7 @@ class Process:
         self.conn = None
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
         self.training = self.shares or InnerSteps(self)
+        self.neighbour = Neighbour(self)
         self.installing: set[int] = set()
         self.world.note(self.name, "process starts")
         coming, self.coming = self.coming, None
@@ -200,11 +202,12 @@ class Process:
         if message is None:
             self.conn = None
             self.world.note(self.name, "is disconnected")
+            self.neighbour.lost()
             self.act(self.machine.disconnect())
             self.later(0.0 if self.gone else self.world.between(0.01, 0.5), self._connect)
             return
         self.world.note(self.name, f"<- {message}")
-        if isinstance(message, m.Grant):
+        if isinstance(message, m.Grant | m.Inherit):
             conn.granted = subtract(conn.granted, message.ranges)
         if isinstance(message, m.Quorum | m.Commit | m.Welcome | m.Abort) and self.world.strike():
             self.misfortune()
@@ -218,6 +221,7 @@ class Process:
             self.conn.up(None)
             conn, self.conn = self.conn, None
             conn.works = conn.works and conn.open_there
+            self.neighbour.lost()
             self.act(self.machine.disconnect())
             self.later(self.world.between(0.1, 1.0), self._connect)
 
@@ -311,6 +315,10 @@ class Process:
                         raise Violation("I3", f"{self.name} has used units that are done by others")
                 case r.Planned(version=version, plan=plan, units=units, ended=ended) if self.shares is not None:
                     self.shares.assign(version, plan, units, ended=ended)
+                case r.Keep(order=order):
+                    self.neighbour.keep(order)
+                case r.Inherit(order=order):
+                    self.neighbour.inherit(order)
                 case r.Reborn(reason=reason):
                     if self.loader is not None:
                         self.loader.reset()
@@ -326,7 +334,7 @@ class Process:
                     self.drop()
         self.world.checks.standing(self)
         self.entered |= self.machine.welcomed
-        if self.machine.ready and self.entered and not self.stepping:
+        if self.machine.ready and self.entered and not self.stepping and not self.neighbour.inheriting:
             self.stepping = True
             self.training.begin()
         self.training.poke()

@@ -107,12 +107,15 @@ class InnerSteps:
 
     def _take_over(self, fragment: int) -> None:
         shard = self._process.shards[fragment]
+        begins = shard.counted
         if shard.take_over(self._process.local_steps):
             self._world.checks.reborn(self._process, fragment)
             if self._process.loader is not None and not fragment:
                 self._process.loader.redo()
         if not fragment:
             give(self._process)
+        if begins and not shard.counted:
+            self._process.neighbour.begin()
 
     def _propose(self, fragment: int, *, now: bool) -> None:
         shard, before = self._process.shards[fragment], self._process.shards[fragment].base_step

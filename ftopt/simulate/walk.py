@@ -36,7 +36,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    world = World(seed, _saved(_shared(_lent(_graced(knobs, seed), seed), seed), seed), trace=lines)
+    world = World(seed, _replayed(_saved(_shared(_lent(_graced(knobs, seed), seed), seed), seed), seed), trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
         world.coverage["adaptive grace"] += 1
@@ -129,6 +129,13 @@ def _saved(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, save_every=chooser.choice((1, 1, 1, 2))) if chooser.random() < 1 / 7 else knobs
 
 
+def _replayed(knobs: Knobs, seed: int) -> Knobs:
+    """With copies that neighbours keep, in every third history with a sample ledger."""
+    chooser = random.Random(seed * 7919 + 6)
+    lent = knobs.samples is not None and not knobs.global_batch
+    return replace(knobs, replay=lent and chooser.random() < 1 / 3)
+
+
 def _walk(world: World, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
     count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
@@ -148,11 +155,20 @@ def _walk(world: World, chooser: random.Random) -> None:
     world.faults_left = chooser.randint(1, 5)
     for _ in range(chooser.randint(1, 5)):
         world.at(chooser.uniform(1, length_s), _fault, world, chooser)
+    for _ in range(3 if world.knobs.replay else 0):
+        world.at(chooser.uniform(5, length_s), _replace, world, chooser)
     if world.knobs.save_every:
         length_s += chooser.uniform(2, 10)
         world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
     world.run(start_s + length_s)
     _quiet(world)
+
+
+def _replace(world: World, chooser: random.Random) -> None:
+    """A replica is killed, and another process comes in its place."""
+    process = chooser.choice(list(world.processes.values()))
+    process.crash()
+    world.at(chooser.uniform(0.2, 2.0), process.spawn)
 
 
 def _fault(world: World, chooser: random.Random) -> None:

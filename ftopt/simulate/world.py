@@ -39,6 +39,7 @@ class Knobs:
     ``samples``: of the sample ledger, None without one; ``accumulate``: units of an inner step; ``ahead``: units that
     the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
     readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
+    ``replay``: neighbours keep copies, from which a dead one's steps are done again.
     """
 
     settings: dict[str, float | int | str | None]
@@ -57,6 +58,7 @@ class Knobs:
     save_every: int = 0
     accumulate: int = 1
     ahead: int = 0
+    replay: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -183,7 +185,7 @@ class Conn:
 
     def down(self, message: m.FromCoordinator | None) -> None:
         """To the replica; None: the coordinator has closed."""
-        if isinstance(message, m.Grant):
+        if isinstance(message, m.Grant | m.Inherit):
             self.granted = union(self.granted, message.ranges)
         self._down_s = max(self._down_s, self.world.now + self.world.delay())
         self.world.at(self._down_s - self.world.now, self._arrive_down, message)
@@ -356,7 +358,7 @@ class Server:
                     if conn := self.conns.get(number):
                         if isinstance(message, m.Quorum):
                             self.world.checks.quorum(conn, message, self.machine)
-                        if isinstance(message, m.Grant) and message.ranges:
+                        if isinstance(message, m.Grant | m.Inherit) and message.ranges:
                             self.world.checks.granted(conn, message.ranges, self.machine)
                         conn.down(message)
                         if isinstance(message, m.Commit | m.Quorum | m.Grant) and self.world.strike():

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ftopt.sync.protocol.intervals import Ranges, intersect, subtract, union
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.messages import Mark
 
 
@@ -63,15 +63,6 @@ class Inherited:
     copy: Copy
     inner_step: int
     fetch_s: float
-
-
-def in_order(ranges: Ranges, inherited: Inherited | None) -> Ranges:
-    """The units of ``ranges``: first those that the copy had used or queued, in its order, then those granted since."""
-    if inherited is None:
-        return ranges
-    known = (*inherited.copy.used, *inherited.copy.queue)
-    ordered = tuple(part for each in known for part in intersect((each,), ranges))
-    return (*ordered, *subtract(ranges, union(ordered)))
 
 
 def _ranges(value: Any) -> Ranges:

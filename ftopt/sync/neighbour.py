@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ftopt.sync.inheritance import Copy, Inherited, in_order
+from ftopt.sync.inheritance import Copy, Inherited
 from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
-from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.intervals import Ranges, in_order
 
 _KEEP_GONE_S = 60.0
 """So long a copy is kept of who is gone: its replacement fetches it in that time, if there is one."""
@@ -125,7 +125,8 @@ class Neighbour:
         except (ConnectionError, ValueError) as error:
             self._owner.emit("replay_failed", data={"of": list(order.mark), "reason": str(error)})
         self.inheriting = False
-        self._owner.inherit(in_order(order.ranges, inherited), inherited)
+        known = (*inherited.copy.used, *inherited.copy.queue) if inherited is not None else ()
+        self._owner.inherit(in_order(order.ranges, known), inherited)
 
     async def _fetch(self, mark: m.Mark, source: str) -> Copy:
         def expect(meta: Meta) -> None:

@@ -265,6 +265,8 @@ class Coordinator:
             return self._fork(member, hello.positions)
         member.address, member.leaving, member.stalled_at = hello.address, False, None
         member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
+        if member.counted is None:
+            member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
         member.held, member.hopes, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
         top = self.rounds[0]
         name = "return" if hello.incarnation else "join"

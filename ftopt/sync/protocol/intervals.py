@@ -55,6 +55,12 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
     return tuple(found)
 
 
+def in_order(a: Ranges, known: Iterable[Range]) -> tuple[Range, ...]:
+    """All of ``a``: first what is in ``known``, in that order, then the rest."""
+    ordered = tuple(part for each in known for part in intersect((each,), a))
+    return (*ordered, *subtract(a, union(ordered)))
+
+
 def contains(b: Ranges, a: Ranges) -> bool:
     """Whether all of ``a`` is in ``b``."""
     return all((at := _first(b, start)) < len(b) and b[at][0] <= start and stop <= b[at][1] for start, stop in a)

@@ -54,10 +54,10 @@ class Members:
         """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
         conn = member.conn
         self.roster.detach(member, now)
-        self.neighbours.lost(member)
         for r in self.rounds:
             r.lose(member.replica)
         effects: list[Effect] = [Close(conn)] if close and conn is not None else []
+        effects += self.neighbours.lost(member)
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
         return [*effects, Tell("lost", member.replica, member.incarnation)]

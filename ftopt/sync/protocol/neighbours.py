@@ -5,8 +5,8 @@ replica and says so (`Keeps`). When the replica has died and another process com
 the work again that is in no commit (`Inherit`).
 
 A copy is good as long as no contribution of the replica is in a commit that the copy does not know: what it has done
-since the copy is then uncounted, all of it. Nothing of this is journalled or told to a coordinator of a new life: then
-there is no copy until the next round.
+since the copy is then uncounted, all of it. Nothing of this is journalled: a coordinator of a new life is told anew,
+and takes whatever is committed by then for counted.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ class Neighbours:
         keeper = self._keeper(member, before)
         if keeper is None or keeper.conn is None:
             return []
-        kept = (
-            before.kept if before is not None and (before.mark, before.keeper) == (member.mark, keeper.mark) else None
-        )
+        kept = None
+        if before is not None and (before.mark, before.keeper) == (member.mark, keeper.mark):
+            kept = before.kept
+            if kept == before.told == message:  # told again after a reconnection
+                self._copies[member.replica] = before
+                return []
         self._copies[member.replica] = _Copies(member.mark, keeper.mark, message, kept)
         return [Send(keeper.conn, m.Keep(member.mark, message.serial, member.address))]
 
@@ -60,9 +63,15 @@ class Neighbours:
         data = {"keeper": member.replica, "versions": list(copies.told.versions)}
         return [Tell("kept", *copies.mark, data=data)] if copies.kept else []
 
-    def lost(self, member: Member) -> None:
-        """A keeper is away: it drops what it keeps."""
-        self._copies = {r: c for r, c in self._copies.items() if c.keeper != member.mark}
+    def lost(self, member: Member) -> list[Effect]:
+        """A keeper is away, and drops what it keeps: others are to keep that."""
+        bereft = [r for r, copies in self._copies.items() if copies.keeper == member.mark]
+        effects: list[Effect] = []
+        for replica in bereft:
+            copies, owner = self._copies.pop(replica), self._roster.members.get(replica)
+            if owner is not None and owner.mark == copies.mark and owner.conn is not None:
+                effects += self.copied(owner, copies.told)
+        return effects
 
     def forget(self, mark: m.Mark) -> None:
         """It is gone: nobody asks for its copy any more."""
@@ -76,7 +85,8 @@ class Neighbours:
         keeper = self._roster.members.get(copies.keeper[0])
         if keeper is None or keeper.mark != copies.keeper or keeper.conn is None:
             return None
-        if any(member.counted.get(f, 0) > version for f, version in enumerate(copies.kept.versions)):
+        counted = member.counted or {}
+        if any(counted.get(f, 0) > version for f, version in enumerate(copies.kept.versions)):
             return None
         return keeper.address
 

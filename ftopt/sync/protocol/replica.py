@@ -63,6 +63,7 @@ class Replica:
     def __post_init__(self) -> None:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
         self._greeted = False
+        self._copy: m.Copied | None = None
         self._put_back = False
         """Whether its stock of units is a checkpoint's, and has not been told yet what is done."""
 
@@ -87,7 +88,7 @@ class Replica:
         self._learn((), tuple(held.gone.items()))
         for f, record in zip(self._fragments, held.records, strict=True):
             f.record, f.reborn, f.unhealed = record, False, False
-        self.lease.held = held.lease
+        self.lease.held, self._copy = held.lease, None
         self._put_back = True
 
     # ------------------------------------------------------------ what the shell may ask
@@ -243,7 +244,8 @@ class Replica:
 
     def copied(self, serial: int, versions: tuple[int, ...]) -> list[Effect]:
         """A copy of this replica, based on these versions of the fragments, can be fetched from here."""
-        return [Send(m.Copied(serial, versions))] if self.welcomed else []
+        self._copy = m.Copied(serial, versions)
+        return [Send(self._copy)] if self.welcomed else []
 
     def keeps(self, order: m.Keep) -> list[Effect]:
         """The copy that was to be kept is here."""
@@ -413,7 +415,8 @@ class Replica:
             f.released = False
         first, put_back, self._put_back = self._fragments[0].record, self._put_back, False
         settled = self.lease.settle(first) if first is not None and put_back else []
-        return [*settled, *self._offer(), *([Send(m.Leaving())] if self.leaving else [])]
+        copy = [Send(self._copy)] if self._copy is not None else []
+        return [*settled, *self._offer(), *copy, *([Send(m.Leaving())] if self.leaving else [])]
 
     def _offer(self) -> list[Effect]:
         """Step 1 for the contributions that are not known on this connection yet."""
@@ -433,7 +436,7 @@ class Replica:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def _die(self, reason: str) -> list[Effect]:
-        self.incarnation, self.welcomed, self.lease.held, self.plan = 0, False, (), NO_PLAN
+        self.incarnation, self.welcomed, self.lease.held, self.plan, self._copy = 0, False, (), NO_PLAN, None
         effects: list[Effect] = []
         for index, f in enumerate(self._fragments):
             effects += self._stop(index)

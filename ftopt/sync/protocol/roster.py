@@ -51,8 +51,8 @@ class Member:
     """Units that a step of it takes: with a global batch ``step_s`` is that of one of them."""
     wants: int = 0
     """Units of the sample ledger that it wants to hold after a commit."""
-    counted: dict[int, int] = field(default_factory=dict)
-    """Fragment -> the last version that a contribution of it is in."""
+    counted: dict[int, int] | None = None
+    """Fragment -> the last version that may have a contribution of it; None: it has not been let in."""
     called_in: dict[int, int] = field(default_factory=dict)
     """Fragment -> the version towards which it was called in last."""
     told: dict[int, tuple[m.Mark, ...]] = field(default_factory=dict)

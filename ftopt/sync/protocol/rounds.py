@@ -409,7 +409,7 @@ class Rounds:
         for mark in a.members:
             member = self.roster.members.get(mark[0])
             if member is not None and member.mark == mark:
-                member.counted[self.fragment] = a.version
+                member.counted = (member.counted or {}) | {self.fragment: a.version}
                 if mark in holders:
                     member.held[self.fragment] = self.at
         for member in self.roster.connected():

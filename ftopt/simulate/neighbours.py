@@ -1,0 +1,115 @@
+"""Modelled copies of replicas (``recover: replay``), as ``sync.neighbour`` and ``optimizer.replay`` make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ftopt.simulate.host import Span
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges, contains, in_order
+
+if TYPE_CHECKING:
+    from ftopt.simulate.trainer import Process
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a replica was when a round of its began. ``pending``: of each fragment, in spans of whose steps."""
+
+    mark: m.Mark
+    pending: tuple[tuple[Span, ...], ...]
+    used: Ranges
+    queue: Ranges
+
+
+class Neighbour:
+    """Of one life of a process: its own copy, and those that it keeps of others."""
+
+    def __init__(self, process: Process) -> None:
+        self.own: Copy | None = None
+        self.kept: dict[str, Copy] = {}
+        self.inheriting = False
+        """A predecessor's copy is being fetched: training waits."""
+        self._process = process
+        self._world = process.world
+        self._serial = 0
+
+    def begin(self) -> None:
+        """A round of its own is taken up: training thread."""
+        process = self._process
+        if process.loader is None or not self._world.knobs.replay or process.machine.reborn:
+            return
+        taken = [shard.taken for shard in process.shards]
+        if any(shard.reborn for shard in process.shards):
+            return
+        kept = [shard.kept() for shard in process.shards]
+        pending = tuple(
+            tuple(x for x in (*k.inherited, (process.mark, k.base_step, process.local_steps)) if x[1] < x[2])
+            for k in kept
+        )
+        used, queue = process.loader.stock.kept()
+        self.own = Copy(process.mark, pending, used, queue)
+        self._serial += 1
+        versions = tuple(record.version for record in taken if record is not None)
+        process.later(self._world.delay(), self._told, self._serial, versions)
+
+    def _told(self, serial: int, versions: tuple[int, ...]) -> None:
+        self._process.act(self._process.machine.copied(serial, versions))
+
+    def keep(self, order: m.Keep) -> None:
+        """The coordinator has named a copy to be kept."""
+        self._process.later(self._fetch_s(), self._keep, order)
+
+    def _keep(self, order: m.Keep) -> None:
+        source = self._world.processes[order.source]
+        if source.alive and not source.frozen and source.mark == order.mark and source.neighbour.own is not None:
+            self.kept[order.mark[0]] = source.neighbour.own
+            self._world.coverage["a copy is kept"] += 1
+            self._process.act(self._process.machine.keeps(order))
+
+    def lost(self) -> None:
+        """The connection has ended."""
+        self.kept.clear()
+
+    def inherit(self, order: m.Inherit) -> None:
+        """This process comes in the place of one that has died."""
+        self.inheriting = True
+        self._process.later(self._fetch_s(), self._inherit, order)
+
+    def _fetch_s(self) -> float:
+        return self._world.between(0.3, 1.5) * self._world.knobs.fetch_s
+
+    def _inherit(self, order: m.Inherit) -> None:
+        source = self._world.processes[order.source]
+        copy = source.neighbour.kept.get(order.mark[0]) if source.alive and not source.frozen else None
+        self._start(order.ranges, copy if copy is not None and copy.mark == order.mark else None)
+
+    def _start(self, ranges: Ranges, copy: Copy | None) -> None:
+        process = self._process
+        if not process.machine.ready:  # the committed state comes first
+            process.later(self._world.delay(), self._start, ranges, copy)
+            return
+        self.inheriting = False
+        if process.loader is not None and contains(process.machine.lease.held, ranges):
+            known = (*copy.used, *copy.queue) if copy is not None else ()
+            process.loader.stock.grant_first(in_order(ranges, known))
+            if copy is not None and contains(ranges, copy.used):
+                self._take_up(copy)
+        process.act([])
+
+    def _take_up(self, copy: Copy) -> None:
+        """What ``ftopt.optimizer.replay.take_up`` does: pending work is this one's, the rest is done again."""
+        process, world = self._process, self._world
+        assert process.loader is not None
+        world.coverage["a dead one's steps are done again"] += 1
+        world.coverage["pending work of a dead one is taken over"] += any(copy.pending)
+        steps = [sum(stop - start for _, start, stop in spans) for spans in copy.pending]
+        process.local_steps = max(steps)
+        for fragment, (shard, spans) in enumerate(zip(process.shards, copy.pending, strict=True)):
+            shard.base_step = process.local_steps - steps[fragment]
+            shard.marked_step, shard.inherited = process.local_steps, spans
+            world.checks.discard(process.mark, fragment, 0, shard.base_step)
+        if any(copy.pending):
+            process.loader.stock.spend(copy.used)
+            process.loader.inherited = copy.used
