@@ -29,6 +29,7 @@ from ftopt.sync.protocol.replica import Adopt, Replica, Send, StartReduce
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.rounds import Rounds
 from ftopt.sync.protocol.stock import Stock
+from tests.sync import planted_copies as copies
 from tests.sync import planted_plans as plans
 
 LIMIT = 10_000
@@ -448,6 +449,10 @@ BUGS = (
     Bug("PLAN", plans.stale_shares, "COVER; that a member compares the quorum's plan with its own", slow=True),
     Bug("FREEZE", plans.frozen_under_a_plan),
     Bug("RESTART", plans.all_claims_hold, slow=True),
+    Bug("ADOPT", copies.stale_copy),
+    Bug("ADOPT", copies.heir_in_an_attempt),
+    Bug("ADOPT", copies.adopted_and_free),
+    Bug("ADOPT", copies.new_coordinator_trusts_copies),
 )
 
 

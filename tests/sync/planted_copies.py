@@ -1,0 +1,66 @@
+"""Bugs in what a newcomer takes over of a dead replica (ADOPT); see `tests.sync.planted`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import Coordinator
+from ftopt.sync.protocol.lending import Lending
+from ftopt.sync.protocol.members import Members
+from ftopt.sync.protocol.neighbours import Neighbours
+from ftopt.sync.protocol.roster import Member
+
+Patch = pytest.MonkeyPatch
+
+
+def stale_copy(patch: Patch) -> None:
+    """A copy is good although a later contribution of its replica is in a commit."""
+    source_of = Neighbours.source_of
+
+    def mutant(self: Neighbours, member: Member) -> Any:
+        return source_of(self, replace(member, counted={}))
+
+    patch.setattr(Neighbours, "source_of", mutant)
+
+
+def heir_in_an_attempt(patch: Patch) -> None:
+    """A newcomer takes over what an attempt under way may still count."""
+    heritage = Members.heritage
+
+    def mutant(self: Members, member: Member) -> Any:
+        attempts = [r.attempt for r in self.rounds]
+        for r in self.rounds:
+            r.attempt = None
+        try:
+            return heritage(self, member)
+        finally:
+            for r, attempt in zip(self.rounds, attempts, strict=True):
+                r.attempt = attempt
+
+    patch.setattr(Members, "heritage", mutant)
+
+
+def adopted_and_free(patch: Patch) -> None:
+    """What a newcomer takes over is free as well."""
+    admit = Lending.admit
+
+    def mutant(self: Lending, member: Member, hello: m.Hello) -> Any:
+        return admit(self, member, hello if hello.incarnation else replace(hello, claim=()))
+
+    patch.setattr(Lending, "admit", mutant)
+
+
+def new_coordinator_trusts_copies(patch: Patch) -> None:
+    """A coordinator of a new life takes a replica for uncounted that it knows nothing of."""
+    admit = Coordinator._admit
+
+    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello, *, founder: bool = False) -> Any:
+        member = self.roster.members[hello.replica]
+        member.counted = member.counted or {}
+        return admit(self, now, conn, hello, founder=founder)
+
+    patch.setattr(Coordinator, "_admit", mutant)
