@@ -32,14 +32,18 @@ def heir_in_an_attempt(patch: Patch) -> None:
     heritage = Members.heritage
 
     def mutant(self: Members, member: Member) -> Any:
-        attempts = [r.attempt for r in self.rounds]
+        attempts, lending = [r.attempt for r in self.rounds], self.lending
+        under_way = lending.ledger.under_way if lending is not None else ()
         for r in self.rounds:
             r.attempt = None
-        try:
-            return heritage(self, member)
-        finally:
-            for r, attempt in zip(self.rounds, attempts, strict=True):
-                r.attempt = attempt
+        if lending is not None:
+            lending.ledger.under_way = ()
+        found = heritage(self, member)
+        for r, attempt in zip(self.rounds, attempts, strict=True):
+            r.attempt = attempt
+        if lending is not None:
+            lending.ledger.under_way = under_way
+        return found
 
     patch.setattr(Members, "heritage", mutant)
 
