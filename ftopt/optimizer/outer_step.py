@@ -475,6 +475,8 @@ class OuterStep:
             fragment.gauge.moved(fragment.taken.anchor, state.anchor, version - fragment.taken.meta.version)
             if isinstance(fragment.view, Gradients):
                 self._apply(fragment, fragment.view, state)
+            else:
+                fragment.applied = state
             fragment.start = start
             with self._lock:
                 fragment.taken, fragment.base, fragment.before = state, start, None

@@ -163,7 +163,7 @@ class Fragment:
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None
         self.taken = state
-        # Of gradients: the state whose gradient the inner optimizers have taken. Under the lock of `Live`.
+        # Of gradients: the state whose gradient the inner optimizers took, under the lock of `Live`. Else `taken`.
         self.applied = state
         self.start = view.cast(state.anchor)
         self.base = self.start

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ftopt.errors import UserError
 from ftopt.optimizer.gauge import Tally
 from ftopt.optimizer.outer_step import OuterStep
-from ftopt.optimizer.state import State
 from ftopt.optimizer.step_log import StepLog
+from ftopt.sync.group import Committed
 
 Logs = Sequence[StepLog | None]
 """Of the inner optimizers. None: its steps cannot be undone anyway."""
@@ -22,21 +22,21 @@ class LastStep:
     Args:
         tokens: counted by then.
         tally: sums for triggers by then.
-        taken: what each fragment's parameters were based on.
+        taken: what each fragment's parameters were based on; not the states themselves, which would live on with it.
         begun: steps that each inner optimizer's log knew of.
         counted: the step has been taken and counted; False: it has raised.
     """
 
     tokens: int
     tally: Tally
-    taken: list[State]
+    taken: list[Committed]
     begun: list[int]
     counted: bool = False
 
     @classmethod
     def before(cls, outer: OuterStep, logs: Logs) -> LastStep:
         """As they stand now."""
-        return cls(outer.tokens, outer.tally, [f.taken for f in outer.fragments], _begun(logs))
+        return cls(outer.tokens, outer.tally, [f.taken.meta for f in outer.fragments], _begun(logs))
 
     def reached(self, outer: OuterStep, logs: Logs) -> list[bool]:
         """Which inner optimizers the step has come to.
@@ -56,7 +56,7 @@ class LastStep:
                     f"undo_step: inner step {step} is in what this replica has proposed last (fragment "
                     f"{fragment.index}), and others may have counted it; only steps behind a proposal can be undone"
                 )
-            if self.counted and fragment.taken is not taken:
+            if self.counted and fragment.taken.meta is not taken:
                 raise UserError(
                     f"undo_step: an outer step (fragment {fragment.index}) has moved the parameters since inner step "
                     f"{step}; undo a step before the next outer step"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+import gc
+import weakref
 
+import torch
+from torch import nn
+
+import ftopt
 from ftopt.optimizer.memory import _KEPT, Memory
 
 CPU = torch.device("cpu")
@@ -22,6 +27,21 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone() -> None:
     del array
     held = [memory.take(1000, CPU) for _ in range(_KEPT)]
     assert address in {tensor.data_ptr() for tensor in held}
+
+
+def test_a_state_that_is_superseded_is_let_go_of() -> None:
+    model = nn.Linear(8, 4)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=1), group=ftopt.solo()) as optimizer:
+        states = []
+        for _ in range(3):
+            state = optimizer._core.started().fragments[0].state
+            states += [weakref.ref(state.anchor), weakref.ref(state.outer["momentum"])]
+            del state
+            model(torch.ones(8)).sum().backward()
+            optimizer.step()
+        gc.collect()
+        assert [state() for state in states] == [None] * 6
 
 
 def test_memory_goes_to_sizes_near_its_own() -> None:
