@@ -66,6 +66,24 @@ def test_alone_with_workers_each_sample_is_committed_once(workers: int) -> None:
     assert sorted(index for batch in seen for index in batch) == list(range(203))
 
 
+def test_data_whose_last_steps_are_not_finite_end_all_the_same() -> None:
+    """The last round has no weight at all; its samples are done, and spent."""
+    notes, seen = Notes(), 0
+    group, model = ftopt.solo(on_event=notes), nn.Linear(1, 1)
+    loader = ftopt.DataLoader(Numbers(20), 2, group=group, seed=7, epochs=1)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, ftopt.DiLoCo(sync_every=4), group=group)
+    with optimizer:
+        for batch in loader:
+            seen += 1
+            loss = model(batch.float().view(-1, 1) / 200).square().mean()
+            (loss * float("nan") if seen > 8 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == 10
+    assert notes.committed() == Counter(range(10))
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
 def test_a_job_hands_out_one_data_set() -> None:
     group = ftopt.solo()
     ftopt.DataLoader(Numbers(100), 2, group=group)
