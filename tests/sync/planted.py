@@ -431,7 +431,7 @@ BUGS = (
     Bug("GONE", suspect_releases),
     Bug("LIMBO", limbo_off),
     Bug("CURSOR", cursor_of_done, slow=True),
-    Bug("DONE", dead_not_done),
+    Bug("DONE", dead_not_done, slow=True),
     Bug("TOTAL", claim_adds),
     Bug("FENCE", gone_untold, slow=True),
     Bug("HOLD", hold_off, slow=True),
