@@ -57,6 +57,7 @@ class Job:
         self._peers: dict[int, Peer] = {}
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._looks = 0
         self._limits = limits
         self.metrics = JobMetrics()
         self._rendezvous = Rendezvous(limits, self._answer)
@@ -153,10 +154,13 @@ class Job:
                 self._say(Event("halt", "coordinator", data={"reason": str(error)}))
                 self._halt(str(error))
                 return
+        told, text = None, ""
         for effect in effects:
             match effect:
                 case e.Send(conn=conn, message=message):
-                    self._send(conn, message)
+                    if message is not told:  # many are told the same, one after another
+                        told, text = message, m.encode(message)
+                    self._send_text(conn, text)
                 case e.Close(conn=conn):
                     if peer := self._peers.pop(conn, None):
                         peer.close()
@@ -165,7 +169,8 @@ class Job:
                 case e.Halt(reason=reason):
                     self._halt(reason)
                     return
-        self._set_timer()
+        if self.machine.looks != self._looks:  # a heartbeat brings nothing forward
+            self._set_timer()
 
     def _halt(self, reason: str) -> None:
         """Turns everybody away for `_HALTED_S`; said once, however long it lasts."""
@@ -186,6 +191,7 @@ class Job:
         try:
             saved = self._journal.load(self.name)
             self.machine = Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
+            self._looks = self.machine.looks
             if self._halted:
                 self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
         except JournalError as error:
@@ -214,6 +220,7 @@ class Job:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._looks = self.machine.looks
         due_s = self.machine.deadline_s() - time.monotonic()
         if due_s < 1e6:
             self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
@@ -234,7 +241,9 @@ class Job:
         self._send(conn, m.StoreValue(key, value))
 
     def _send(self, conn: int, message: m.FromCoordinator) -> None:
+        self._send_text(conn, m.encode(message))
+
+    def _send_text(self, conn: int, text: str) -> None:
         if peer := self._peers.get(conn):
-            text = m.encode(message)
             self.metrics.message("sent", len(text))
             peer.send(text)

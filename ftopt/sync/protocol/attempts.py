@@ -78,6 +78,7 @@ class Attempt:
     lost: set[str] = field(default_factory=set)
     ranges: Ranges = ()
     plan: int = 0
+    _change: tuple[tuple[m.Mark, ...] | None, tuple[m.Mark, ...], tuple[m.Mark, ...]] = (None, (), ())
 
     def verdict(self) -> Agreed | Failure | Disagreement | None:
         """Step 5. None: wait for the members that have not prepared yet."""
@@ -93,9 +94,22 @@ class Attempt:
         return Disagreement(digest if 2 * count > len(self.members) else "")
 
     @cached_property
-    def weights(self) -> list[float]:
-        """Of the contributions that count."""
-        return [c.weight for c in self.contributions.values() if c.weight > 0]
+    def marks(self) -> frozenset[m.Mark]:
+        """The members."""
+        return frozenset(self.members)
+
+    @cached_property
+    def _weight(self) -> tuple[float, int]:
+        """Of the contributions that count: the sum of their weights, and how many they are."""
+        weights = [c.weight for c in self.contributions.values() if c.weight > 0]
+        return math.fsum(weights), len(weights)
+
+    def _since(self, before: tuple[m.Mark, ...]) -> tuple[tuple[m.Mark, ...], tuple[m.Mark, ...]]:
+        """Who is a member that was none, and the other way round. Nearly all members know the same list."""
+        if before is not self._change[0]:
+            known = set(before)
+            self._change = (before, tuple(sorted(self.marks - known)), tuple(sorted(known - self.marks)))
+        return self._change[1:]
 
     def invitation(
         self, fragment: int, group: int, rank: int, before: tuple[m.Mark, ...], *, last_step: int, outlier: str
@@ -104,6 +118,7 @@ class Attempt:
 
         ``last_step``: its contribution that is meant. ``outlier``: why that one weighs nothing, "" when it does.
         """
+        (total_weight, contributors), (joined, left) = self._weight, self._since(before)
         return m.Quorum(
             fragment=fragment,
             version=self.version,
@@ -112,11 +127,11 @@ class Attempt:
             rank=rank,
             size=len(self.members),
             last_step=last_step,
-            total_weight=math.fsum(self.weights),
-            contributors=len(self.weights),
+            total_weight=total_weight,
+            contributors=contributors,
             advance=self.advance,
-            joined=tuple(sorted(set(self.members) - set(before))),
-            left=tuple(sorted(set(before) - set(self.members))),
+            joined=joined,
+            left=left,
             drop=self.drop,
             outlier=outlier,
             ranges=self.ranges,
@@ -140,7 +155,7 @@ class Attempt:
     def silent(self, roster: Roster) -> list[Member]:
         """Members that are connected and have not prepared."""
         found = [roster.members.get(replica) for replica, _ in self.members if replica not in self.prepared]
-        return [x for x in found if x is not None and x.conn is not None and x.mark in self.members]
+        return [x for x in found if x is not None and x.conn is not None and x.mark in self.marks]
 
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
         """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.

@@ -56,6 +56,8 @@ class Coordinator:
         self.sync = Sync()
         self.lines: dict[str, str] | None = None
         self.halted = False
+        self.looks = 0
+        """How often it has looked at what is due. While this stands still, `deadline_s` can only move on."""
         self.members = Members()
         self.roster = self.members.roster
         self.gathering: Gathering | None = Gathering(self.roster, saved)
@@ -97,7 +99,21 @@ class Coordinator:
         effects = self._from_member(now, member, message)
         if isinstance(message, m.Progress) and not member.progress(now, message) and not self._contenders:
             return effects
+        if not effects and self._changes_nothing(now, member, message):
+            return effects
         return effects + self._step(now)
+
+    def _changes_nothing(self, now: float, member: Member, message: m.FromReplica) -> bool:
+        """Whether a proposal, or a report of a result, is one of many, and the others are still waited for: a round of
+        n replicas must not take n looks at each of n."""
+        if self._contenders or not self.running:
+            return False
+        match message:
+            case m.Propose(contribution=c) if self._has(c.fragment):
+                return self.rounds[c.fragment].waits_on(now, member, c)
+            case m.Prepared(fragment=f) if self._has(f):
+                return self.rounds[f].reduces_on(member)
+        return False
 
     def lost(self, now: float, conn: int) -> list[Effect]:
         """The connection ended."""
@@ -390,6 +406,7 @@ class Coordinator:
         if self.halted:
             return []
         self._stepped_s = now
+        self.looks += 1
         effects = self._contend(now) + self._see_off(now)
         if self.gathering is not None:
             for conn, hello in self.gathering.outlived():
@@ -427,9 +444,10 @@ class Coordinator:
         if gathering.lost and not veterans:
             effects += [Send(conn, m.Hold(_LOST)) for conn in sorted(gathering.hellos)]
         effects.append(Tell(name, version=top.at.version, inner_step=top.inner_step, data=data))
+        newcomers = sorted(hello.replica for hello in gathering.hellos.values() if hello.incarnation == 0)
+        for replica in newcomers:  # before the first is let in, who would be told of each of the others
+            effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(gathering.hellos.items(), key=lambda x: (x[0] != founder, x[1].replica)):
-            if hello.incarnation == 0:
-                effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
             effects += self._admit(now, conn, hello, founder=not veterans and conn == founder)
         for r in self.rounds:  # at the start of a job nobody is a latecomer
             for member in self.roster.connected():

@@ -49,6 +49,8 @@ class Cuts:
 
     def met(self, members: Collection[Mark]) -> None:
         """An attempt with these members went through."""
+        if not self._cuts:
+            return
         self._cuts = {pair: cut for pair, cut in self._cuts.items() if not pair <= set(members)}
 
     def forget(self, gone: Mark) -> None:
@@ -60,7 +62,7 @@ class Cuts:
     def parted(self, now: float, marks: Collection[Mark]) -> dict[Mark, set[Mark]]:
         """Mark -> those of the others whom it must not meet in an attempt now; those with nobody are missing."""
         found: dict[Mark, set[Mark]] = {}
-        for pair, cut in self._cuts.items():
+        for pair, cut in self._cuts.items():  # few, if any
             if now < cut.until_s and pair <= set(marks):
                 for mark in pair:
                     found.setdefault(mark, set()).update(pair - {mark})

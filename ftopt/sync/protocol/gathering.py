@@ -20,6 +20,9 @@ from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
+_NEWS = 32
+"""Of many that come, not every one is worth telling all the others: only when their number has grown by this part."""
+
 
 class Gathering:
     """Hellos, and what they say together with the journal (``saved``), and what the job has ``lost``: the chain of
@@ -48,8 +51,10 @@ class Gathering:
                 del self.hellos[number]
                 effects.append(Close(number))
         self.hellos[conn] = hello
-        text = self.text(now)
-        return [*effects, *(Send(number, m.Hold(text)) for number in self.hellos)]
+        hold = m.Hold(self.text(now))
+        count = len(self.hellos)
+        told = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
+        return [*effects, *(Send(number, hold) for number in told)]
 
     def lose(self, conn: int) -> None:
         """A connection has ended."""

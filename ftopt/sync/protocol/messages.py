@@ -7,6 +7,7 @@ ill-typed fields are refused with a `MessageError` that names them; nothing but 
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import typing
@@ -17,7 +18,7 @@ from typing import Any
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.wire import MessageError as MessageError
-from ftopt.sync.protocol.wire import build, parse, plain
+from ftopt.sync.protocol.wire import build, parse, shallow
 
 PROTOCOL = 1
 """Version of this protocol. A replica and a coordinator with different ones refuse each other."""
@@ -105,7 +106,9 @@ class Record:
 
     def counted_step(self, replica: str, incarnation: int) -> int:
         """The last inner step of that incarnation that is in the committed state, 0 when none is."""
-        return next((step for name, life, step in self.counted if (name, life) == (replica, incarnation)), 0)
+        at = bisect.bisect_left(self.counted, (replica, incarnation, 0))
+        found = self.counted[at : at + 1]
+        return found[0][2] if found and found[0][:2] == (replica, incarnation) else 0
 
 
 def first_chain(fragment: int, epoch: int, founder: str, initial: str) -> str:
@@ -488,12 +491,13 @@ FromCoordinator = (
     | Commit | Grant | Plan | Keep | Inherit | StoreValue
 )  # fmt: skip
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=shallow)
 _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica), *typing.get_args(FromCoordinator))}
 
 
 def encode(message: FromReplica | FromCoordinator) -> str:
     """The JSON text of a message."""
-    return json.dumps({"type": type(message).__name__, **plain(message)}, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode({"type": type(message).__name__, **shallow(message)})
 
 
 def decode(text: str) -> FromReplica | FromCoordinator:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ftopt.sync.protocol.messages import Contribution
@@ -25,13 +25,12 @@ def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> 
     if limit is None:
         return {}
     counting = {replica: c for replica, c in contributions.items() if c.weight > 0}
+    if len(counting) <= _PEERS:
+        return {}
+    norms, all_steps = sorted(c.norm for c in counting.values()), sorted(c.steps for c in counting.values())
     found = {}
     for replica, c in counting.items():
-        peers = [x for name, x in counting.items() if name != replica]
-        if len(peers) < _PEERS:
-            continue
-        norm = statistics.median(x.norm for x in peers)
-        steps = statistics.median(x.steps for x in peers)
+        norm, steps = _median_of_others(norms, c.norm), _median_of_others(all_steps, c.steps)
         allowed = limit * norm * max(1.0, c.steps / max(steps, 1.0))
         if norm > 0 and c.norm > allowed:
             found[replica] = (
@@ -40,6 +39,13 @@ def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> 
                 "steps stay pending; end it, or lower its learning rate"
             )
     return found
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """The median of sorted numbers but for one that is ``own``."""
+    n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
+    low, high = ((n - 1) // 2, n // 2)
+    return (ordered[low + (low >= at)] + ordered[high + (high >= at)]) / 2
 
 
 def withheld(contribution: Contribution) -> Contribution:

@@ -486,7 +486,8 @@ class Replica:
         f = self._fragments[q.fragment]
         effects = self._stop(q.fragment)
         f.prepared = None
-        f.members = tuple(sorted((set(f.members) - set(q.left)) | set(q.joined)))
+        if q.joined or q.left:
+            f.members = tuple(sorted((set(f.members) - set(q.left)) | set(q.joined)))
         own = (self.identity.replica, self.incarnation)
         fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
         c = f.contribution if f.contribution and f.contribution.last_step == q.last_step else None

@@ -108,32 +108,41 @@ class Roster:
         self.members: dict[str, Member] = {}
         self.gone: dict[str, int] = {}
         self._by_conn: dict[int, Member] = {}
+        self._connected: tuple[Member, ...] | None = None
+        self._marks: tuple[m.Mark, ...] | None = None
 
     def attach(self, member: Member, conn: int, now: float) -> None:
         """A member is connected."""
         self.detach(member, now)
         member.conn, member.heard_s, member.told, member.busy_since_s = conn, now, {}, None
         self._by_conn[conn] = member
+        self._connected = None
 
     def detach(self, member: Member, now: float) -> None:
         """A member is away."""
         if member.conn is not None:
             self._by_conn.pop(member.conn, None)
+            self._connected = None
             member.conn, member.lost_s = None, now
 
     def by_conn(self, conn: int) -> Member | None:
         return self._by_conn.get(conn)
 
-    def connected(self) -> list[Member]:
+    def connected(self) -> tuple[Member, ...]:
         """Connected members, by id."""
-        return sorted(self._by_conn.values(), key=lambda x: x.replica)
+        if self._connected is None:
+            self._connected = tuple(sorted(self._by_conn.values(), key=lambda x: x.replica))
+        return self._connected
 
     def away(self) -> list[Member]:
         """Members that are not connected, by id."""
         return [x for _, x in sorted(self.members.items()) if x.conn is None]
 
     def marks(self) -> tuple[m.Mark, ...]:
-        return tuple(sorted(x.mark for x in self.members.values()))
+        """All of them, by id."""
+        if self._marks is None:
+            self._marks = tuple(sorted(x.mark for x in self.members.values()))
+        return self._marks
 
     def gone_marks(self) -> tuple[m.Mark, ...]:
         return tuple(sorted(self.gone.items()))
@@ -145,6 +154,7 @@ class Roster:
         """Puts an incarnation on the roster that is neither gone nor older than the one there; it is away at first."""
         replica, incarnation = mark
         self.members[replica] = Member(replica, incarnation, lost_s=now)
+        self._marks = None
 
     def next_incarnation(self, replica: str) -> int:
         member = self.members.get(replica)
@@ -158,6 +168,7 @@ class Roster:
         if member is not None and self.is_gone(member.mark):
             self.detach(member, member.lost_s)
             del self.members[replica]
+            self._marks = None
 
     def sources(self, at: m.Position, *, but: str, limit: int = 4) -> tuple[str, ...]:
         """Addresses of connected members that hold ``at`` (I5)."""

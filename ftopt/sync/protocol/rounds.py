@@ -120,6 +120,21 @@ class Rounds:
         self._waiting.hurry()
         return [Tell("hurry", member.replica, member.incarnation, self.fragment, self.at.version + 1)]
 
+    def waits_on(self, now: float, member: Member, contribution: m.Contribution) -> bool:
+        """Whether a proposal that has come in leaves the round as it was last seen, waiting for the same others."""
+        taken = self.proposals.get(member.replica) == contribution and not (
+            contribution.grace and contribution.overlap_s
+        )
+        if not taken or self.attempt is not None or self._retry or self.sharing is not None:
+            return False
+        return self._waiting.goes_on(now, self.proposals, self.holds)
+
+    def reduces_on(self, member: Member) -> bool:
+        """Whether a report that has come in is neither the first of the attempt, which sets its peers' time, nor the
+        one that decides it."""
+        a = self.attempt
+        return a is not None and member.replica in a.prepared and len(a.prepared) > 1 and a.verdict() is None
+
     def read(self, now: float, member: Member, reading: m.Reading) -> list[Effect]:
         """Numbers of a holder of the current version, answered with everybody's means."""
         if not self.holds(member) or reading.version != self.at.version or member.conn is None:
@@ -153,7 +168,7 @@ class Rounds:
         """Step 4."""
         a = self.attempt
         member.busy_since_s = None
-        if a and a.attempt == message.attempt and member.mark in a.members and member.replica not in a.lost:
+        if a and a.attempt == message.attempt and member.mark in a.marks and member.replica not in a.lost:
             a.prepared[member.replica] = message.digest
             a.reported_s = now
 
@@ -319,7 +334,7 @@ class Rounds:
 
     def _void(self, members: list[Member]) -> list[Effect]:
         effects: list[Effect] = [Send(x.conn, m.Void(self.fragment)) for x in members if x.conn is not None]
-        self._seats.taken([x.mark for x in members], self.proposals)
+        self._seats.taken({x.mark for x in members}, self.proposals)
         for x in members:
             x.newcomer.discard(self.fragment)  # once is enough: it would be called in again at once
             del self.proposals[x.replica]
@@ -405,12 +420,12 @@ class Rounds:
         self.history[a.version] = d.chain
         self.history.pop(a.version - HISTORY, None)
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
-        holders = [mark for mark in a.members if a.prepared[mark[0]] == digest]
+        holders = tuple(mark for mark in a.members if a.prepared[mark[0]] == digest)
         for mark in a.members:
             member = self.roster.members.get(mark[0])
             if member is not None and member.mark == mark:
                 member.counted = (member.counted or {}) | {self.fragment: a.version}
-                if mark in holders:
+                if a.prepared[mark[0]] == digest:
                     member.held[self.fragment] = self.at
         for member in self.roster.connected():
             if not self.holds(member):
@@ -418,7 +433,7 @@ class Rounds:
         if a.lost:
             self._group_key = None
         self._cuts.met(a.members)
-        self._seats.taken(a.members, self.proposals)
+        self._seats.taken(a.marks, self.proposals)
         self._new_round()
         data: dict[str, Any] = {
             "members": [list(x) for x in d.members],
@@ -431,7 +446,7 @@ class Rounds:
             data["done_to"] = low_water(done)
         message = m.Commit(self.fragment, a.version, a.attempt, digest, d.chain)
         tell = self._tell("decide", a, inner_step=d.inner_step, **data)
-        return [d, tell, *self._send(tuple(holders), message), *granted]
+        return [d, tell, *self._send(holders, message), *granted]
 
     def _mark_done(self, a: Attempt) -> tuple[list[Effect], Ranges]:
         """DONE: what follows, and all units that are done by now."""

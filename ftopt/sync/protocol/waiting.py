@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.effects import Effect, Send, Tell
@@ -29,6 +29,7 @@ class Waiting:
         self._deadline: dict[str, float] = {}
         self._hurried = False
         self._asked: set[str] = set()
+        self._witness: Member | None = None
 
     def forget(self, replica: str) -> None:
         """It is away; when it is back it is asked anew."""
@@ -40,6 +41,7 @@ class Waiting:
         self._opened_s = self._quorate_s = self._last_s = None
         self._hurried = False
         self._asked.clear()
+        self._witness = None
 
     def hurry(self) -> None:
         """A trigger means now: all are called in at once, and have their time as ever."""
@@ -89,11 +91,22 @@ class Waiting:
                 self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
                 effects += self.call_in(x, version) if ready else []
                 called += [x] if ready else []
-        if any(now < self._deadline.get(x.replica, math.inf) for x in missing):
+        waited_for = (x for x in reversed(missing) if now < self._deadline.get(x.replica, math.inf))
+        self._witness = next(waited_for, None)
+        if self._witness is not None:
             for member in called:
                 member.called_in[self._fragment] = version
             return effects
         return None
+
+    def goes_on(self, now: float, proposed: Collection[str], holds: Callable[[Member], bool]) -> bool:
+        """Whether `step` would find the round as it has left it but for a proposal more: it waits for one at least of
+        those whom it has waited for, and nothing is to be told."""
+        x = self._witness
+        if x is None or x.conn is None or now >= min(self._late_s, self._deadline.get(x.replica, math.inf)):
+            return False
+        counts_alike = self._quorate_s is not None or len(proposed) < self._enough
+        return counts_alike and self._awaited(x, proposed, holds)
 
     def _leave_together(self, now: float, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
         """Whether the last round, of leavers alone, waits for others that have not handed in their remaining steps."""

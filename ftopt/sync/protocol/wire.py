@@ -6,6 +6,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ class MessageError(ValueError):
 def parse(text: str) -> Any:
     """The JSON value in ``text``; raises `MessageError`."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"not JSON: {error}") from None
 
@@ -29,72 +30,140 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not allowed")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def shallow(value: Any) -> dict[str, Any]:
+    """A dataclass' fields, as they are: for a `json.JSONEncoder`, which does the rest."""
+    cls: Any = type(value)
+    return {name: getattr(value, name) for name in _names(cls)}
+
+
 def plain(value: Any) -> Any:
     """The JSON value of a dataclass, a tuple or a scalar."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        return {name: plain(part) for name, part in shallow(value).items()}
     if isinstance(value, tuple):
         return [plain(v) for v in value]
     return value
 
 
 @cache
-def _hints(cls: type) -> dict[str, tuple[Any, bool]]:
-    hints = typing.get_type_hints(cls)
-    return {f.name: (hints[f.name], f.default is f.default_factory) for f in fields(cls)}
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(cls))
 
 
 def build(kind: Any, value: Any, where: str) -> Any:
     """A value of type ``kind`` from its JSON value; raises `MessageError` that begins with ``where``."""
+    return _builder(kind)(value, where)
+
+
+_Build = Callable[[Any, str], Any]
+
+
+@cache
+def _builder(kind: Any) -> _Build:
+    """`build` for one type: what is known of the type is looked up once, not with each message."""
     if is_dataclass(kind) and isinstance(kind, type):
+        return _dataclass_builder(kind)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return _list_builder(args[0]) if args[-1] is Ellipsis else _tuple_builder(args)
+    if origin is dict:
+        return _dict_builder(*args)
+    if origin is types.UnionType or origin is typing.Union:
+        return _union_builder(args)
+    return _scalar_builder(kind)
+
+
+def _dataclass_builder(kind: type) -> _Build:
+    hints = typing.get_type_hints(kind)
+    builders = {f.name: _builder(hints[f.name]) for f in fields(kind)}
+    needed = {f.name for f in fields(kind) if f.default is f.default_factory}
+
+    def one(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise MessageError(f"{where}: an object is needed, got {type(value).__name__}")
-        hints = _hints(kind)
-        if extra := sorted(map(str, value.keys() - hints.keys())):
-            raise MessageError(f"{where}: unknown field {extra[0]!r:.80}")
-        if missing := sorted(name for name, (_, needed) in hints.items() if needed and name not in value):
-            raise MessageError(f"{where}: field {missing[0]!r} is missing")
-        parts = {name: build(hints[name][0], v, f"{where}.{name}") for name, v in value.items()}
+        if not value.keys() <= builders.keys():
+            raise MessageError(f"{where}: unknown field {min(map(str, value.keys() - builders.keys()))!r:.80}")
+        if not needed <= value.keys():
+            raise MessageError(f"{where}: field {min(needed - value.keys())!r} is missing")
+        parts = {name: builders[name](v, f"{where}.{name}") for name, v in value.items()}
         try:
             return kind(**parts)
         except ValueError as error:  # a part that makes no sense by itself
             raise MessageError(f"{where}: {error}") from None
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is tuple:
+
+    return one
+
+
+def _list_builder(kind: Any) -> _Build:
+    item = _builder(kind)
+
+    def one(value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise MessageError(f"{where}: a list is needed, got {type(value).__name__}")
-        if args[-1] is Ellipsis:
-            return tuple(build(args[0], v, where) for v in value)
-        if len(value) != len(args):
-            raise MessageError(f"{where}: {len(args)} values are needed, got {len(value)}")
-        return tuple(build(a, v, where) for a, v in zip(args, value, strict=True))
-    if origin is dict:
+        return tuple([item(v, where) for v in value])
+
+    return one
+
+
+def _tuple_builder(kinds: tuple[Any, ...]) -> _Build:
+    items = [_builder(kind) for kind in kinds]
+
+    def one(value: Any, where: str) -> Any:
+        if not isinstance(value, list):
+            raise MessageError(f"{where}: a list is needed, got {type(value).__name__}")
+        if len(value) != len(items):
+            raise MessageError(f"{where}: {len(items)} values are needed, got {len(value)}")
+        return tuple([item(v, where) for item, v in zip(items, value, strict=True)])
+
+    return one
+
+
+def _dict_builder(key_kind: Any, value_kind: Any) -> _Build:
+    key, item = _builder(key_kind), _builder(value_kind)
+
+    def one(value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise MessageError(f"{where}: an object is needed, got {type(value).__name__}")
-        return {build(args[0], k, where): build(args[1], v, f"{where}.{k:.80}") for k, v in value.items()}
-    if origin is types.UnionType or origin is typing.Union:
-        for option in args:
+        return {key(k, where): item(v, f"{where}.{k:.80}") for k, v in value.items()}
+
+    return one
+
+
+def _union_builder(kinds: tuple[Any, ...]) -> _Build:
+    options = [_builder(kind) for kind in kinds]
+
+    def one(value: Any, where: str) -> Any:
+        for option in options:
             try:
-                return build(option, value, where)
+                return option(value, where)
             except MessageError:
                 continue
-        raise MessageError(f"{where}: one of {', '.join(map(_name, args))} is needed, got {type(value).__name__}")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except OverflowError:
-            raise MessageError(f"{where}: a number too large") from None
-    if kind is type(None) and value is None:
-        return None
-    if type(value) is not kind:
-        raise MessageError(f"{where}: {_name(kind)} is needed, got {type(value).__name__}")
-    if kind is float and not math.isfinite(value):
-        raise MessageError(f"{where}: a finite number is needed")
-    if kind is int and abs(value) > MAX_INT:
-        raise MessageError(f"{where}: a number too large")
-    if kind is str and not _whole(value):
-        raise MessageError(f"{where}: half a character")
-    return value
+        raise MessageError(f"{where}: one of {', '.join(map(_name, kinds))} is needed, got {type(value).__name__}")
+
+    return one
+
+
+def _scalar_builder(kind: Any) -> _Build:
+    def one(value: Any, where: str) -> Any:
+        if kind is float and type(value) is int:
+            try:
+                value = float(value)
+            except OverflowError:
+                raise MessageError(f"{where}: a number too large") from None
+        if type(value) is not kind:
+            raise MessageError(f"{where}: {_name(kind)} is needed, got {type(value).__name__}")
+        if kind is float and not math.isfinite(value):
+            raise MessageError(f"{where}: a finite number is needed")
+        if kind is int and abs(value) > MAX_INT:
+            raise MessageError(f"{where}: a number too large")
+        if kind is str and not value.isascii() and not _whole(value):
+            raise MessageError(f"{where}: half a character")
+        return value
+
+    return one
 
 
 def _whole(text: str) -> bool:
