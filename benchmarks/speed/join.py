@@ -1,0 +1,76 @@
+"""How long a replica takes from its process' start to its first contribution, and what that costs the others."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ftopt
+from benchmarks.speed.crew import coordinator
+from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
+from benchmarks.speed.orders import Crew, crew
+
+SYNC = ftopt.Sync(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=0.5, forget_s=30.0)
+STEP_S = 0.02
+EVERY = 25
+ABOUT = (
+    "Two replicas train (an inner step is a wait of 20 ms, a round every 25 steps); a third one is started as a new "
+    "process, joins, contributes once and is killed, again and again. *committed*: from the process' start to the "
+    "commit of its first contribution. In it: *imports* (python, torch, ftopt), *model* (made, on the newcomer), "
+    "*transfer* of the committed state (anchor and momentum, fp32). *others*: how much longer than without it the "
+    "others' inner steps take, from the newcomer's start to its first commit; rounds are left out."
+)
+GOALS = {"committed - imports - transfer, s": 0.5, "transfer, MB/s (at least)": 500.0, "others, s": 0.0}
+MILLION = 1_000_000
+
+
+def run(quick: bool) -> list[Row]:
+    """A row a size."""
+    if quick:
+        return [_measure(10 * MILLION, 3)]
+    return [_measure(millions * MILLION, QUICK_REPETITIONS) for millions in (10, 50)]
+
+
+def _measure(parameters: int, repetitions: int) -> Row:
+    told = {"parameters": parameters, "sync": asdict(SYNC), "step_s": STEP_S, "sync_every": EVERY}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
+        told["url"] = stack.enter_context(coordinator(folder))
+        there = [told | {"replica": f"r{i}", "started_s": time.time()} for i in range(2)]
+        others = stack.enter_context(crew("benchmarks.speed.joiner", there))
+        others.all("first")
+        found = [_join(others, told | {"replica": f"n{i}"}, parameters) for i in range(repetitions + 1)][1:]
+    return {"parameters": f"{parameters // MILLION}M", **{key: Spread.of([x[key] for x in found]) for key in found[0]}}
+
+
+def _join(others: Crew, told: dict[str, Any], parameters: int) -> dict[str, float]:
+    """One newcomer: seconds, but for the transfer's MB/s."""
+    time.sleep(2 * EVERY * STEP_S)
+    quiet = _work_s(others)
+    with crew("benchmarks.speed.joiner", [told | {"started_s": time.time()}]) as newcomer:
+        (at,) = newcomer.all("first")
+        disturbed = _work_s(others)
+    transfer_s = at["fetched"] - at["fetch"]
+    return {
+        "committed, s": at["commit"],
+        "imports, s": at["imported"],
+        "model, s": at["made"] - at["imported"],
+        "transfer, s": transfer_s,
+        "MB/s": 2 * 4 * parameters / 1e6 / transfer_s,
+        "the rest, s": at["commit"] - at["made"] - transfer_s,
+        "others, %": 100 * (disturbed / quiet - 1),
+    }
+
+
+def _work_s(others: Crew) -> float:
+    """Mean seconds of an inner step without an outer one, of the slower of the two, since it was asked last."""
+    found = []
+    for answer in others.all("steps"):
+        taken = sorted(stop - start for start, stop in answer["steps"])
+        inner = taken[: len(taken) - len(taken) // EVERY - 1]  # without those that end in a round
+        found.append(sum(inner) / len(inner))
+    return max(found)

@@ -1,0 +1,64 @@
+"""A replica of the benchmark of joins, as a program of its own: torch is imported as in a user's script."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+BEGAN_S = time.time()
+
+
+def main() -> None:
+    """Trains until it is ended; tells what is asked for on stdin."""
+    told = json.loads(sys.argv[1])
+    import torch
+
+    import ftopt
+    from benchmarks.speed.models import of_size
+    from benchmarks.speed.orders import obey
+    from ftopt.events import Event
+
+    torch.set_num_threads(1)
+    moments: dict[str, float] = {"imported": time.time()}
+    boundaries: list[tuple[float, float]] = []
+    committed = threading.Event()
+
+    def on_event(event: Event) -> None:
+        moments.setdefault(event.event, time.time())
+        if event.event == "commit":
+            committed.set()
+
+    model = of_size(told["parameters"])
+    moments["made"] = time.time()
+    group = ftopt.connect(told["url"], told["replica"], sync=ftopt.Sync(**told["sync"]), on_event=on_event)
+    optimizer = ftopt.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=told["sync_every"]), group=group
+    )
+
+    def train() -> None:
+        with optimizer:
+            moments["entered"] = time.time()
+            while True:
+                began = time.time()
+                time.sleep(told["step_s"])  # an inner step; without gradients the inner optimizer has nothing to do
+                optimizer.step()
+                boundaries.append((began, time.time()))
+
+    threading.Thread(target=train, daemon=True).start()
+
+    def carry_out(verb: str, *_: int) -> dict[str, Any]:
+        if verb == "first":
+            committed.wait()
+            return {name: at_s - told["started_s"] for name, at_s in moments.items()}
+        found = list(boundaries)
+        del boundaries[: len(found)]
+        return {"steps": found}
+
+    obey(carry_out)
+
+
+if __name__ == "__main__":
+    main()
