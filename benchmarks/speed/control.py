@@ -19,9 +19,9 @@ from benchmarks.speed.swarm import swarm
 ABOUT = (
     "A round from a replica's proposal to its commit, all proposing as soon as they have the last one: the real `ftopt "
     "coordinator` with a journal, real replica machines on real sockets, an empty payload. Up to 32 replicas have a "
-    "process each, more share four: they and the coordinator share this machine's cores, and the coordinator's own part "
-    "is its CPU time (`/proc`). *heartbeats*: its CPU time while all of them do nothing but tell of themselves once a "
-    "second. torchft: its quorum and its vote (`start_quorum`, `should_commit`), no reduction either."
+    "process each, more share four: they and the coordinator share this machine's cores, and the coordinator's own "
+    "part is its CPU time (`/proc`). *heartbeats*: its CPU time while all of them do nothing but tell of themselves "
+    "once a second. torchft: its quorum and its vote (`start_quorum`, `should_commit`), no reduction either."
 )
 GOALS = {
     "round of 3, ms": 2.0,
@@ -32,6 +32,9 @@ GOALS = {
 ALONE = (3, 8, 32)
 MANY = (200, 1000, 2000)
 _PROCESSES = 4
+
+
+DRAWN = "round, ms"
 
 
 def run(quick: bool) -> list[Row]:

@@ -35,6 +35,9 @@ ABOUT = (
 GOALS = {"100 - kept": 0.0, "100 - rate": 3.0}
 
 
+DRAWN = "rate, %"
+
+
 def run(quick: bool) -> list[Row]:
     """A row a method."""
     methods = list(METHODS)[:1] if quick else list(METHODS)

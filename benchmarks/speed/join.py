@@ -28,6 +28,9 @@ GOALS = {"committed - imports - transfer, s": 0.5, "transfer, MB/s (at least)": 
 MILLION = 1_000_000
 
 
+DRAWN = "committed, s"
+
+
 def run(quick: bool) -> list[Row]:
     """A row a size."""
     if quick:

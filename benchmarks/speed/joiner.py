@@ -8,8 +8,6 @@ import threading
 import time
 from typing import Any
 
-BEGAN_S = time.time()
-
 
 def main() -> None:
     """Trains until it is ended; tells what is asked for on stdin."""
@@ -22,6 +20,9 @@ def main() -> None:
     from ftopt.events import Event
 
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first one imports the rest of torch
+    names = (ftopt.connect, ftopt.wrap, ftopt.DiLoCo, ftopt.Sync)
+    assert all(names)
     moments: dict[str, float] = {"imported": time.time()}
     boundaries: list[tuple[float, float]] = []
     committed = threading.Event()

@@ -27,8 +27,8 @@ CASES = {
     "hangs in the reduction": ("reduce", "stop"),
 }
 ABOUT = (
-    "Three replicas, real processes, with inner steps of 20 ms and a round every 20 of them; *delay*: one every 44, its "
-    "result taken up 40 steps (0.8 s) later. One is killed (SIGKILL) or hangs (SIGSTOP, heartbeats and all; "
+    "Three replicas, real processes, with inner steps of 20 ms and a round every 20 of them; *delay*: one every 44, "
+    "its result taken up 40 steps (0.8 s) later. One is killed (SIGKILL) or hangs (SIGSTOP, heartbeats and all; "
     f"grace_s={SYNC.grace_s:g}, dead_after_s={SYNC.dead_after_s:g}), and comes back later. How long outer steps keep "
     "the training threads of the other two: *usual*, and in the rounds after the fault the longest and the second "
     "longest (it is to be paid for once); the worse of the two."
@@ -41,6 +41,9 @@ GOALS = {
 }
 _HANGS_S = 3.0
 _VICTIM = "r1"
+
+
+DRAWN = "longest, s"
 
 
 def run(quick: bool) -> list[Row]:
