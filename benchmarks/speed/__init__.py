@@ -5,5 +5,5 @@ the picture) and ``run(quick) -> rows``.
 What is compared is measured in turns, so that a busy machine is busy for both, and given as ratios.
 """
 
-NAMES = ("import", "inner", "outer", "codec", "memory", "scale", "control", "stall", "goodput", "join")
+NAMES = ("import", "inner", "outer", "codec", "memory", "scale", "control", "stall", "goodput", "join", "bandwidth")
 """In the order in which they run."""

@@ -32,12 +32,12 @@ class Crew:
 
 
 @contextmanager
-def crew(module: str, arguments: Sequence[Any]) -> Iterator[Crew]:
-    """``python -m MODULE ARGUMENTS`` (JSON) for each of ``arguments``; they are gone when the block ends."""
+def crew(module: str, arguments: Sequence[Any], *, prefixes: Sequence[Sequence[str]] | None = None) -> Iterator[Crew]:
+    """``PREFIX python -m MODULE ARGUMENTS`` (JSON) for each of ``arguments``; they are gone when the block ends."""
     processes = []
     try:
-        for each in arguments:
-            command = [sys.executable, "-m", module, json.dumps(each)]
+        for each, prefix in zip(arguments, prefixes or [()] * len(arguments), strict=True):
+            command = [*prefix, sys.executable, "-m", module, json.dumps(each)]
             processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         yield Crew(processes)
     finally:

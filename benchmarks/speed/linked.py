@@ -1,0 +1,68 @@
+"""A replica of the benchmark of link rates, as a program: it trains by each method in turn, and tells the time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+import ftopt
+from benchmarks.speed.models import of_size
+from benchmarks.speed.orders import obey
+
+WAYS = ("SyncSGD", "DiLoCo", "Streaming", "+ delay", "+ fp4")
+EVERY, FRAGMENTS, DELAY = 20, 4, 4
+
+
+def method_of(way: str) -> Any:
+    """Its settings."""
+    if way == "SyncSGD":
+        return ftopt.SyncSGD()
+    if way == "DiLoCo":
+        return ftopt.DiLoCo(sync_every=EVERY)
+    delay = 0 if way == "Streaming" else DELAY
+    return ftopt.StreamingDiLoCo(sync_every=EVERY, delay=delay, fragments=ftopt.Balanced(n=FRAGMENTS))
+
+
+def main() -> None:
+    """Joins a job of each way; an order is a way's number and how many periods of inner steps it shall make."""
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    optimizers = {way: _optimizer(way, told) for way in WAYS}
+    for optimizer in optimizers.values():
+        optimizer.__enter__()
+
+    def carry_out(verb: str, number: int, periods: int) -> list[list[float]]:
+        way = WAYS[number]
+        steps = 1 if way == "SyncSGD" else EVERY
+        return [_period(optimizers[way], steps, told["step_s"]) for _ in range(periods)]
+
+    obey(carry_out)
+
+
+def _optimizer(way: str, told: dict[str, Any]) -> ftopt.OuterOptimizer:
+    model = of_size(told["parameters"])
+    if way == "SyncSGD":
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    sync = ftopt.Sync(**told["sync"] | {"codec": "fp4" if way == "+ fp4" else "fp32"})
+    group = ftopt.connect(told["url"], told["replica"], job=way.replace("+ ", "and-"), sync=sync, host=told["host"])
+    return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=1e-9), model, method_of(way), group=group)
+
+
+def _period(optimizer: ftopt.OuterOptimizer, steps: int, step_s: float) -> list[float]:
+    """Seconds that the inner steps took, and all of it."""
+    began, computed_s = time.perf_counter(), 0.0
+    for _ in range(steps):
+        start = time.perf_counter()
+        time.sleep(step_s)
+        computed_s += time.perf_counter() - start
+        optimizer.step()
+    return [computed_s, time.perf_counter() - began]
+
+
+if __name__ == "__main__":
+    main()
