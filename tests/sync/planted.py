@@ -450,7 +450,7 @@ BUGS = (
     Bug("FREEZE", plans.frozen_under_a_plan),
     Bug("RESTART", plans.all_claims_hold, slow=True),
     Bug("ADOPT", copies.stale_copy),
-    Bug("ADOPT", copies.heir_in_an_attempt, "HOLD for its units"),
+    Bug("ADOPT", copies.heir_in_an_attempt, "HOLD for its units", slow=True),
     Bug("ADOPT", copies.adopted_and_free),
     Bug("ADOPT", copies.new_coordinator_trusts_copies),
 )
