@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,7 @@ def _served(command: list[str], address: str) -> Iterator[str]:
     try:
         for line in server.stdout:
             if found := re.search(address, line):
+                threading.Thread(target=server.stdout.read, daemon=True).start()  # or it stops when the pipe is full
                 yield found.group()
                 return
         raise RuntimeError(f"{' '.join(command)} ended with status {server.wait()} before it listened")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
-from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo
 
 from benchmarks.speed.orders import obey
 
 
 def main() -> None:
     """One replica group of one rank."""
+    os.environ["RUST_LOG"] = "error"  # it tells of every message otherwise
+    import torch.distributed as dist
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
     rank, size, house = json.loads(sys.argv[1])
     logging.disable(logging.INFO)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
