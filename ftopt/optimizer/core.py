@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -32,6 +33,8 @@ from ftopt.optimizer.uncount import LastStep
 from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
 
 _POLL_S = 0.005
+_SPENT_S = 2.0
+"""Between two offers of units alone: until somebody has steps to go with them, they come to nothing."""
 
 
 class Core:
@@ -71,6 +74,7 @@ class Core:
         self._said_detached = False
         self._last: LastStep | None = None
         self.replays: Replays | None = None
+        self._spent_at = -math.inf
         self._logs = [record_steps(optimizer) for optimizer in inner.optimizers]
         # Counted for the step to come.
         self._tokens = 0
@@ -332,8 +336,10 @@ class Core:
             return
         outer.report("dry")
         outer.take_over()
+        spent = self._clock() >= self._spent_at + _SPENT_S
         for fragment in outer.fragments:
-            outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
+            if outer.propose_pending(fragment.index, lr=self.inner.largest_lr(), spent=spent) and spent:
+                self._spent_at = self._clock()
         self._after_outer_work(outer)
         self._ended_at = None
 

@@ -334,11 +334,16 @@ class OuterStep:
         self.take_over()
         return all(decided)
 
-    def propose_pending(self, index: int, *, lr: float) -> bool:
-        """Proposes the pending steps of a fragment if there are any and nothing is outstanding."""
+    def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
+        """Proposes the pending steps of a fragment if there are any and nothing is outstanding.
+
+        ``spent``: also without steps, if units have been used by steps that were given up: nobody else uses them.
+        """
         if self._shared_out or self._group.outstanding(index):
             return False
-        if not (self.pending_steps(index) or self._group.called_in(index)):
+        units = self._group.units
+        rest = spent and index == 0 and units is not None and bool(units.offer())
+        if not (self.pending_steps(index) or self._group.called_in(index) or rest):
             return False
         self._propose(self._fragments[index], lr)
         return True

@@ -259,6 +259,8 @@ class Checks:
         process = conn.process
         if self.world.contested and conn is not process.conn:
             return  # it follows another coordinator by now, and this one has not noticed
+        if conn.life != process.life:
+            return  # it has died, and come back as it was in a checkpoint: likewise
         record = process.machine.record(quorum.fragment)
         if machine is None or not self.counts(process):
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ftopt.simulate.saving import give
@@ -20,6 +21,7 @@ class InnerSteps:
         self._process = process
         self._world = process.world
         self._offered = False
+        self._spent_s = -math.inf
 
     @property
     def state(self) -> str:
@@ -61,6 +63,8 @@ class InnerSteps:
         for fragment in range(len(self._process.shards)):
             self._take_over(fragment)
             pending = self._process.local_steps > self._process.shards[fragment].base_step
+            if not fragment and loader.stock.offer() and self._world.now >= self._spent_s + 2.0:
+                pending, self._spent_s = True, self._world.now
             if (
                 loader.waits
                 and not self._process.machine.outstanding(fragment)

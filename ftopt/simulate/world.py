@@ -171,6 +171,7 @@ class Conn:
         self.process = process
         self.server = server
         self.number = next(world.conns)
+        self.life = process.life
         self.server_life = server.life
         self.works = True
         self.open_there = True

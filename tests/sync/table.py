@@ -44,6 +44,8 @@ class Seat:
         self.machine.lease.wants = table.wants
         self.stock = Stock()
         """The units that it was granted."""
+        self.heard_dry: list[bool] = []
+        """Whether there was nothing to grant, as it was told."""
         self.conn: int | None = None
         self.inbox: list[m.FromCoordinator] = []
         self.asked: list[r.Effect] = []
@@ -98,6 +100,8 @@ class Seat:
                 continue
             if isinstance(effect, r.Granted):
                 self.stock.grant(effect.ranges)
+                if not effect.ranges:
+                    self.heard_dry.append(effect.dry)
                 continue
             if isinstance(effect, r.Settled):
                 self.twice = union(self.twice, self.stock.settle(effect.done, effect.own))

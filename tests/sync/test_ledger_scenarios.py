@@ -359,3 +359,19 @@ def test_one_whose_last_steps_were_not_finite_still_waits_for_no_hung_one() -> N
     a.take()
     assert ("b", 1) not in table.coordinator.roster.marks()
     assert a.machine.lease.held == ((4, 8),)
+
+
+def test_who_was_told_that_nothing_is_left_asks_again_on_another_connection() -> None:
+    """What it has asked is forgotten with the connection, and its lease is full of units that are used already."""
+    table, (a, b) = job("a", "b", samples=Samples(samples=20, batch_size=1, epochs=1))
+    a.use(10)
+    a.do(a.machine.ask())
+    a.take()
+    table.do(table.coordinator.members.gone(("b", 1), "by hand"))
+    a.cut()
+    a.connect()
+    assert a.stock.queued == 0 and a.heard_dry[-2:] == [True, False]
+    a.do(a.machine.ask())
+    a.take()
+    assert a.machine.lease.held == ((0, 20),)
+    assert b.conn is None

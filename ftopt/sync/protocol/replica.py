@@ -416,6 +416,8 @@ class Replica:
         first, put_back, self._put_back = self._fragments[0].record, self._put_back, False
         settled = self.lease.settle(first) if first is not None and put_back else []
         copy = [Send(self._copy)] if self._copy is not None else []
+        if self.lease.wants:  # that there was nothing to grant was said on another connection, and so was what it asked
+            settled.append(Granted((), dry=False))
         return [*settled, *self._offer(), *copy, *([Send(m.Leaving())] if self.leaving else [])]
 
     def _offer(self) -> list[Effect]:
