@@ -248,7 +248,7 @@ def _resume_of(
     lives = {held.replica: held for held in there}
     held = dataclasses.replace(
         lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
-        incarnation=back.marks[mine], epoch=back.epoch, gone=back.gone, roster=back.marks,
+        incarnation=back.marks[mine], epoch=back.epoch, gone=back.gone, roster=back.marks, heirs=back.heirs,
     )  # fmt: skip
     own = {replica: checkpoint.own(replica) for replica in {*missing, mine if mine in lives else there[0].replica}}
     saved = {

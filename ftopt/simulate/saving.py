@@ -89,7 +89,12 @@ class Checkpoint:
         for name, incarnation in back.marks.items():
             part = self.parts.get(name) or self._blank(name)
             held = replace(
-                part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone), roster=dict(back.marks)
+                part.held,
+                incarnation=incarnation,
+                epoch=back.epoch,
+                gone=dict(back.gone),
+                roster=dict(back.marks),
+                heirs=dict(back.heirs),
             )
             adopted = tuple(self.parts[missing] for missing, heir in sorted(back.heirs.items()) if heir == name)
             coming[name] = Coming(replace(part, held=held), newest, adopted)

@@ -6,7 +6,9 @@ from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as r
+from ftopt.sync.protocol.intervals import intersect
 from ftopt.sync.protocol.ledger import STRIDE
+from ftopt.sync.protocol.resumed import Held
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.table import Seat, Table
 
@@ -375,3 +377,24 @@ def test_who_was_told_that_nothing_is_left_asks_again_on_another_connection() ->
     a.take()
     assert a.machine.lease.held == ((0, 20),)
     assert b.conn is None
+
+
+def test_adopt_a_coordinator_that_lives_on_keeps_the_units_of_who_does_not_come_back_for_the_heir() -> None:
+    """All have died; a comes out of a checkpoint before b, who takes over what c had pending."""
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    record, pending = a.record, ((22, 24),)
+    assert c.machine.lease.held[0][0] == 22
+    seats = {seat.name: seat.die() for seat in (a, b, c)}
+    back, gone, heirs = {"a": 1, "b": 1}, {"c": 1}, {"c": "b"}
+    for name in ("a", "b"):
+        used = pending if name == "b" else ()
+        held = Held(name, 1, 1, gone, back, heirs, records=(record,), samples=ENDLESS, cursor=30, used=used)
+        seats[name].machine.resume(held)
+    seats["a"].connect()
+    seats["a"].do(seats["a"].machine.ask())
+    seats["a"].take()
+    assert not intersect(seats["a"].machine.lease.held, pending)
+    seats["b"].connect()
+    assert not table.events("held_twice")
+    assert pending[0] in seats["b"].machine.lease.held

@@ -116,6 +116,10 @@ def _hello(hello: m.Hello) -> None:
         _word("prepared.digest", mark.digest)
     _marks("roster", hello.roster, limits.MAX_REPLICAS)
     _marks("gone", hello.gone, limits.MAX_GONE)
+    _few("heirs", hello.heirs, limits.MAX_REPLICAS)
+    for replica, heir in hello.heirs:
+        _name("heirs", replica)
+        _name("heirs", heir)
     _ranges("claim", hello.claim, limits.MAX_RANGES)
     _ranges("done", hello.done, limits.MAX_DONE)
     _within("cursor", hello.cursor, limits.MAX_UNIT)

@@ -195,7 +195,9 @@ class Coordinator:
         member = self.roster.members.get(replica)
         reads = self.gathering is not None and replica in self.gathering.sent
         waited = reads and member is not None and member.incarnation <= incarnation
-        effects = self.members.gone(mark, f"reported by {hello.replica}")
+        heir, lives = dict(hello.heirs).get(replica, ""), dict(hello.roster)
+        adopts = (heir, lives[heir]) if heir in lives and not self.roster.is_gone((heir, lives[heir])) else None
+        effects = self.members.gone(mark, f"reported by {hello.replica}", heir=adopts)
         return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
 
     def _await_restored(self, now: float, mark: m.Mark) -> list[Effect]:

@@ -84,11 +84,13 @@ class Ledger:
         """LIMBO: an incarnation of which nothing is known but its name; a newcomer claims at once."""
         self.unheard.add(mark)
 
-    def gone(self, mark: Mark) -> None:
-        """GONE: what it held is free, unless an attempt under way holds it."""
+    def gone(self, mark: Mark, heir: Mark | None = None) -> None:
+        """GONE: what it held is free, unless an attempt under way holds it. ADOPT: or it is its ``heir``'s."""
         for known in [x for x in (*self.leases, *self.unheard) if x[0] == mark[0] and x[1] <= mark[1]]:
-            self.leases.pop(known, None)
+            held = self.leases.pop(known, ())
             self.unheard.discard(known)
+            if heir is not None and held:
+                self.leases[heir] = union(self.leases.get(heir, ()), held)
 
     def hold(self, ranges: Ranges) -> None:
         """HOLD: an attempt begins."""

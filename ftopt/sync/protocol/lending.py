@@ -58,9 +58,9 @@ class Lending:
         """A new name on the roster."""
         self.ledger.expect(mark)
 
-    def gone(self, mark: m.Mark) -> None:
-        """GONE."""
-        self.ledger.gone(mark)
+    def gone(self, mark: m.Mark, heir: m.Mark | None = None) -> None:
+        """GONE; ADOPT."""
+        self.ledger.gone(mark, heir)
         self._early.pop(mark, None)
         self._freed()
 

@@ -62,8 +62,11 @@ class Members:
             return [*effects, *self.leave(now, member)]
         return [*effects, Tell("lost", member.replica, member.incarnation)]
 
-    def gone(self, mark: m.Mark, reason: str) -> list[Effect]:
-        """Irrevocable: journalled, told to everybody, its COUNT entries dropped with the next commits."""
+    def gone(self, mark: m.Mark, reason: str, *, heir: m.Mark | None = None) -> list[Effect]:
+        """Irrevocable: journalled, told to everybody, its COUNT entries dropped with the next commits.
+
+        ADOPT: what it held is ``heir``'s, if there is one, until that one says itself what it holds.
+        """
         member = self.roster.members.get(mark[0])
         conn = member.conn if member is not None and member.incarnation <= mark[1] else None
         self.roster.forget(mark)
@@ -74,7 +77,7 @@ class Members:
             if mark[0] not in self.roster.members:
                 r.lose(mark[0])
         if self.lending is not None:
-            self.lending.gone(mark)
+            self.lending.gone(mark, heir)
         effects: list[Effect] = [Gone(*mark), Tell("gone", mark[0], mark[1], data={"reason": reason})]
         if conn is not None:
             effects += [Send(conn, m.Refused("gone", reason)), Close(conn)]

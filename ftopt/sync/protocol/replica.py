@@ -64,6 +64,7 @@ class Replica:
         self._fragments = [Holding() for _ in range(self.identity.fragments)]
         self._greeted = False
         self._copy: m.Copied | None = None
+        self._heirs: dict[str, str] = {}
         self._put_back = False
         """Whether its stock of units is a checkpoint's, and has not been told yet what is done."""
 
@@ -71,7 +72,7 @@ class Replica:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
         assert self.incarnation == 0 and len(held.records) == len(self._fragments)
         self.incarnation, self.epoch = held.incarnation, held.epoch
-        self.roster, self.gone = dict(held.roster), dict(held.gone)
+        self.roster, self.gone, self._heirs = dict(held.roster), dict(held.gone), dict(held.heirs)
         for f, record in zip(self._fragments, held.records, strict=True):
             f.record = record
         self.lease.held, self.lease.cursor = held.lease, held.cursor
@@ -181,6 +182,7 @@ class Replica:
             inner_step=first.inner_step if first else 0,
             roster=self.roster,
             gone=self.gone,
+            heirs=self._heirs,
             lease=self.lease,
             done=first.done if first else (),
             share=self.plan if first is not None and self.plan.version == first.version + 1 else NO_PLAN,

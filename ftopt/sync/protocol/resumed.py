@@ -26,6 +26,7 @@ class Held:
         epoch: the coordinator's.
         gone: replica -> newest gone incarnation, as it knew them (FENCE).
         roster: replica -> incarnation, of all who come back, itself included.
+        heirs: replica that does not come back -> who takes its pending work over, as `Return` has it.
         records: one a fragment.
         contributions: that are outstanding.
         samples: what the job's ledger counts; None without one.
@@ -39,6 +40,7 @@ class Held:
     epoch: int
     gone: dict[str, int] = field(default_factory=dict)
     roster: dict[str, int] = field(default_factory=dict)
+    heirs: dict[str, str] = field(default_factory=dict)
     records: tuple[m.Record, ...] = ()
     contributions: tuple[m.Contribution, ...] = ()
     samples: Samples | None = None
