@@ -452,7 +452,6 @@ BUGS = (
     Bug("ADOPT", copies.stale_copy),
     Bug("ADOPT", copies.heir_in_an_attempt, "HOLD for its units", slow=True),
     Bug("ADOPT", copies.adopted_and_free),
-    Bug("ADOPT", copies.new_coordinator_trusts_copies),
 )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import Coordinator
 from ftopt.sync.protocol.lending import Lending
 from ftopt.sync.protocol.members import Members
 from ftopt.sync.protocol.neighbours import Neighbours
@@ -56,15 +55,3 @@ def adopted_and_free(patch: Patch) -> None:
         return admit(self, member, hello if hello.incarnation else replace(hello, claim=()))
 
     patch.setattr(Lending, "admit", mutant)
-
-
-def new_coordinator_trusts_copies(patch: Patch) -> None:
-    """A coordinator of a new life takes a replica for uncounted that it knows nothing of."""
-    admit = Coordinator._admit
-
-    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello, *, founder: bool = False) -> Any:
-        member = self.roster.members[hello.replica]
-        member.counted = member.counted or {}
-        return admit(self, now, conn, hello, founder=founder)
-
-    patch.setattr(Coordinator, "_admit", mutant)

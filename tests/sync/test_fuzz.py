@@ -80,18 +80,21 @@ def test_the_parser_with_a_million_inputs(chance: random.Random) -> None:
 # ---------------------------------------------------------------- HTTP
 
 
-async def shout(url: str, data: bytes, chance: random.Random) -> bytes:
-    """Sends the bytes, in one piece or two, and returns what came back by the end of the connection, or in time."""
+async def shout(url: str, data: bytes, chance: random.Random, *, stops: float = 0.3) -> bytes:
+    """Sends the bytes, in one piece or two, and returns what came back by the end of the connection, or in time.
+
+    ``stops``: how likely it closes its end when all is sent; a server need not answer then.
+    """
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    cut, stops = chance.randrange(len(data) + 1), chance.random() < 0.3
+    cut, closes = chance.randrange(len(data) + 1), chance.random() < stops
     got = b""
     with contextlib.suppress(OSError):  # also what asyncio says of a connection that has ended
         for piece in (data[:cut], data[cut:]):
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(0)
-        if stops:
+        if closes:
             writer.write_eof()
         async with asyncio.timeout(0.6):
             while piece := await reader.read(1 << 16):
@@ -126,7 +129,7 @@ def test_a_request_without_a_path_is_answered(chance: random.Random) -> None:
 
     async def ask() -> bytes:
         async with coordinator() as url:
-            return await shout(url, b"CONNECT   \r\nHost: x\r\n\r\n", chance)
+            return await shout(url, b"CONNECT   \r\nHost: x\r\n\r\n", chance, stops=0)
 
     with no_errors_logged():
         assert b" 401 " in asyncio.run(ask())
