@@ -34,7 +34,7 @@ def test_the_steps_of_a_killed_replica_are_done_again_bit_for_bit(tmp_path: Path
     summary = summary_of(tmp_path)
     costs = summary["replay"]
     assert (costs["replicas"], costs["steps"]) == (1, replay["data"]["steps"])
-    assert 0 < costs["steps"] <= len(done)  # as far as it had told
+    assert 0 <= costs["steps"] <= len(done)  # as far as it had told
     assert costs["copies"] >= 12 and costs["copy_bytes"] > 12 * 10_000
     assert summary["survivor_inner_steps_lost"] == summary["inner_steps_counted_twice"] == 0
     assert summary["samples_duplicated"] == summary["samples_lost"] == 0
