@@ -540,9 +540,9 @@ class Client:
             case p.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
                 self.global_batch.assign(version, plan, units, ended=ended)
             case p.Keep(order=order):
-                self.neighbour.keep(order)
+                self.neighbour.keep(order, self._on_task_end)
             case p.Inherit(order=order):
-                self.neighbour.inherit(order, time.monotonic)
+                self.neighbour.inherit(order, time.monotonic, self._on_task_end)
             case p.Reborn(reason=reason):
                 self._inherited = None
                 if self.units is not None:

@@ -8,7 +8,7 @@ that one would have used them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
 from ftopt.sync.protocol.intervals import Ranges, in_order
+
+OnEnd = Callable[[asyncio.Task[None]], None]
 
 _KEEP_GONE_S = 60.0
 """So long a copy is kept of who is gone: its replacement fetches it in that time, if there is one."""
@@ -77,14 +79,14 @@ class Neighbour:
         self._own, self._serial = copy, self._serial + 1
         self._owner.run(self._owner.machine.copied(self._serial, copy.versions))
 
-    def keep(self, order: m.Keep) -> None:
+    def keep(self, order: m.Keep, on_end: OnEnd) -> None:
         """Fetches a neighbour's copy."""
-        self._begin(order.mark[0], self._keep(order))
+        self._begin(order.mark[0], self._keep(order), on_end)
 
-    def inherit(self, order: m.Inherit, clock: Callable[[], float]) -> None:
+    def inherit(self, order: m.Inherit, clock: Callable[[], float], on_end: OnEnd) -> None:
         """Fetches the predecessor's copy."""
         self.inheriting = True
-        self._begin("", self._inherit(order, clock))
+        self._begin("", self._inherit(order, clock), on_end)
 
     def gone(self, marks: tuple[m.Mark, ...]) -> None:
         """These are gone; their replacements may still ask for the copies."""
@@ -102,10 +104,11 @@ class Neighbour:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _begin(self, name: str, work: Any) -> None:
+    def _begin(self, name: str, work: Coroutine[Any, Any, None], on_end: OnEnd) -> None:
         if (before := self._tasks.get(name)) is not None:
             before.cancel()
         self._tasks[name] = asyncio.create_task(work)
+        self._tasks[name].add_done_callback(on_end)
 
     def _drop(self, copy: Copy) -> None:
         if self._kept.get(copy.mark[0]) is copy:

@@ -146,6 +146,7 @@ def test_the_units_come_in_the_order_in_which_they_were_granted() -> None:
     known = ((3, 5), (20, 25), (5, 8), (40, 42))
     assert in_order(held, known) == ((3, 5), (20, 25), (5, 8), (60, 64))
     assert in_order(held, ()) == held
+    assert in_order(held, ((3, 6), (5, 8), (3, 8))) == ((3, 6), (6, 8), (20, 25), (60, 64))  # each once
 
 
 def test_a_message_that_is_no_copy_is_refused() -> None:

@@ -56,9 +56,12 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
 
 
 def in_order(a: Ranges, known: Iterable[Range]) -> tuple[Range, ...]:
-    """All of ``a``: first what is in ``known``, in that order, then the rest."""
-    ordered = tuple(part for each in known for part in intersect((each,), a))
-    return (*ordered, *subtract(a, union(ordered)))
+    """All of ``a``, each once: first what is in ``known``, in that order, then the rest."""
+    ordered: list[Range] = []
+    for each in known:
+        ordered += (found := intersect((each,), a))
+        a = subtract(a, found)
+    return (*ordered, *a)
 
 
 def contains(b: Ranges, a: Ranges) -> bool:
