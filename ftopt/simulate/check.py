@@ -289,6 +289,8 @@ class Checks:
         if knows and not server.forgot:
             return
         marks = {(h.replica, h.incarnation) for h in heard if h.incarnation}
+        # A newcomer's connection may have broken unnoticed, and the newcomer been let in by the other coordinator.
+        fresh = {h.replica for h in heard if not h.incarnation and self.world.contested}
         told = {mark for h in heard for mark in h.roster}
         veterans = any(h.positions for h in heard)
         for process in self.world.processes.values():
@@ -301,6 +303,7 @@ class Checks:
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
-            if veterans and not again and not knows and process.mark in told and waited_s < patience_s - 1e-6:
+            waits = process.mark in told and process.name not in fresh
+            if veterans and not again and not knows and waits and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             self.excuse(server.machine.epoch, f"{process.name} was not heard")

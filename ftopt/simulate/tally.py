@@ -21,6 +21,7 @@ COVERED = (
     "put_out",
     "void",
     "stalled",
+    "held_open",
     "hurry",
     "a reducer that hangs for ever",
     "decided while a member was away",

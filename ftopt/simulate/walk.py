@@ -36,7 +36,9 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    world = World(seed, _replayed(_saved(_shared(_lent(_graced(knobs, seed), seed), seed), seed), seed), trace=lines)
+    for more in (_graced, _lent, _shared, _saved, _replayed, _slow):
+        knobs = more(knobs, seed)
+    world = World(seed, knobs, trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
         world.coverage["adaptive grace"] += 1
@@ -136,6 +138,14 @@ def _replayed(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, replay=lent and chooser.random() < 1 / 3)
 
 
+def _slow(knobs: Knobs, seed: int) -> Knobs:
+    """With fetches that take longer than a round, and than the grace, in every eighth history. A global batch is not
+    held open for anybody."""
+    chooser = random.Random(seed * 7919 + 7)
+    slow = not knobs.global_batch and chooser.random() < 1 / 8
+    return replace(knobs, fetch_s=chooser.uniform(3.0, 8.0)) if slow else knobs
+
+
 def _walk(world: World, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
     count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
@@ -231,7 +241,7 @@ def _quiet(world: World) -> None:
             process.barred = False
             process.spawn()
     # A cut-off process sees the end of its connection within dead_after_s; gathering ends in start_s + recovery_s.
-    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0)
+    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0) + 6 * world.knobs.fetch_s
     machine = world.server.machine
     assert machine is not None
     living = {p.mark for p in world.processes.values() if p.alive and not p.leaving}
@@ -244,8 +254,8 @@ def _quiet(world: World) -> None:
         if not world.knobs.global_batch:
             # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
             bound_s += 9 * float(settings["forget_s"] or 0)
-    old = set(world.checks.versions)
-    if not world.run(world.now + bound_s, lambda: _together(world, old)):
+    old, left = set(world.checks.versions), set(range(world.knobs.fragments))
+    if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
         held = {
             p.name: [(s.record.version, s.record.chain[:6]) if s.record else None for s in p.shards]
             for p in world.processes.values()
@@ -276,8 +286,12 @@ def _unjam(world: World) -> None:
         world.coverage["a reducer that hangs for ever"] += for_ever
 
 
-def _together(world: World, old: set[tuple[int, str]]) -> bool:
-    """Whether each fragment has moved on, and all the living with it."""
+def _together(world: World, old: set[tuple[int, str]], left: set[int]) -> bool:
+    """Whether each fragment has moved on, and all the living have held its newest version: who joins catches up. With a
+    global batch, whose rounds are not held open, any new version will do.
+
+    ``left``: fragments of which that is not yet so.
+    """
     machine = world.server.machine
     living = [p for p in world.processes.values() if p.alive and not p.leaving]
     if machine is None or not machine.running or not living:
@@ -285,12 +299,11 @@ def _together(world: World, old: set[tuple[int, str]]) -> bool:
     ends = world.knobs.samples is not None and world.knobs.samples.units is not None
     if ends and not all(p.ended for p in living):
         return False
-    for fragment in range(world.knobs.fragments):
+    for fragment in sorted(left):
         at = machine.rounds[fragment].at
         records = [p.machine.record(fragment) for p in living]
-        if ends:  # nobody trains on; all hold the last version
-            if any(record is None or record.position != at for record in records):
-                return False
-        elif any(record is None or (fragment, record.chain) in old for record in (*records, at)):
-            return False
-    return True
+        loose = world.knobs.global_batch and not ends
+        good = [x is not None and (x.position == at or (loose and (fragment, x.chain) not in old)) for x in records]
+        if all(good) and (ends or (fragment, at.chain) not in old):
+            left.discard(fragment)
+    return not left

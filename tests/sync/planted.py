@@ -19,6 +19,7 @@ from ftopt.simulate import saving
 from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Agreed, Attempt
+from ftopt.sync.protocol.catch_up import CatchUp
 from ftopt.sync.protocol.coordinator import Coordinator
 from ftopt.sync.protocol.gathering import Gathering
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
@@ -409,6 +410,11 @@ def resumed_untold(patch: Patch) -> None:
     patch.setattr(Replica, "_welcome", mutant)
 
 
+def grace_alone(patch: Patch) -> None:
+    """Who is overtaken while it fetches is waited for no longer than the grace."""
+    patch.setattr(CatchUp, "arrival", lambda self, replica: None)
+
+
 BUGS = (
     Bug("FREEZE", freeze_off),
     Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
@@ -418,6 +424,7 @@ BUGS = (
     Bug("step 5", no_deadline, slow=True),
     Bug("step 5", hung_again),
     Bug("JOURNAL", told_first),
+    Bug("step 2", grace_alone),
     Bug("STICKY", sticky_off),
     Bug("STICKY", absent_is_dead),
     Bug("STICKY", forgotten_comes_back, slow=True),

@@ -51,6 +51,8 @@ class Seat:
         self.asked: list[r.Effect] = []
         self.hangs = False
         """Its reducer hangs: it does not say that it has stopped."""
+        self.frozen = False
+        """SIGSTOP: no heartbeats either."""
         self.twice: Ranges = ()
         """Units that it has used, and another one, too."""
 
@@ -237,7 +239,7 @@ class Table:
         while self.now < end:
             self.now = min(end, self.now + 1.0)
             for seat in list(self.seats_by_conn.values()):
-                if seat.machine.welcomed:
+                if seat.machine.welcomed and not seat.frozen:
                     seat.say(m.Progress("training", 1, 0.1))
             self.do(self.coordinator.tick(self.now))
 

@@ -11,7 +11,7 @@ import pytest
 from ftopt.faults.spec import Fault
 from tests.sync.processes import FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
 
-PATIENT = replace(FAST, dead_after_s=4.0, heartbeat_s=0.2)
+PATIENT = replace(FAST, dead_after_s=4.0, heartbeat_s=0.2, grace_s=2.0)
 
 
 def contributes_again(job: TinyJob, since: dict[str, Any], *names: str) -> None:

@@ -2,6 +2,9 @@
 
 A member is told of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
 sources it is told again after a pause that grows to `PAUSE_S`: neither side runs hot while nobody can help.
+
+A fetch goes on with the version that it began with. What took one fetch, the next one will take too: so it is known by
+when a member that the version has overtaken will hold what it fetches now.
 """
 
 from __future__ import annotations
@@ -16,15 +19,28 @@ from ftopt.sync.protocol.roster import Roster
 PAUSE_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Of a fetch under way: when it ends if it takes as long as the one before, and if it takes twice as long."""
+
+    usual_s: float
+    latest_s: float
+
+
 @dataclass
 class _Lack:
-    """``told``: the version it was told of last. ``sourced``: with sources, so that it will answer."""
+    """``told``: the version it was told of last. ``sourced``: with sources, so that it will answer.
+
+    ``since_s``: when the fetch under way began, None without one; ``took_s``: the last complete one, None before.
+    """
 
     heal: bool
     told: m.Position | None = None
     sourced: bool = False
     failures: int = 0
     due_s: float = 0.0
+    since_s: float | None = None
+    took_s: float | None = None
 
 
 class CatchUp:
@@ -45,9 +61,22 @@ class CatchUp:
     def failed(self, now: float, replica: str) -> None:
         """It could not fetch."""
         lack = self._lacks.setdefault(replica, _Lack(heal=False))
-        lack.sourced = False
+        lack.sourced, lack.since_s = False, None
         lack.failures += 1
         lack.due_s = now + min(PAUSE_S, 0.05 * 2**lack.failures)
+
+    def fetched(self, now: float, replica: str) -> None:
+        """It has fetched a version; if another one is wanted by now it goes on with that."""
+        lack = self._lacks.get(replica)
+        if lack is not None and lack.since_s is not None:
+            lack.took_s, lack.since_s = now - lack.since_s, now if lack.sourced else None
+
+    def arrival(self, replica: str) -> Arrival | None:
+        """When it will hold what it fetches; None: nobody knows."""
+        lack = self._lacks.get(replica)
+        if lack is None or lack.since_s is None or lack.took_s is None:
+            return None
+        return Arrival(lack.since_s + lack.took_s, lack.since_s + 2 * lack.took_s)
 
     def drop(self, replica: str) -> None:
         """It is away."""
@@ -69,6 +98,7 @@ class CatchUp:
                 lack.told, lack.sourced = at, bool(sources)
                 if sources:
                     member.hopes[self.fragment] = at
+                    lack.since_s = now if lack.since_s is None else lack.since_s
                 if not member.heir or member.counted:  # an heir is as far as its predecessor was: no latecomer
                     member.newcomer.add(self.fragment)
                 effects.append(Send(member.conn, m.Behind(at, sources, lack.heal)))

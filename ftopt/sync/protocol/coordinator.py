@@ -343,7 +343,7 @@ class Coordinator:
             case m.Holds(position=p) if self._has(p.fragment):
                 if self.rounds[p.fragment].off_branch(p):
                     return self._fork(member, (p,))
-                self.rounds[p.fragment].fetched(member, p)
+                self.rounds[p.fragment].fetched(now, member, p)
                 if self.lending is not None and not p.fragment:
                     self.lending.arrived(member)
             case m.Lacks(fragment=f) if self._has(f):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.settings import Sync
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Member:
     """An attempt with it was over then, and it has not said since that its reducer is free; None: it is."""
     late: int = 0
     """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
+    quiet: int = 0
+    """How often an attempt went on without it since its heartbeats had stopped, and they came again on the same
+    connection: each time makes its peers twice as patient."""
     load: int = 1
     """Units that a step of it takes: with a global batch ``step_s`` is that of one of them."""
     wants: int = 0
@@ -69,6 +73,13 @@ class Member:
     def busy(self, now: float, patience_s: float) -> bool:
         """Whether its reducer has been busy with what is over for so long that it counts as hung."""
         return self.busy_since_s is not None and now >= self.busy_since_s + patience_s
+
+    def quiet_from_s(self, sync: Sync) -> float:
+        """From when on its peers go on without it, if it keeps them waiting and is not heard until then.
+
+        A heartbeat is missing, and the grace has passed too, or the next one is missing.
+        """
+        return self.heard_s + (sync.heartbeat_s + max(sync.grace_s, sync.heartbeat_s)) * 2.0 ** min(self.quiet, 10)
 
     def may_hold(self, at: m.Position) -> bool:
         """Whether it holds ``at``, as far as is known: a fetch, or an absence, leaves that open."""
@@ -114,7 +125,7 @@ class Roster:
     def attach(self, member: Member, conn: int, now: float) -> None:
         """A member is connected."""
         self.detach(member, now)
-        member.conn, member.heard_s, member.told, member.busy_since_s = conn, now, {}, None
+        member.conn, member.heard_s, member.told, member.busy_since_s, member.quiet = conn, now, {}, None, 0
         self._by_conn[conn] = member
         self._connected = None
 

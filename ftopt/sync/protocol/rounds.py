@@ -15,7 +15,7 @@ from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.attempts import Agreed, Attempt, Failure, Numbers
-from ftopt.sync.protocol.catch_up import CatchUp
+from ftopt.sync.protocol.catch_up import Arrival, CatchUp
 from ftopt.sync.protocol.cuts import Cuts, Seats
 from ftopt.sync.protocol.effects import HISTORY, Decided, Effect, Send, Tell
 from ftopt.sync.protocol.intervals import Ranges, low_water
@@ -63,6 +63,7 @@ class Rounds:
         self._pace = Pace()
         self._group = 0
         self._group_key: object = None
+        self._held_open = -1
         self._new_round()
 
     def _new_round(self) -> None:
@@ -197,9 +198,10 @@ class Rounds:
             self.attempt.prepared.pop(member.replica, None)
         self.catch_up.failed(now, member.replica)
 
-    def fetched(self, member: Member, position: m.Position) -> None:
+    def fetched(self, now: float, member: Member, position: m.Position) -> None:
         """A fetch is complete; the version may have moved on since, and the member fetches on."""
         f = self.fragment
+        self.catch_up.fetched(now, member.replica)
         known, hope = member.held.get(f), member.hopes.get(f)
         if known is not None and known.version > position.version:
             return  # it was said before the commit of what it holds by now
@@ -228,7 +230,7 @@ class Rounds:
         """When `step` is to be called at the latest, if nothing happens before."""
         due_s = self.catch_up.deadline_s(self._stepped_s)
         if self.attempt is not None:
-            return min(due_s, self._overdue_s(self.attempt))
+            return min(due_s, self._overdue_s(self.attempt), self._quiet_s(self.attempt))
         if not self.proposals:
             return due_s
         if self.sharing is not None:  # who is parted, or busy, takes part again when time has passed
@@ -264,9 +266,11 @@ class Rounds:
         if self._retry:
             return self._form(now, proposers) if now >= self._retry_s else []
         grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
-        waits = self._waiting.step(now, self.at.version + 1, proposers, self.holds, grace_s=grace_s)
+        waits = self._waiting.step(
+            now, self.at.version + 1, proposers, self.holds, grace_s=grace_s, arrival=self._arrival
+        )
         if waits is not None:
-            return waits
+            return [*waits, *self._release_for(proposers, self._waiting.awaited)]
         effects: list[Effect] = []
         for x in self._waiting.hung(self.proposals, self.holds):
             x.stalled_at = x.inner_step
@@ -276,6 +280,28 @@ class Rounds:
             return effects + self._share_out(now, self.sharing)
         return effects + self._form(now, proposers)
 
+    def _arrival(self, replica: str) -> Arrival | None:
+        """When a member that fetches is going to hold the version, if the others can train on until then."""
+        others = (self.roster.members.get(x) for x in self.proposals)
+        if self.sharing is not None or any(x is not None and x.leaving for x in others):
+            return None
+        return self.catch_up.arrival(replica)
+
+    def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> list[Effect]:
+        """The round is held open for members that still fetch."""
+        found = self._release(proposers) if awaited else []
+        if found and self._held_open != self.at.version:
+            self._held_open = self.at.version
+            data = {"for": list(awaited)}
+            found.append(Tell("held_open", fragment=self.fragment, version=self.at.version + 1, data=data))
+        return found
+
+    def _release(self, proposers: list[Member]) -> list[Effect]:
+        """Their training threads need not wait for what they have offered; each is told once a round."""
+        untold = [x for x in proposers if x.replica not in self._told_train_on and x.conn is not None]
+        self._told_train_on |= {x.replica for x in untold}
+        return [Send(x.conn, m.TrainOn(self.fragment)) for x in untold if x.conn is not None]
+
     def _form(self, now: float, proposers: list[Member]) -> list[Effect]:
         """Starts an attempt with all who have proposed and reach each other (step 2's end)."""
         free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
@@ -283,9 +309,7 @@ class Rounds:
         if len(members) < self.sync.min_replicas:  # better a quorum that may fail than none
             members = free
         if not members or (len(members) < self.sync.min_replicas and not self._retry):
-            untold = [x for x in proposers if x.replica not in self._told_train_on and x.conn is not None]
-            self._told_train_on |= {x.replica for x in untold}
-            return [Send(x.conn, m.TrainOn(self.fragment)) for x in untold if x.conn is not None]
+            return self._release(proposers)
         if self.sharing is not None and not self.sharing.covers(members, self.proposals):
             return []
         chosen = {x.replica: self.proposals[x.replica] for x in members}
@@ -354,13 +378,28 @@ class Rounds:
         patience_s = self.sync.grace_s + self.sync.dead_after_s if a.prepared or alone else self.sync.forget_s
         return a.overdue_s(self.roster, patience_s, self._usual_s) if others else math.inf
 
+    def _quiet_s(self, a: Attempt) -> float:
+        """When the next member counts as quiet; what has passed was looked at and changes nothing by itself."""
+        due = (x.quiet_from_s(self.sync) for x in a.silent(self.roster))
+        return min((x for x in due if x > self._stepped_s), default=math.inf)
+
+    def _quiet(self, now: float, a: Attempt) -> list[Member]:
+        """Members that keep the others waiting and whose heartbeats have stopped, if the others are enough without
+        them."""
+        quiet = [x for x in a.silent(self.roster) if now >= x.quiet_from_s(self.sync)]
+        if not quiet:
+            return []
+        able = [x for x in self.roster.connected() if x.replica in self.proposals and x not in quiet]
+        enough = sum(not x.busy(now, self.sync.dead_after_s) for x in able) >= self.sync.min_replicas
+        return quiet if enough else []
+
     def _decide(self, now: float) -> list[Effect]:
         a = self.attempt
         if a is None:
             return []
         verdict = a.verdict()
         if verdict is None:
-            return self._hurry(now, a) if now >= self._overdue_s(a) else []
+            return self._give_up(now, a)
         if isinstance(verdict, Failure):
             return self._abort(now, verdict.reason)
         if isinstance(verdict, Agreed):
@@ -374,13 +413,23 @@ class Rounds:
             return effects + self._abort(now, "the digests differ")
         return effects + self._commit(a.prepared[a.alive()[0]])
 
-    def _hurry(self, now: float, a: Attempt) -> list[Effect]:
-        """Whoever has not prepared for so long sits out until its reducer is free; the others go on."""
-        silent = a.silent(self.roster)
-        for x in silent:
-            x.busy_since_s, x.late = -math.inf, x.late + 1
-        names = ", ".join(x.replica for x in silent)
-        return self._abort(now, f"{names}: no result after {now - a.started_s:.1f} s")
+    def _give_up(self, now: float, a: Attempt) -> list[Effect]:
+        """Whoever keeps the others waiting sits out until its reducer is free: it has not prepared for long, or is not
+        heard at all. The others go on."""
+        if now >= self._overdue_s(a):
+            out = a.silent(self.roster)
+            for x in out:
+                x.late += 1
+            reason = f"no result after {now - a.started_s:.1f} s"
+        elif out := self._quiet(now, a):
+            for x in out:
+                x.quiet += 1
+            reason = f"no heartbeat for {now - min(x.heard_s for x in out):.2f} s, and no result"
+        else:
+            return []
+        for x in out:
+            x.busy_since_s = -math.inf
+        return self._abort(now, f"{', '.join(x.replica for x in out)}: {reason}")
 
     def _put_out(self, a: Attempt, majority: str) -> list[Effect]:
         """Who disagrees twice with the majority heals before it takes part again."""

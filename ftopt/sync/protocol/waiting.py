@@ -1,4 +1,4 @@
-"""Whom a round still waits for: grace, call-in, and trainers that hang (step 2)."""
+"""Whom a round still waits for: grace, call-in, trainers that hang, and members that still fetch (step 2)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Collection, Container
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.catch_up import Arrival
 from ftopt.sync.protocol.effects import Effect, Send, Tell
 from ftopt.sync.protocol.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5
-"""Newcomers have at least so long after the first proposal, and leavers to hand in with the others that leave."""
+"""Newcomers have at least so long from when they hold the version, and leavers to hand in with others that leave."""
 
 
 class Waiting:
@@ -30,6 +31,9 @@ class Waiting:
         self._hurried = False
         self._asked: set[str] = set()
         self._witness: Member | None = None
+        self._arrival_s = math.inf
+        self.awaited: tuple[str, ...] = ()
+        """Who alone is missing, and will fetch for a while: the others need not stand still for them."""
 
     def forget(self, replica: str) -> None:
         """It is away; when it is back it is asked anew."""
@@ -41,7 +45,7 @@ class Waiting:
         self._opened_s = self._quorate_s = self._last_s = None
         self._hurried = False
         self._asked.clear()
-        self._witness = None
+        self._witness, self._arrival_s, self.awaited = None, math.inf, ()
 
     def hurry(self) -> None:
         """A trigger means now: all are called in at once, and have their time as ever."""
@@ -60,11 +64,13 @@ class Waiting:
         holds: Callable[[Member], bool],
         *,
         grace_s: float,
+        arrival: Callable[[str], Arrival | None],
     ) -> list[Effect] | None:
         """What is to be told; None once the quorum need not wait for anybody.
 
         ``grace_s`` counts from the moment on when ``min_replicas`` have proposed; without that, those at work are
-        called in when the job's own grace has passed since the first proposal.
+        called in when the job's own grace has passed since the first proposal. ``arrival``: when a member that the
+        version has overtaken will hold it; None: it is waited for within the grace.
         """
         proposed = {x.replica for x in proposers}
         if self._opened_s is None and not all(x.leaving for x in proposers):
@@ -83,21 +89,31 @@ class Waiting:
         soonest_s = math.inf if self._quorate_s is None else self._quorate_s + grace_s
         self._late_s = min(self._opened_s + self._grace_s, soonest_s)
         late = now >= self._late_s
-        for x in missing:
-            ready = holds(x)
-            dry = ready and x.state == "dry" and x.called_in.get(self._fragment) != version
-            newcomer = ready and self._fragment in x.newcomer
+        fetching = [x for x in missing if not holds(x)]
+        for x in (x for x in missing if holds(x)):
+            dry = x.state == "dry" and x.called_in.get(self._fragment) != version
+            newcomer = self._fragment in x.newcomer
             if dry or (x.replica not in self._deadline and (late or newcomer)):
-                self._deadline[x.replica] = max(now + x.patience_s(), 0.0 if late else self._opened_s + PATIENCE_S)
-                effects += self.call_in(x, version) if ready else []
-                called += [x] if ready else []
-        waited_for = (x for x in reversed(missing) if now < self._deadline.get(x.replica, math.inf))
+                self._deadline[x.replica] = now + max(x.patience_s(), PATIENCE_S if newcomer else 0.0)
+                effects += self.call_in(x, version)
+                called.append(x)
+        waited_for = (x for x in reversed(missing) if holds(x) and now < self._deadline.get(x.replica, math.inf))
         self._witness = next(waited_for, None)
-        if self._witness is not None:
-            for member in called:
-                member.called_in[self._fragment] = version
-            return effects
-        return None
+        self._await_fetches(now, {x.replica: arrival(x.replica) for x in fetching})
+        if self._witness is None and not now < self._arrival_s:
+            return None
+        for member in called:
+            member.called_in[self._fragment] = version
+        return effects
+
+    def _await_fetches(self, now: float, arrivals: dict[str, Arrival | None]) -> None:
+        """Until when the round waits for those that fetch: the grace, and beyond it where it is known how long it
+        takes."""
+        latest = {r: self._late_s if x is None else max(self._late_s, x.latest_s) for r, x in arrivals.items()}
+        self._arrival_s = max((x for x in latest.values() if now < x), default=-math.inf)
+        usual_s = max((x.usual_s for x in arrivals.values() if x is not None), default=-math.inf)
+        slow = now >= self._late_s or usual_s > now + PATIENCE_S
+        self.awaited = tuple(r for r in latest if now < latest[r]) if slow and self._witness is None else ()
 
     def goes_on(self, now: float, proposed: Collection[str], holds: Callable[[Member], bool]) -> bool:
         """Whether `step` would find the round as it has left it but for a proposal more: it waits for one at least of
@@ -139,7 +155,7 @@ class Waiting:
         """When `step` is to be called, if nothing happens before."""
         due = [t for replica, t in self._deadline.items() if replica not in proposed]
         if self._opened_s is not None:
-            due.append(self._late_s)
+            due += [self._late_s, self._arrival_s]
         elif self._last_s is not None:
             due.append(self._last_s + PATIENCE_S)
         return min((t for t in due if t > now), default=math.inf)
