@@ -271,7 +271,7 @@ class Process:
                         self.conn.up(message)
                         if isinstance(message, m.Prepared) and self.world.strike(5.0):
                             delay_s = self.world.between(0.0, 2.0 * self.world.knobs.reduce_s)
-                            if self.world.chance(0.3):
+                            if self.world.chance(0.4):
                                 self.later(delay_s, self.crash)
                                 self.world.at(delay_s + self.world.between(0.2, 4.0), self.spawn)
                             else:
