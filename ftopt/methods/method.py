@@ -297,6 +297,12 @@ class Method(ABC):
         """
         return torch.sub(mine.start, mine.params, out=out)
 
+    @property
+    def looks_at_whole(self) -> bool:
+        """Whether `scalars` or `units` look at tensors: these are then copied, to be there as a whole. Here: whether
+        the class has its own."""
+        return type(self).scalars is not Method.scalars or type(self).units is not Method.units
+
     # What the agreed mean does.
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:

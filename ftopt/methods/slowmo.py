@@ -82,6 +82,11 @@ class SlowMo(Method):
         """The inner rate."""
         return (mine.lr,)
 
+    @property
+    def looks_at_whole(self) -> bool:
+        """No."""
+        return False
+
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """``u = 0``."""
         return {"momentum": torch.zeros_like(anchor)}

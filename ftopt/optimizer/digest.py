@@ -18,14 +18,31 @@ _WORD_BYTES = 8
 _BLOCK_WORDS = BLOCK_BYTES // _WORD_BYTES
 
 
-def block_sums(tensor: Tensor) -> Tensor:
+def blocks_of(tensor: Tensor) -> int:
+    """How many sums `block_sums` gives."""
+    return -(-tensor.numel() * tensor.element_size() // BLOCK_BYTES)
+
+
+def block_sums(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """The sums of a tensor's blocks: int64, on the CPU, one for each 64 KiB begun.
 
     Args:
         tensor: any shape, dtype and device. Not changed; copied only when it is not contiguous.
+        out: where they go, so that nothing is allocated. Default: new memory.
     """
-    whole = tensor.dim() == 1 and tensor.dtype == torch.float32 and not tensor.numel() % (2 * _BLOCK_WORDS)
-    if whole and tensor.is_contiguous() and not tensor.storage_offset() % 2:  # as below, in fewer calls
+    if out is not None and tensor.device.type == "cpu" and _has_whole_blocks(tensor):
+        return torch.sum(tensor.detach().view(torch.int64).view(-1, _BLOCK_WORDS), dim=1, out=out)
+    found = _block_sums(tensor)
+    return found if out is None else out.copy_(found)
+
+
+def _has_whole_blocks(tensor: Tensor) -> bool:
+    plain = tensor.dim() == 1 and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    return plain and not tensor.numel() % (2 * _BLOCK_WORDS) and not tensor.storage_offset() % 2
+
+
+def _block_sums(tensor: Tensor) -> Tensor:
+    if _has_whole_blocks(tensor):  # as below, in fewer calls
         return tensor.detach().view(torch.int64).view(-1, _BLOCK_WORDS).sum(dim=1).cpu()
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.storage_offset() * flat.element_size() % _WORD_BYTES:

@@ -15,7 +15,10 @@ from ftopt.methods import Mine, Round
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import of, part, payload
 from ftopt.optimizer.error_feedback import Residual, left_out, offered
+from ftopt.optimizer.frozen import Assumed
 from ftopt.optimizer.gauge import pack, seen_of
+from ftopt.optimizer.memory import Memory
+from ftopt.optimizer.pieces import piece_of
 from ftopt.optimizer.state import Fragment, Snapshot, State
 from ftopt.sync.group import Attempt, Collective
 
@@ -27,12 +30,19 @@ class Mean:
         codec: wire precision.
         beta: of the error feedback; 0: none.
         lock: guards what a fragment holds of it.
+        memory: for flat tensors.
     """
 
-    def __init__(self, codec: Codec, beta: float, lock: threading.Lock) -> None:
+    def __init__(self, codec: Codec, beta: float, lock: threading.Lock, memory: Memory) -> None:
         self._codec = codec
         self._beta = beta
         self._lock = lock
+        self._memory = memory
+
+    @property
+    def lossy(self) -> bool:
+        """Whether payloads go through a codec that rounds."""
+        return not self._codec.exact
 
     def reduce(
         self,
@@ -41,43 +51,50 @@ class Mean:
         state: State,
         snapshot: Snapshot,
         collective: Collective,
-        work: Tensor,
-    ) -> Round:
-        """Leaves the mean in ``work``; returns what all members know alike of the round."""
-        method, layout = fragment.method, fragment.view.layout
+    ) -> tuple[Tensor, Round]:
+        """The mean, flat fp32, and what all members know alike of the round."""
+        method, layout, view = fragment.method, fragment.view.layout, fragment.view
+        frozen = snapshot.params
         mine = Mine(
             anchor=state.anchor,
             start=snapshot.start,
-            params=snapshot.params,
+            params=frozen.flat() if frozen.copy is not None else state.anchor.new_empty(0),
             layout=layout,
             steps=snapshot.contribution.steps,
             lr=snapshot.lr,
             alone=attempt.contributors == 1,
-            lossy=not self._codec.exact,
+            lossy=self.lossy,
             averages=attempt.inner_step < method.outer_start_step,
         )
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
-        scalars, shares = method.scalars(of(mine, slice(0, fragment.view.trained))), list[float]()
+        scalars = method.scalars(of(mine, slice(0, view.trained)) if method.looks_at_whole else mine)
+        shares = list[float]()
         if scalars or mine.lossy:
             rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
             shares = [row[0] / attempt.total_weight for row in rows]
             taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
             at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not mine.alone else None
-        in_pieces = method.elementwise and not mine.lossy and fragment.view.trained == work.numel()
-        if attempt.weight <= 0:
-            work.zero_()
-        elif in_pieces:
-            pieces.payload(method, mine, work, share)
-        else:
-            payload(method, mine, work, trained=fragment.view.trained)
+        fragment.assumed = Assumed(None if mine.lossy else share, mine.alone, mine.averages)
+        work = frozen.take(fragment.assumed)
+        if work is None:
+            work = self._memory.take(view.numel, view.device)
+            if attempt.weight <= 0:
+                work.zero_()
+            elif in_pieces(fragment):
+                with frozen.parts(piece_of(work)) as parts:
+                    pieces.payload(method, mine, parts, work, fragment.assumed.share)
+            else:
+                payload(method, mine, work, trained=view.trained)
+                if fragment.assumed.share is not None:
+                    work.mul_(fragment.assumed.share)
         exact = work
         if mine.lossy:
             trained = slice(0, fragment.view.trained)
             self._encoded(attempt, fragment, collective, part(work, trained), shares, method.units(mine))
             exact = work[fragment.view.trained :]  # What is no direction of descent but a statistic is not rounded.
         if exact.numel():
-            if share is not None and not in_pieces:
+            if share is not None and mine.lossy:
                 exact.mul_(share)
             collective.all_reduce_(exact)
         if fragment.gauge.learns:
@@ -85,7 +102,7 @@ class Mean:
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
             found = [seen_of(_floats(row)) for row in collective.exchange(_bits(pack(told)))]
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))
-        return at
+        return work, at
 
     def _encoded(
         self,
@@ -116,6 +133,11 @@ class Mean:
         with self._lock:
             if fragment.snapshot is not None and owed is not None:
                 fragment.left_out = {**fragment.residuals, units: Residual(after, owed)}
+
+
+def in_pieces(fragment: Fragment) -> bool:
+    """Whether its payload can be computed a piece after the other."""
+    return fragment.method.elementwise and fragment.view.trained == fragment.view.numel
 
 
 def _bits(values: Sequence[float]) -> list[int]:

@@ -31,19 +31,20 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
-from ftopt.methods import GRADIENT, Due, Method, Progress, Work
+from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Work
 from ftopt.methods.triggers import Means, Number, Numbers
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.frozen import Frozen, flat_parts
 from ftopt.optimizer.gauge import Gauge, Tally, means_of, methods_own
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.mean import Mean
+from ftopt.optimizer.mean import Mean, in_pieces
 from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.merge import mixed, rebase_
-from ftopt.optimizer.pieces import distance
+from ftopt.optimizer.pieces import piece_of
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
@@ -102,8 +103,8 @@ class OuterStep:
         self._said_lossless = False
         self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
-        self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock)
         self._memory = Memory()
+        self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
         self._live: Live | None = None
@@ -258,29 +259,43 @@ class OuterStep:
     def _boundary(self, fragments: Sequence[Fragment], lr: float) -> bool:
         acted = False
         wait: list[tuple[Fragment, float | None]] = []
-        for fragment in fragments:
-            index = fragment.index
-            if fragment.state is not fragment.taken:
-                acted |= self._take_over(fragment)
-            due, called_in = self._due(fragment), self._group.called_in(index)
-            if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.method.tau):
-                continue  # nothing, as after nearly every step
-            tau = self._tau(fragment)
-            if (due or called_in) and not self._group.outstanding(index):
-                acted |= self._take_over(fragment, early=True)
-                self._propose(fragment, lr, now=due is Due.NOW)
-                acted = True
-                if due and not tau:
+        try:
+            for fragment in fragments:
+                index = fragment.index
+                if fragment.state is not fragment.taken:
+                    acted |= self._take_over(fragment)
+                due, called_in = self._due(fragment), self._group.called_in(index)
+                if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.method.tau):
+                    continue  # nothing, as after nearly every step
+                tau = self._tau(fragment)
+                if (due or called_in) and not self._group.outstanding(index):
+                    acted |= self._take_over(fragment, early=True)
+                    waits = bool(due) and not tau
+                    if waits:
+                        wait.append((fragment, None))
+                    self._propose(fragment, lr, now=due is Due.NOW, waits=waits)
+                    acted = True
+                elif due and self._group.outstanding(index):
                     wait.append((fragment, None))
-            elif due and self._group.outstanding(index):
-                wait.append((fragment, None))
-            elif tau and self.local_steps == fragment.snapshot_step + tau and self._is_on_its_way(fragment):
-                wait.append((fragment, fragment.method.patience))
-        for fragment, timeout_s in wait:
-            self._wait(fragment.index, timeout_s)
-            self._take_over(fragment)
-            acted = True
+                elif tau and self.local_steps == fragment.snapshot_step + tau and self._is_on_its_way(fragment):
+                    wait.append((fragment, fragment.method.patience))
+            for fragment, timeout_s in wait:
+                self._wait(fragment.index, timeout_s)
+                self._thaw(fragment)
+                self._take_over(fragment)
+                acted = True
+        finally:
+            for fragment, _ in wait:
+                self._thaw(fragment)
         return acted
+
+    def _thaw(self, fragment: Fragment) -> None:
+        """The parameters may change from here."""
+        frozen, fragment.in_place = fragment.in_place, None
+        if frozen is not None:
+            with self._lock:
+                undecided = fragment.snapshot is not None and fragment.snapshot.params is frozen
+            frozen.thaw(keep=undecided)
 
     def _is_on_its_way(self, fragment: Fragment) -> bool:
         """Whether there is something to take up, now or soon. It may have been decided since the boundary began: then
@@ -380,15 +395,13 @@ class OuterStep:
             self.report("training")
 
     @torch.no_grad()
-    def _propose(self, fragment: Fragment, lr: float, *, now: bool = False, share: Share | None = None) -> None:
+    def _propose(
+        self, fragment: Fragment, lr: float, *, now: bool = False, share: Share | None = None, waits: bool = False
+    ) -> None:
         taken, view, index = fragment.taken, fragment.view, fragment.index
         version = taken.meta.version
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
-        params = view.read(self._fresh(fragment))
-        if share is not None and share.samples:
-            params.div_(share.samples)
-        norm, finite = distance(fragment.start[: view.trained], params[: view.trained])
-        finite = finite and distance(fragment.start[view.trained :], params[view.trained :])[1]
+        params, norm, finite = self._freeze(fragment, share, in_place=waits)
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
         work = Work(steps, tokens, staleness=version - fragment.base_version)
@@ -412,7 +425,7 @@ class OuterStep:
         if Number.LOSS in fragment.method.uses and steps and seen.loss is None:
             self._warn_of_no_loss()
         if not finite:
-            params.copy_(fragment.start)
+            params = Frozen(view, self._fresh(fragment).copy_(fragment.start))
             if share is None:  # with more units in it, a share still holds what is not finite
                 self._drop(fragment, fragment.start, "nonfinite")
         with self._lock:
@@ -421,12 +434,43 @@ class OuterStep:
                 # next round.
                 return
             fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr, self.tally, seen)
+            fragment.in_place = params if params.copy is None else None
         fragment.snapshot_step = self.local_steps
         fragment.pace = seen.pace or fragment.pace
         self.mark(fragment, anew=self._averages(fragment))
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution, now=now)
+
+    def _freeze(self, fragment: Fragment, share: Share | None, *, in_place: bool) -> tuple[Frozen, float, bool]:
+        """The parameters as they are; how far they are from where they started, and whether all of it is finite.
+
+        ``in_place``: the training thread will wait. Then the payload is computed in the same sweep, and no copy made.
+        """
+        view, start = fragment.view, fragment.start
+        if in_place and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.gauge.learns:
+            frozen, assumed = Frozen(view), fragment.assumed
+            mine = Mine(
+                anchor=fragment.taken.anchor,
+                start=start,
+                params=start.new_empty(0),
+                layout=view.layout,
+                alone=assumed.alone,
+                lossy=self._mean.lossy,
+                averages=assumed.averages,
+            )
+            made = self._fresh(fragment)
+            measured = pieces.payload(fragment.method, mine, view.parts(piece_of(start)), made, assumed.share)
+            frozen.offer(assumed, made)
+            return frozen, measured.norm, measured.finite
+        params = self._fresh(fragment)
+        if share is not None and share.samples:
+            view.read(params).div_(share.samples)
+            parts = flat_parts(params, piece_of(params))
+        else:
+            parts = view.parts(piece_of(params))
+        measured = pieces.copy(parts, start, params)
+        return Frozen(view, params), measured.norm, measured.finite
 
     def _beat(self, fragment: Fragment) -> int:
         """What triggers count by: this replica's inner steps. Beside gradients, which keep replicas in step, the job's:
@@ -575,8 +619,7 @@ class OuterStep:
             self._look_over(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
-            work = self._fresh(fragment)
-            at = self._mean.reduce(attempt, fragment, state, snapshot, collective, work)
+            work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective)
             fragment.work = work
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt

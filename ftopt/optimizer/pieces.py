@@ -7,15 +7,18 @@ gives the same bits either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ftopt.methods import Method, Mine, Round
-from ftopt.optimizer.digest import block_sums
+from ftopt.optimizer.digest import BLOCK_BYTES, block_sums, blocks_of
 from ftopt.optimizer.memory import Memory
+
+Parts = Iterable[tuple[Tensor, slice]]
+"""Parameters in parts, of any shape and dtype, and where each lies in a flat tensor."""
 
 _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 24
 """Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen of them fit into the cache, and calls
@@ -37,27 +40,56 @@ def is_finite(piece: Tensor) -> bool:
     return math.isfinite(float(torch.linalg.vector_norm(piece))) or bool(torch.isfinite(piece).all())
 
 
-def distance(a: Tensor, b: Tensor) -> tuple[float, bool]:
-    """The L2 norm of ``a - b``, and whether all of it is finite."""
-    total, finite = 0.0, True
-    scratch = torch.empty_like(split(a)[0])
-    for x, y in zip(split(a), split(b), strict=True):
-        apart = torch.sub(x, y, out=scratch[: x.numel()])
-        norm = float(torch.linalg.vector_norm(apart))
-        total += norm * norm
-        finite = finite and (math.isfinite(norm) or bool(torch.isfinite(apart).all()))
-    return math.sqrt(total), finite
+class Measured:
+    """The L2 norm of what it has seen, and whether all of it was finite."""
+
+    def __init__(self) -> None:
+        self._squares = 0.0
+        self.finite = True
+
+    def see(self, piece: Tensor) -> None:
+        """One more piece."""
+        norm = float(torch.linalg.vector_norm(piece))
+        self._squares += norm * norm
+        self.finite = self.finite and (math.isfinite(norm) or bool(torch.isfinite(piece).all()))
+
+    @property
+    def norm(self) -> float:
+        """Inf if it overflows."""
+        return math.sqrt(self._squares)
 
 
-def payload(method: Method, mine: Mine, out: Tensor, share: float | None) -> None:
-    """``out <- share * payload``, of an elementwise method; ``share`` None: the payload."""
+def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
+    """``out <- params``; measures ``start - params``."""
+    measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
+    for part, where in parts:
+        kept = out[where].copy_(part.reshape(-1))
+        room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
+        measured.see(torch.sub(start[where], kept, out=room))
+    return measured
+
+
+def payload(method: Method, mine: Mine, parts: Parts, out: Tensor, share: float | None) -> Measured:
+    """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
+
+    Args:
+        mine: but for its ``params``, which are not looked at.
+        parts: the parameters.
+    """
+    measured, displaces = Measured(), type(method).payload is Method.payload
     alike = mine.start is mine.anchor
-    anchors, params = split(mine.anchor), split(mine.params)
-    starts = anchors if alike else split(mine.start)
-    for anchor, start, now, place in zip(anchors, starts, params, split(out), strict=True):
-        method.payload(replace(mine, anchor=anchor, start=start, params=now), place)
+    for part, where in parts:
+        anchor, place = mine.anchor[where], out[where]
+        start = anchor if alike else mine.start[where]
+        if displaces:
+            measured.see(torch.sub(start.view(part.shape), part, out=place.view(part.shape)))
+        else:
+            now = part.reshape(-1).float()
+            measured.see(torch.sub(start, now, out=place))
+            method.payload(replace(mine, anchor=anchor, start=start, params=now), place)
         if share is not None:
             place.mul_(share)
+    return measured
 
 
 def outer_step(
@@ -69,23 +101,31 @@ def outer_step(
         The anchor, in the memory of ``mean``; the state, in memory of its own; and the `block_sums` of both, taken
         while they are in the cache.
     """
-    of_anchor, of_state = list[Tensor](), dict[str, list[Tensor]]()
-    made, places = dict[str, Tensor](), dict[str, Sequence[Tensor]]()
+    made, of_anchor, of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
     scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
-    parts = {name: split(tensor) for name, tensor in state.items() if tensor.dim()}
-    for i, (old, place) in enumerate(zip(split(anchor), split(mean), strict=True)):
-        own = {name: part[i] for name, part in parts.items()}
-        new_anchor, new = method.outer_step(old, own | scalars, place, round)
+    flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
+    size = piece_of(mean)
+    blocks = size * mean.element_size() // BLOCK_BYTES
+    for i, start in enumerate(range(0, mean.numel(), size)):
+        where, sums = slice(start, min(start + size, mean.numel())), slice(i * blocks, (i + 1) * blocks)
+        place = mean[where]
+        new_anchor, new = method.outer_step(
+            anchor[where], {name: flat[where] for name, flat in flats.items()} | scalars, place, round
+        )
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)
-        of_anchor.append(block_sums(place))
+        block_sums(place, of_anchor[sums])
         for name, tensor in new.items():
             if not tensor.dim():
                 made[name] = tensor
                 continue
             if name not in made:
-                made[name], of_state[name] = memory.take(mean.numel(), mean.device), []
-                places[name] = split(made[name])
-            places[name][i].copy_(tensor)
-            of_state[name].append(block_sums(tensor))
-    return mean, made, (torch.cat(of_anchor), {name: torch.cat(found) for name, found in of_state.items()})
+                made[name], of_state[name] = memory.take(mean.numel(), mean.device), _room(mean)
+            block_sums(made[name][where].copy_(tensor), of_state[name][sums])
+    return mean, made, (of_anchor, of_state)
+
+
+def _room(flat: Tensor) -> Tensor:
+    """For its `block_sums`: allocated at once, since small blocks between the temporaries of pieces would leave holes
+    that the next ones do not fit into."""
+    return torch.empty(blocks_of(flat), dtype=torch.int64)

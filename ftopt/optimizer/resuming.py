@@ -16,6 +16,7 @@ from torch import nn
 from ftopt.errors import UserError
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.flat import FlatView, uncompiled
+from ftopt.optimizer.frozen import Frozen
 from ftopt.optimizer.gauge import Tally, seen_of
 from ftopt.optimizer.heirs import adopt, on, residual_of, state_of
 from ftopt.optimizer.inner import Inner
@@ -162,7 +163,7 @@ def _put(outer: OuterStep, fragment: Fragment, state: State, part: Tree) -> None
     if frozen is not None:
         fragment.snapshot = Snapshot(
             Contribution(**frozen["contribution"]),
-            frozen["params"].to(view.device, copy=True),
+            Frozen(view, frozen["params"].to(view.device, copy=True)),
             fragment.start,
             frozen["tokens"],
             frozen["lr"],

@@ -140,7 +140,7 @@ def of_residual(residual: Residual) -> Tree:
 def _of_snapshot(snapshot: Snapshot, copies: Copies) -> Tree:
     return {
         "contribution": asdict(snapshot.contribution),
-        "params": copies.of(snapshot.params),  # its buffer is used again once the round is decided
+        "params": copies.of(snapshot.params.flat()),  # its buffer is used again once the round is decided
         "tokens": snapshot.tokens,
         "lr": snapshot.lr,
         "tally": of_tally(snapshot.tally),

@@ -28,6 +28,7 @@ from ftopt.methods.triggers import Seen
 from ftopt.optimizer.digest import damage, digest_and_sums
 from ftopt.optimizer.error_feedback import Residual
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.frozen import Assumed, Frozen
 from ftopt.optimizer.gauge import Gauge, Tally
 from ftopt.optimizer.gradients import Fetched
 from ftopt.sync.group import Attempt, Committed, Contribution
@@ -105,7 +106,7 @@ class Snapshot:
 
     Args:
         contribution: as proposed.
-        params: the parameters at ``contribution.last_step``, flat fp32.
+        params: the parameters at ``contribution.last_step``.
         start: ``cast(anchor)`` that they started from.
         tokens: all tokens counted by then.
         lr: the inner optimizer's largest rate.
@@ -114,7 +115,7 @@ class Snapshot:
     """
 
     contribution: Contribution
-    params: Tensor
+    params: Frozen
     start: Tensor
     tokens: int
     lr: float
@@ -187,6 +188,10 @@ class Fragment:
         self.snapshot_step = 0
         # Inner steps a second over the last contribution. Training thread.
         self.pace: float | None = None
+        # The frozen parameters that are read in place, until the training thread goes on; its own.
+        self.in_place: Frozen | None = None
+        # What the last round said of the payload. Reducer thread.
+        self.assumed = Assumed()
         # The mean that an attempt has just reduced, for whoever hears of it. Reducer thread.
         self.work: Tensor | None = None
 
@@ -202,7 +207,8 @@ class Fragment:
             self.before = self.seen()
         snapshot, self.snapshot, self.result = self.snapshot, None, None
         if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
-            self.base = snapshot.params
+            # In place: the training thread waits, nothing is pending, and nobody looks at what it is measured from.
+            self.base = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             self.base_step = snapshot.contribution.last_step
             self.base_tokens = snapshot.tokens
             self.base_tally = snapshot.tally

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from ftopt.methods import Method
 from ftopt.methods.method import Mine, Round
 from ftopt.optimizer import pieces
 from ftopt.optimizer.digest import block_sums
+from ftopt.optimizer.frozen import flat_parts
 from ftopt.optimizer.memory import Memory
 
 N = 2 * pieces._ON_CPU + 777
@@ -46,16 +49,22 @@ def test_a_payload_in_pieces_is_that_of_the_whole(name: str, lossy: bool) -> Non
     start = anchor.bfloat16().float()
     mine = Mine(anchor=anchor, start=start, params=torch.randn(N), layout=(), lossy=lossy)
     expected, found = method.payload(mine, torch.empty(N)).mul_(0.3), torch.empty(N)
-    pieces.payload(method, mine, found, 0.3)
+    parts = flat_parts(mine.params, 1 << 16)
+    measured = pieces.payload(method, replace(mine, params=torch.empty(0)), parts, found, 0.3)
     assert torch.equal(found, expected)
+    assert measured.finite and measured.norm == pytest.approx(float((start - mine.params).double().norm()))
 
 
-def test_a_distance_knows_what_is_not_finite_and_what_overflows() -> None:
-    a = torch.randn(N)
-    norm, finite = pieces.distance(a, torch.zeros(N))
-    assert finite and norm == pytest.approx(float(torch.linalg.vector_norm(a.double())))
+def test_what_is_copied_is_measured_also_if_it_is_not_finite_or_overflows() -> None:
+    a, kept = torch.randn(N), torch.empty(N)
+
+    def measured() -> pieces.Measured:
+        return pieces.copy(flat_parts(a, 1 << 16), torch.zeros(N), kept)
+
+    found = measured()
+    assert torch.equal(kept, a)
+    assert found.finite and found.norm == pytest.approx(float(torch.linalg.vector_norm(a.double())))
     a[-1] = 3e38
-    assert pieces.distance(a, torch.zeros(N))[1]
+    assert measured().finite
     a[-1] = torch.nan
-    assert not pieces.distance(a, torch.zeros(N))[1]
-    assert pieces.distance(a[:0], a[:0]) == (0.0, True)
+    assert not measured().finite
