@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ftopt.codecs.blockwise import Blockwise, bytes_as
+from ftopt.codecs.blockwise import Blockwise, bytes_as, in_place
 
 MAX = torch.finfo(torch.bfloat16).max
 
@@ -34,9 +35,16 @@ class BF16(Blockwise):
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
         """Rounds to nearest, ties to even."""
-        largest = float(rows.abs().amax())
-        out.copy_((rows.clamp(-MAX, MAX) if largest > MAX else rows).to(torch.bfloat16).view(torch.uint8))
-        return largest
+        norm = float(torch.linalg.vector_norm(rows))
+        if norm > MAX or not math.isfinite(norm):  # then a value may be, which is seldom
+            norm = float(rows.abs().amax())
+            rows = rows.clamp(-MAX, MAX) if norm > MAX else rows
+        place = in_place(torch.bfloat16, out)
+        if place is None:
+            out.copy_(rows.to(torch.bfloat16).view(torch.uint8))
+        else:
+            place.copy_(rows)
+        return norm
 
     def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
         """Exact."""

@@ -16,8 +16,16 @@ _PART_ELSEWHERE = 1 << 24
 
 
 def bytes_as(dtype: torch.dtype, encoded: Tensor) -> Tensor:
-    """A copy of ``encoded`` (uint8) read as ``dtype``, little endian. A copy, since bytes may begin at any address."""
-    return encoded.clone(memory_format=torch.contiguous_format).view(dtype)
+    """``encoded`` (uint8) read as ``dtype``, little endian; in place if the bytes begin at a fitting address."""
+    found = in_place(dtype, encoded)
+    return encoded.clone(memory_format=torch.contiguous_format).view(dtype) if found is None else found
+
+
+def in_place(dtype: torch.dtype, encoded: Tensor) -> Tensor | None:
+    """The same memory (uint8) as ``dtype``, to read or to write; None if it does not begin at a fitting address."""
+    places = (encoded.storage_offset(), *encoded.stride()[:-1], encoded.shape[-1])
+    fits = encoded.stride(-1) == 1 and all(place % dtype.itemsize == 0 for place in places)
+    return encoded.view(dtype) if fits else None
 
 
 class Blockwise(ABC):
@@ -60,13 +68,15 @@ class Blockwise(ABC):
         full, rest = divmod(elements, self.block)
         return full * self.row_bytes(self.block) + (self.row_bytes(rest) if rest else 0)
 
-    def encode(self, piece: Tensor) -> Tensor:
-        """``piece`` (1-D, contiguous, fp32) as a 1-D uint8 tensor.
+    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
+        """``piece`` (1-D, contiguous, fp32) as a 1-D uint8 tensor, ``out`` if that is given.
 
         Raises:
             FloatingPointError: there is a NaN or an Inf in ``piece``.
         """
-        encoded = torch.empty(self.encoded_bytes(piece.numel()), dtype=torch.uint8, device=piece.device)
+        encoded = out
+        if encoded is None:
+            encoded = torch.empty(self.encoded_bytes(piece.numel()), dtype=torch.uint8, device=piece.device)
         for rows, place in self._parts(piece.detach(), encoded):
             if not math.isfinite(self.encode_rows(rows, place)):
                 raise FloatingPointError(f"the codec {self.name} cannot encode NaN or Inf; send finite values only")

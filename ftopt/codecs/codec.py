@@ -44,8 +44,9 @@ class Codec(Protocol):
     def encoded_bytes(self, elements: int) -> int:
         """Bytes on the wire for a piece of ``elements`` values."""
 
-    def encode(self, piece: Tensor) -> Tensor:
-        """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor; may share its memory.
+    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
+        """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor: ``out``, of `encoded_bytes` elements, or
+        one that may share the memory of ``piece``.
 
         Raises:
             FloatingPointError: the codec is lossy, and there is a NaN or an Inf in ``piece``.

@@ -33,9 +33,10 @@ class FP32:
         """Four a value."""
         return 4 * elements
 
-    def encode(self, piece: Tensor) -> Tensor:
-        """The same memory, seen as bytes."""
-        return piece.view(torch.uint8)
+    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same memory, seen as bytes, or a copy in ``out``."""
+        encoded = piece.view(torch.uint8)
+        return encoded if out is None else out.copy_(encoded)
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """A copy of the bytes."""

@@ -2,15 +2,16 @@
 
 Letters: Delta the outer gradient of a round, e the residual (zero at first), C a codec's encoding and decoding.
 
-    v <- beta * e + Delta       what is offered           `offered`
+    v <- beta * e + Delta       what is offered           `Feedback.before`
     the others get C(v)
-    e <- v - C(v)               what was left out         `left_out`
+    e <- v - C(v)               what was left out         `Feedback.after`
 
 With beta = 1 nothing is lost, only late: after any number of rounds the sum of all that was sent differs from the sum
 of all Deltas by e, the last round's error (and fp32 rounding). beta < 1 forgets old residuals.
 
-Both are pure, and meant to be computed once, when a contribution is frozen: an attempt may fail and be tried again with
-the same v, and the new e counts only when the contribution is counted. One that is dropped leaves e as it was.
+A reduction does both a part after the other, while the part is in the cache (`Feedback`). e is not changed, the new one
+is kept apart: an attempt may fail and be tried again, and the new e counts only when the contribution is counted. One
+that is dropped leaves e as it was.
 
 The second hop of a reduction, the encoded sum, is treated alike by the member that sends it (rank r, its span of the
 sum S): it sends C(S + beta * o) and keeps o <- S + beta * o - C(S + beta * o), what it owes. Without that, values that
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftopt.codecs import Codec, roundtrip
+from ftopt.codecs import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +48,32 @@ class Residual:
     owed: tuple[int, Tensor]
 
 
-def offered(residual: Tensor, delta: Tensor, *, out: Tensor, beta: float = 1.0) -> Tensor:
-    """``out <- beta * residual + delta``: what goes to the reduction in the place of ``delta``.
+class Feedback:
+    """Error feedback of one attempt: the `Carry` of its reduction.
 
     Args:
-        residual: e; 1-D, fp32.
-        delta: the outer gradient, not multiplied by its share; like ``residual``.
-        out: like ``residual``; may be ``delta``, not ``residual``.
-        beta: how much of the residual is kept, 0 to 1. Default 1.
-
-    Returns:
-        ``out``. ``residual`` is not changed.
+        codec: the reduction's.
+        residual: e; 1-D, fp32, as long as the payload; is not changed. None: nothing yet.
+        beta: how much of the residual is kept, 0 to 1.
+        left: like the payload; becomes the new e.
     """
-    return torch.add(delta, residual if beta == 1.0 else residual * beta, out=out)
 
+    def __init__(self, codec: Codec, residual: Tensor | None, beta: float, left: Tensor) -> None:
+        self._codec = codec
+        self._residual = residual
+        self._beta = beta
+        self._left = left
 
-def left_out(payload: Tensor, codec: Codec, *, out: Tensor) -> Tensor:
-    """``out <- payload - C(payload)``: the residual, once ``payload`` has been counted. Zeros for an exact codec.
+    def before(self, part: Tensor, start: int) -> None:
+        """``part <- beta * residual + part``."""
+        if self._residual is not None:
+            residual = self._residual[start : start + part.numel()]
+            part.add_(residual if self._beta == 1.0 else residual * self._beta)
 
-    Args:
-        payload: what `offered` gave, as it goes to the reduction: 1-D, contiguous, fp32, the whole of it, since blocks
-            are counted from its beginning.
-        codec: the reduction's codec.
-        out: like ``payload``, and not it.
-
-    Returns:
-        ``out``. ``payload`` is not changed.
-
-    Raises:
-        FloatingPointError: ``payload`` is not finite.
-    """
-    if codec.exact:
-        return out.zero_()
-    return torch.sub(payload, roundtrip(codec, payload, out), out=out)
+    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
+        """``left <- part - C(part)``."""
+        left = self._left[start : start + part.numel()]
+        if encoded is None or self._codec.exact:
+            left.zero_()
+        else:
+            torch.sub(part, self._codec.decode(encoded, left), out=left)

@@ -7,14 +7,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ftopt.codecs import Codec
 from ftopt.methods import Mine, Round
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import of, part, payload
-from ftopt.optimizer.error_feedback import Residual, left_out, offered
+from ftopt.optimizer.error_feedback import Feedback, Residual
 from ftopt.optimizer.frozen import Assumed
 from ftopt.optimizer.gauge import pack, seen_of
 from ftopt.optimizer.memory import Memory
@@ -119,17 +118,13 @@ class Mean:
             collective.mean_encoded_(payload, self._codec, shares)
             return
         before = fragment.residuals.get(units) or Residual(None, (0, payload.new_empty(0)))
-        after = before.own
+        after, feedback = before.own, None
         if attempt.weight > 0:
-            if before.own is not None:
-                offered(before.own, payload, out=payload, beta=self._beta)
-            after = torch.empty_like(payload)
-            if attempt.size > 1:
-                left_out(payload, self._codec, out=after)
-            else:
-                after.zero_()  # One member alone sends nothing, and loses nothing.
+            after = self._memory.take(payload.numel(), payload.device)
+            feedback = Feedback(self._codec, before.own, self._beta, after)
         first, values = before.owed
-        owed = collective.mean_encoded_(payload, self._codec, shares, (first, values * self._beta))
+        paid = first, values if self._beta == 1.0 else values * self._beta
+        owed = collective.mean_encoded_(payload, self._codec, shares, paid, feedback)
         with self._lock:
             if fragment.snapshot is not None and owed is not None:
                 fragment.left_out = {**fragment.residuals, units: Residual(after, owed)}

@@ -104,11 +104,21 @@ class Codec(Protocol):
     def encoded_bytes(self, elements: int) -> int:
         """Bytes of a piece of so many elements."""
 
-    def encode(self, piece: Tensor) -> Tensor:
+    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
         """fp32 to uint8, both flat."""
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """Fills and returns ``out``."""
+
+
+class Carry(Protocol):
+    """What a member carries from one payload to the next: its error feedback."""
+
+    def before(self, part: Tensor, start: int) -> None:
+        """``part`` of the payload, from element ``start`` on, is about to be encoded: what is carried is added."""
+
+    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
+        """It was encoded like that; None: it goes as it is."""
 
 
 class Collective(Protocol):
@@ -128,7 +138,12 @@ class Collective(Protocol):
         """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members."""
 
     def mean_encoded_(
-        self, flat: Tensor, codec: Codec, shares: Sequence[float], owed: Owed | None = None
+        self,
+        flat: Tensor,
+        codec: Codec,
+        shares: Sequence[float],
+        owed: Owed | None = None,
+        carry: Carry | None = None,
     ) -> Owed | None:
         """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
 
@@ -138,6 +153,7 @@ class Collective(Protocol):
 
         Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
         alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
+        ``carry`` is told of each part of the payload before and after it is encoded.
 
         Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
         """

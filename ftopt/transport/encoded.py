@@ -20,13 +20,18 @@ is on the wire while the next one's first hop is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_AT_ONCE = 1 << 17
+"""Elements that are worked on at a time: all that is done to them finds them in the cache."""
+_KEPT = 8
+"""Buffers: of the four exchanges that are there at a time."""
 
 Owed = tuple[int, Tensor]
 """What a member owes of earlier sums: the first element that it is about, and fp32 values in the mean's units."""
@@ -45,11 +50,40 @@ class Codec(Protocol):
     def encoded_bytes(self, elements: int) -> int:
         """Bytes of a piece of so many elements."""
 
-    def encode(self, piece: Tensor) -> Tensor:
+    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
         """fp32 to uint8, both flat."""
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
         """Fills and returns ``out``."""
+
+
+class Carry(Protocol):
+    """What a member carries from one payload to the next: error feedback of the first hop, a part after the other."""
+
+    def before(self, part: Tensor, start: int) -> None:
+        """``part`` of the payload (fp32, from element ``start`` on) is to be encoded: what is carried is added."""
+
+    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
+        """It was encoded like that; None: it goes as it is, and nothing of it is left out."""
+
+
+class Buffers:
+    """Bytes for exchanges, used again and again: fresh memory costs as much as three sweeps over it."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, size: int) -> Tensor:
+        """``size`` bytes."""
+        for place, buffer in enumerate(self._free):
+            if size <= buffer.numel():
+                return self._free.pop(place)[:size]
+        return torch.empty(size, dtype=torch.uint8)
+
+    def give(self, *buffers: Tensor) -> None:
+        """Nobody uses them any more."""
+        self._free += [buffer.new_empty(0).set_(buffer.untyped_storage()) for buffer in buffers if buffer.numel()]
+        del self._free[:-_KEPT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +117,14 @@ def paid(owed: Owed | None, flat: Tensor) -> Owed | None:
     return 0, flat.new_empty(0)
 
 
+def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
+    """The mean of one member: nothing travels, nothing is left out, all that is owed and carried is paid."""
+    if carry is not None:
+        carry.before(flat, 0)
+        carry.after(flat, 0, None)
+    return paid(owed, flat)
+
+
 def spans(numel: int, size: int, block: int) -> list[tuple[int, int]]:
     """Start and stop of each rank's span of ``numel`` elements: whole blocks, numbers of them that differ by 1."""
     blocks = -(-numel // block)
@@ -112,6 +154,8 @@ class EncodedMean:
         rank: this member.
         piece_bytes: bytes that one exchange sends, at most (but a block to each member at least).
         owed: what this member owes of earlier sums; None: nobody pays.
+        carry: its error feedback; None: there is none.
+        buffers: for the exchanges.
     """
 
     def __init__(
@@ -123,8 +167,12 @@ class EncodedMean:
         rank: int,
         piece_bytes: int,
         owed: Owed | None = None,
+        carry: Carry | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         self._flat = flat
+        self._carry = carry
+        self._buffers = buffers if buffers is not None else Buffers()
         self._codec = codec
         self._sum_codec = sum_codec(codec, shares)
         self._shares = shares
@@ -134,6 +182,8 @@ class EncodedMean:
         blocks = max(1, piece_bytes // (len(shares) * block_bytes))
         self._step = blocks * codec.block
         self.pieces = max(-(-(stop - start) // self._step) for start, stop in self._spans)
+        self._at_once = max(1, _AT_ONCE // codec.block) * codec.block
+        self._room = torch.empty(2, self._at_once, dtype=torch.float32)
         self._owed = over(owed, *self._spans[rank]) if owed is not None else None
 
     @property
@@ -153,44 +203,75 @@ class EncodedMean:
 
     def offer(self, piece: int) -> Exchange:
         """The first hop: this member's parts of all spans, for those who answer for them."""
-        mine = self._part(self._rank, piece).numel()
-        parts = [self._codec.encode(self._part(rank, piece)) for rank in self._ranks() if self._shares[self._rank]]
-        return self._exchange(parts, [self._codec.encoded_bytes(mine if share else 0) for share in self._shares])
+        mine = self._stop(self._rank, piece) - self._start(self._rank, piece)
+        lengths = [self._stop(rank, piece) - self._start(rank, piece) for rank in self._ranks()]
+        sent = [self._codec.encoded_bytes(length) if self._shares[self._rank] else 0 for length in lengths]
+        exchange = self._exchange(sent, [self._codec.encoded_bytes(mine if share else 0) for share in self._shares])
+        if self._shares[self._rank]:
+            for rank, place in zip(self._ranks(), torch.split(exchange.sent, sent), strict=True):
+                for start, stop, bytes_ in self._parts(rank, piece, self._codec):
+                    part, encoded = self._flat[start:stop], place[bytes_]
+                    if self._carry is not None:
+                        self._carry.before(part, start)
+                    self._codec.encode(part, encoded)
+                    if self._carry is not None:
+                        self._carry.after(part, start, encoded)
+        return exchange
 
     def add_up(self, piece: int, first: Exchange) -> Exchange:
         """The second hop: the sum over the members in this member's span, for everybody."""
-        total = torch.zeros_like(self._part(self._rank, piece))
-        term = torch.empty_like(total)
         received = torch.split(first.received, first.received_sizes)
-        for share, encoded in zip(self._shares, received, strict=True):
-            if share:
-                total += self._codec.decode(encoded, term).mul_(share)
-        sizes = [self._sum_codec.encoded_bytes(self._part(rank, piece).numel()) for rank in self._ranks()]
-        if self._owed is None:
-            encoded = self._sum_codec.encode(total)
-        else:
-            owed = self._owed[piece * self._step : (piece + 1) * self._step]
-            encoded = self._sum_codec.encode(total.add_(owed))
-            torch.sub(total, self._sum_codec.decode(encoded, term), out=owed)
-        return self._exchange([encoded] * len(self._shares), sizes)
+        terms = [(share, place) for share, place in zip(self._shares, received, strict=True) if share]
+        length = self._stop(self._rank, piece) - self._start(self._rank, piece)
+        size = self._sum_codec.encoded_bytes(length)
+        sizes = [self._sum_codec.encoded_bytes(self._stop(r, piece) - self._start(r, piece)) for r in self._ranks()]
+        exchange = self._exchange([size] * len(self._shares), sizes)
+        mine, first_of_span = exchange.sent[:size], self._spans[self._rank][0]
+        sums = self._parts(self._rank, piece, self._sum_codec)
+        for (start, stop, bytes_), (*_, their) in zip(sums, self._parts(self._rank, piece, self._codec), strict=True):
+            total, term = self._room[0][: stop - start], self._room[1][: stop - start]
+            for number, (share, place) in enumerate(terms):
+                if number:
+                    total += self._codec.decode(place[their], term).mul_(share)
+                else:
+                    self._codec.decode(place[their], total).mul_(share).add_(0.0)  # as from 0 on: no negative zeros
+            if not terms:
+                total.zero_()
+            encoded = mine[bytes_]
+            if self._owed is None:
+                self._sum_codec.encode(total, encoded)
+            else:
+                owed = self._owed[start - first_of_span : stop - first_of_span]
+                self._sum_codec.encode(total.add_(owed), encoded)
+                torch.sub(total, self._sum_codec.decode(encoded, term), out=owed)
+        for place in torch.split(exchange.sent, size)[1:] if size else ():
+            place.copy_(mine)
+        self._buffers.give(first.sent, first.received)
+        return exchange
 
     def take(self, piece: int, second: Exchange) -> None:
         """The result, into ``flat``."""
         for rank, encoded in enumerate(torch.split(second.received, second.received_sizes)):
-            self._sum_codec.decode(encoded, self._part(rank, piece))
+            self._sum_codec.decode(encoded, self._flat[self._start(rank, piece) : self._stop(rank, piece)])
+        self._buffers.give(second.sent, second.received)
 
     def _ranks(self) -> range:
         return range(len(self._shares))
 
-    def _part(self, rank: int, piece: int) -> Tensor:
+    def _start(self, rank: int, piece: int) -> int:
         start, stop = self._spans[rank]
-        return self._flat[min(stop, start + piece * self._step) : min(stop, start + (piece + 1) * self._step)]
+        return min(stop, start + piece * self._step)
 
-    def _exchange(self, parts: list[Tensor], sizes: list[int]) -> Exchange:
-        """``parts`` for the ranks (none: nothing for anybody), and room for parts of so many bytes from them."""
-        return Exchange(
-            torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8),
-            [part.numel() for part in parts] or [0] * len(self._shares),
-            torch.empty(sum(sizes), dtype=torch.uint8),
-            sizes,
-        )
+    def _stop(self, rank: int, piece: int) -> int:
+        return self._start(rank, piece + 1)
+
+    def _parts(self, rank: int, piece: int, codec: Codec) -> Iterator[tuple[int, int, slice]]:
+        """Parts of whole blocks of a rank's piece: where each begins and ends, and its bytes within the piece's."""
+        first, end = self._start(rank, piece), self._stop(rank, piece)
+        for start in range(first, end, self._at_once):
+            stop = min(end, start + self._at_once)
+            yield start, stop, slice(codec.encoded_bytes(start - first), codec.encoded_bytes(stop - first))
+
+    def _exchange(self, sent: list[int], received: list[int]) -> Exchange:
+        """Room for an exchange of parts of so many bytes."""
+        return Exchange(self._buffers.take(sum(sent)), sent, self._buffers.take(sum(received)), received)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
-from ftopt.transport.encoded import Codec, EncodedMean, Exchange, Owed, paid
+from ftopt.transport.encoded import Buffers, Carry, Codec, EncodedMean, Exchange, Owed, alone
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.store import RendezvousStore, StoreOps
 
@@ -170,6 +170,7 @@ class GlooCollective:
         self.sent_bytes = 0
         self._timeout_s = timeout_s
         self._piece_bytes = piece_bytes
+        self._buffers = Buffers()
         self._lock = threading.Lock()  # guards _group and _closed
         self._group: Any = None
         self._closed = False
@@ -211,7 +212,12 @@ class GlooCollective:
             self._reduce(torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size())))
 
     def mean_encoded_(
-        self, flat: Tensor, codec: Codec, shares: Sequence[float], owed: Owed | None = None
+        self,
+        flat: Tensor,
+        codec: Codec,
+        shares: Sequence[float],
+        owed: Owed | None = None,
+        carry: Carry | None = None,
     ) -> Owed | None:
         """The weighted mean over the members, in place; what travels is encoded, in both hops. See `EncodedMean`.
 
@@ -224,6 +230,7 @@ class GlooCollective:
             codec: the same on all members.
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
             owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
+            carry: its error feedback. A payload that is not looked at has none.
 
         Returns:
             What it owes now.
@@ -237,8 +244,17 @@ class GlooCollective:
         assert len(shares) == self.size, (shares, self.size)
         self.open()
         if self.size == 1 or not flat.numel():
-            return paid(owed, flat.detach())
-        mean = EncodedMean(flat.detach(), codec, shares, rank=self.rank, piece_bytes=self._piece_bytes, owed=owed)
+            return alone(flat.detach(), owed, carry if shares[self.rank] else None)
+        mean = EncodedMean(
+            flat.detach(),
+            codec,
+            shares,
+            rank=self.rank,
+            piece_bytes=self._piece_bytes,
+            owed=owed,
+            carry=carry,
+            buffers=self._buffers,
+        )
         under_way: deque[Exchange] = deque()
         with self._works() as (box, pending):
 

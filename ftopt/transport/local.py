@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.transport.encoded import Codec, Owed, over, paid, sent_bytes, spans, sum_codec
+from ftopt.transport.encoded import Carry, Codec, Owed, alone, over, sent_bytes, spans, sum_codec
 
 
 class _Call:
@@ -109,7 +109,12 @@ class LocalCollective:
         self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
 
     def mean_encoded_(
-        self, flat: Tensor, codec: Codec, shares: Sequence[float], owed: Owed | None = None
+        self,
+        flat: Tensor,
+        codec: Codec,
+        shares: Sequence[float],
+        owed: Owed | None = None,
+        carry: Carry | None = None,
     ) -> Owed | None:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
 
@@ -122,6 +127,7 @@ class LocalCollective:
             codec: the same on all members.
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
             owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
+            carry: its error feedback. A payload that is not looked at has none.
 
         Returns:
             What it owes now.
@@ -135,7 +141,7 @@ class LocalCollective:
         assert len(shares) == self.size, (shares, self.size)
         self.open()
         if self.size == 1 or not flat.numel():
-            return paid(owed, flat.detach())
+            return alone(flat.detach(), owed, carry if shares[self.rank] else None)
         start, stop = spans(flat.numel(), self.size, codec.block)[self.rank]
         debts = torch.zeros_like(flat)
         if owed is not None:
@@ -152,7 +158,7 @@ class LocalCollective:
             return torch.stack([sent, total - sent])
 
         try:
-            mine = _through(codec, flat.detach()) if shares[self.rank] else torch.zeros_like(flat)
+            mine = _carried(codec, flat.detach(), carry) if shares[self.rank] else torch.zeros_like(flat)
             result, left = self._meet(torch.stack([mine, debts]), mean)
         except FloatingPointError:
             self.close()
@@ -235,6 +241,15 @@ def _sum_in_rank_order(brought: dict[int, Tensor]) -> Tensor:
     for rank in range(1, len(brought)):
         total += brought[rank]
     return total
+
+
+def _carried(codec: Codec, payload: Tensor, carry: Carry | None) -> Tensor:
+    if carry is not None:
+        carry.before(payload, 0)
+    encoded = codec.encode(payload)
+    if carry is not None:
+        carry.after(payload, 0, encoded)
+    return codec.decode(encoded, torch.empty_like(payload))
 
 
 def _through(codec: Codec, payload: Tensor) -> Tensor:
