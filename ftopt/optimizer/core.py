@@ -105,6 +105,7 @@ class Core:
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
         group.emit("inner", inner_step=outer.inner_step() + 1)
+        outer.join()
         if outer.exchanges_gradients:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
@@ -151,6 +152,7 @@ class Core:
             raise UserError(
                 "undo_step: there is no step to undo: none has been taken, or the last one is undone already"
             )
+        outer.join()
         undone = revert(self.inner.optimizers, last.reached(outer, self._logs))
         self._last, self._loss = None, None
         self._tokens = self._samples = 0
@@ -407,6 +409,7 @@ class Core:
             raise RuntimeError("the outer parameters are in the model already; call exit_outer() first")
         if self.outer is None:
             self.start()
+        self.started().join()
         fragments = self.started().fragments
         self._before_outer = [fragment.view.clones() for fragment in fragments]
         for fragment in fragments:

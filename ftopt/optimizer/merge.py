@@ -36,6 +36,9 @@ def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice
     scratch, finite = start.new_empty(size), True
     for part, where in view.parts(size):
         before, after = base[where].view(part.shape), start[where].view(part.shape)
+        if part.dtype == torch.float32 and where.start < view.trained:
+            finite = is_finite(part.sub_(before).add_(after)) and finite
+            continue
         room = scratch[: part.numel()].view(part.shape) if part.numel() <= size else torch.empty_like(after)
         moved = torch.sub(part, before, out=room).add_(after)
         if where.start >= view.trained:

@@ -26,17 +26,19 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Work
-from ftopt.methods.triggers import Means, Number, Numbers
+from ftopt.methods.triggers import Means, Number, Numbers, Seen
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.freezer import Freezer
 from ftopt.optimizer.frozen import Frozen, flat_parts
 from ftopt.optimizer.gauge import Gauge, Tally, means_of, methods_own
 from ftopt.optimizer.gradients import Gradients, Live
@@ -44,7 +46,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.mean import Mean, in_pieces
 from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.merge import mixed, rebase_
-from ftopt.optimizer.pieces import piece_of
+from ftopt.optimizer.pieces import Measured, piece_of
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
@@ -67,6 +69,21 @@ class Share:
     plan: int
     units: tuple[tuple[int, int], ...]
     samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What a snapshot says of itself, as of the boundary at which it was begun."""
+
+    contribution: Contribution
+    taken: State
+    start: Tensor
+    tokens: int
+    lr: float
+    tally: Tally
+    seen: Seen
+    now: bool
+    shared: bool
 
 
 class OuterStep:
@@ -104,6 +121,7 @@ class OuterStep:
         self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
         self._memory = Memory()
+        self._freezer = Freezer()
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
@@ -251,6 +269,7 @@ class OuterStep:
         Returns:
             True when anything was done.
         """
+        self.join()
         if self._gradients is None:
             return self._boundary(self._fragments, lr)
         acted = self._boundary(self._fragments[:1], lr)  # the parameters' turn is when their step has been taken
@@ -344,6 +363,7 @@ class OuterStep:
 
     def settle(self) -> bool:
         """Waits for what is outstanding or being fetched, and takes it up; False when something stays undecided."""
+        self.join()
         decided = [self._wait(fragment.index) for fragment in self._fragments]
         decided.append(self._group.catch_up())
         self.take_over()
@@ -354,6 +374,7 @@ class OuterStep:
 
         ``spent``: also without steps, if units have been used by steps that were given up: nobody else uses them.
         """
+        self.join()
         if self._shared_out or self._group.outstanding(index):
             return False
         units = self._group.units
@@ -376,6 +397,7 @@ class OuterStep:
 
     def take_over(self) -> bool:
         """Takes up whatever newer committed states there are (step 6); True when there was one."""
+        self.join()
         took = False
         for fragment in self._fragments:
             took |= self._take_over(fragment, early=True)
@@ -398,10 +420,10 @@ class OuterStep:
     def _propose(
         self, fragment: Fragment, lr: float, *, now: bool = False, share: Share | None = None, waits: bool = False
     ) -> None:
+        """Freezes the parameters and offers the contribution; ``waits``: the training thread is going to."""
         taken, view, index = fragment.taken, fragment.view, fragment.index
         version = taken.meta.version
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
-        params, norm, finite = self._freeze(fragment, share, in_place=waits)
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
         work = Work(steps, tokens, staleness=version - fragment.base_version)
@@ -412,10 +434,8 @@ class OuterStep:
             version=version,
             steps=steps,
             last_step=self.local_steps,
-            weight=weight if finite else 0.0,
+            weight=weight,
             tokens=tokens,
-            norm=norm if math.isfinite(norm) else 0.0,
-            finite=finite,
             ranges=ranges if share is None else share.units,
             plan=share.plan if share is not None else 0,
             overlap_s=self._tau(fragment) * self.step_s,
@@ -424,53 +444,80 @@ class OuterStep:
         seen = fragment.gauge.seen(steps, lr, self.tally, fragment.base_tally)
         if Number.LOSS in fragment.method.uses and steps and seen.loss is None:
             self._warn_of_no_loss()
-        if not finite:
-            params = Frozen(view, self._fresh(fragment).copy_(fragment.start))
-            if share is None:  # with more units in it, a share still holds what is not finite
-                self._drop(fragment, fragment.start, "nonfinite")
-        with self._lock:
-            if fragment.state is not taken:
-                # A newer state came since the boundary began. The caller takes it up; these steps go with the
-                # next round.
-                return
-            fragment.snapshot = Snapshot(contribution, params, fragment.start, self.tokens, lr, self.tally, seen)
-            fragment.in_place = params if params.copy is None else None
+        proposal = _Proposal(
+            contribution, taken, fragment.start, self.tokens, lr, self.tally, seen, now, share is not None
+        )
         fragment.snapshot_step = self.local_steps
         fragment.pace = seen.pace or fragment.pace
         self.mark(fragment, anew=self._averages(fragment))
+        tau, whole = self._tau(fragment), view.trained == view.numel and not isinstance(view, Gradients)
+        if waits and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.gauge.learns:
+            self._offer(fragment, proposal, *self._freeze_in_place(fragment))
+        elif whole and share is None and tau:
+            self._freezer.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
+        else:
+            params = self._fresh(fragment)
+            parts: pieces.Parts = view.parts(piece_of(params))
+            if share is not None and share.samples:
+                parts = flat_parts(view.read(params).div_(share.samples), piece_of(params))
+            measured = pieces.copy(parts, fragment.start, params)
+            self._offer(fragment, proposal, Frozen(view, params), measured)
+
+    def _freeze_in_place(self, fragment: Fragment) -> tuple[Frozen, Measured]:
+        """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
+        view, start, assumed = fragment.view, fragment.start, fragment.assumed
+        frozen, made = Frozen(view), self._fresh(fragment)
+        mine = Mine(
+            anchor=fragment.taken.anchor,
+            start=start,
+            params=start.new_empty(0),
+            layout=view.layout,
+            alone=assumed.alone,
+            lossy=self._mean.lossy,
+            averages=assumed.averages,
+        )
+        measured = pieces.payload(fragment.method, mine, view.parts(piece_of(start)), made, assumed.share)
+        frozen.offer(assumed, made)
+        return frozen, measured
+
+    @torch.no_grad()
+    def _copy_and_offer(self, fragment: Fragment, proposal: _Proposal) -> Callable[[], None]:
+        """On the freezer's thread; what is left to do is for the training thread."""
+        params = self._fresh(fragment)
+        measured = pieces.copy(fragment.view.parts(piece_of(params)), proposal.start, params)
+        offer = partial(self._offer, fragment, proposal, Frozen(fragment.view, params), measured)
+        if not measured.finite:
+            return offer  # the parameters are to be given up
+        offer()
+        return lambda: None
+
+    def join(self) -> None:
+        """Waits until what was being frozen is frozen and offered: the parameters may change. Training thread."""
+        self._freezer.join()
+
+    def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
+        """Hands the frozen parameters over; if they are not finite, gives them up. (Freezer's thread if they are.)"""
+        contribution, start = proposal.contribution, proposal.start
+        if measured.finite:
+            norm = measured.norm if math.isfinite(measured.norm) else 0.0
+            contribution = replace(contribution, norm=norm, finite=True)
+        else:
+            contribution = replace(contribution, weight=0.0, finite=False)
+            params = Frozen(fragment.view, self._fresh(fragment).copy_(start))
+            if not proposal.shared:  # with more units in it, a share still holds what is not finite
+                self._drop(fragment, start, "nonfinite")
+        with self._lock:
+            if fragment.state is not proposal.taken:
+                # A newer state came since the boundary began. The caller takes it up; these steps go with the
+                # next round.
+                return
+            fragment.snapshot = Snapshot(
+                contribution, params, start, proposal.tokens, proposal.lr, proposal.tally, proposal.seen
+            )
+            fragment.in_place = params if params.copy is None else None
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
-        self._group.propose(contribution, now=now)
-
-    def _freeze(self, fragment: Fragment, share: Share | None, *, in_place: bool) -> tuple[Frozen, float, bool]:
-        """The parameters as they are; how far they are from where they started, and whether all of it is finite.
-
-        ``in_place``: the training thread will wait. Then the payload is computed in the same sweep, and no copy made.
-        """
-        view, start = fragment.view, fragment.start
-        if in_place and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.gauge.learns:
-            frozen, assumed = Frozen(view), fragment.assumed
-            mine = Mine(
-                anchor=fragment.taken.anchor,
-                start=start,
-                params=start.new_empty(0),
-                layout=view.layout,
-                alone=assumed.alone,
-                lossy=self._mean.lossy,
-                averages=assumed.averages,
-            )
-            made = self._fresh(fragment)
-            measured = pieces.payload(fragment.method, mine, view.parts(piece_of(start)), made, assumed.share)
-            frozen.offer(assumed, made)
-            return frozen, measured.norm, measured.finite
-        params = self._fresh(fragment)
-        if share is not None and share.samples:
-            view.read(params).div_(share.samples)
-            parts = flat_parts(params, piece_of(params))
-        else:
-            parts = view.parts(piece_of(params))
-        measured = pieces.copy(parts, start, params)
-        return Frozen(view, params), measured.norm, measured.finite
+        self._group.propose(contribution, now=proposal.now)
 
     def _beat(self, fragment: Fragment) -> int:
         """What triggers count by: this replica's inner steps. Beside gradients, which keep replicas in step, the job's:

@@ -79,6 +79,7 @@ def cut_of(outer: OuterStep) -> Cut | None:
 @torch.no_grad()
 def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup, *, copies: Copies) -> Saved:
     """Copies what training changes. Training thread, between two inner steps."""
+    outer.join()
     now_s = outer.clock()
     with outer.lock:
         seen = [(fragment.taken, fragment.seen()) for fragment in outer.fragments]

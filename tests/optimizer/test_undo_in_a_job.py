@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -116,11 +117,13 @@ def test_with_a_delay_steps_behind_the_snapshot_can_be_undone_and_nothing_is_los
     models = [TASK.model(0) for _ in range(2)]
     groups = local_groups(2, sync=PATIENT)
     undone = [0, 0]
+    abreast = threading.Barrier(2, timeout=60.0)  # or one would come to its last step before the round before is over
 
     def replica(m: int) -> tuple[OuterOptimizer, list[int]]:
         optimizer = wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m])
         with optimizer:
             for step in range(24):
+                abreast.wait()
                 _step(optimizer, models[m], step, m)
                 if step % 2 == m:
                     try:

@@ -1,0 +1,52 @@
+"""Snapshots that are taken while training goes on: parameters do not change between two inner steps.
+
+A copy of the parameters, its norm, and the proposal are made on a thread of their own, behind the next forward and
+backward pass; the training thread joins before anything changes the parameters. Whoever changes them behind ftopt's
+back meanwhile loses nothing: a payload is computed from the copy, and what pending work is measured from is that same
+copy, so a change is in this contribution or in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+Work = Callable[[], Callable[[], None]]
+"""What is done on the freezer's thread; returns what is left for the training thread."""
+
+
+class Freezer:
+    """A thread, made when it is first needed. Its methods are the training thread's."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: list[Future[Callable[[], None]]] = []
+
+    def begin(self, device: torch.device, work: Work) -> None:
+        """Does it behind the training thread; on a GPU on a stream of its own, after what has been queued so far."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")
+        if device.type == "cuda":
+            work = _on_a_stream(device, work)
+        self._under_way.append(self._thread.submit(work))
+
+    def join(self) -> None:
+        """Waits for all of it, and does the rest."""
+        while self._under_way:
+            self._under_way.pop(0).result()()
+
+
+def _on_a_stream(device: torch.device, work: Work) -> Work:
+    before = torch.cuda.current_stream(device).record_event()
+
+    def on_a_stream() -> Callable[[], None]:
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_event(before)
+        with torch.cuda.stream(stream):
+            rest = work()
+        stream.synchronize()
+        return rest
+
+    return on_a_stream
