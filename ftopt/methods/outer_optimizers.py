@@ -34,12 +34,12 @@ class OuterOptimizerRule(Protocol):
         """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length, or fp32 scalar."""
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The next anchor and state, in tensors of their own. The arguments are left as they are.
+        """The next anchor and state, in tensors of their own; ``anchor`` and ``state`` are left as they are.
 
         Args:
             anchor: flat fp32.
             state: from `init` or the last step.
-            gradient: the mean outer gradient, flat fp32.
+            gradient: the mean outer gradient, flat fp32. May be overwritten and returned as the anchor.
         """
 
 
@@ -101,16 +101,15 @@ class SGD:
         return state | ({"step": counted(0, anchor)} if self.schedule.moves else {})
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """One step of the equations above on flat fp32 tensors; all results are in fresh memory."""
+        """One step of the equations above on flat fp32 tensors; the new anchor is in the memory of ``gradient``."""
         lr, new = self.lr, dict[str, Tensor]()
         if self.schedule.moves:
             t = count(state)
             lr, new["step"] = self.lr * self.schedule.factor(t), counted(t, anchor)
-        if not self.momentum:
-            return torch.sub(anchor, torch.mul(gradient, lr)), new
-        buffer = new["momentum"] = torch.mul(state["momentum"], self.momentum).add_(gradient)
-        # The look-ahead's scratch becomes the new anchor: one buffer less at the peak.
-        direction = torch.mul(buffer, self.momentum).add_(gradient) if self.nesterov else buffer.clone()
+        direction = gradient
+        if self.momentum:
+            buffer = new["momentum"] = torch.mul(state["momentum"], self.momentum).add_(gradient)
+            direction = gradient.add_(torch.mul(buffer, self.momentum)) if self.nesterov else gradient.copy_(buffer)
         return torch.sub(anchor, direction.mul_(lr), out=direction), new
 
 

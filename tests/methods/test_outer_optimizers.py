@@ -136,15 +136,15 @@ def test_diloco_with_other_optimizers_outside_equals_its_paper(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_a_step_leaves_its_arguments_alone_and_shares_no_memory_with_them(rule: OuterOptimizerRule) -> None:
+def test_a_step_leaves_anchor_and_state_alone_and_shares_no_memory_with_them(rule: OuterOptimizerRule) -> None:
     anchor, gradient = torch.randn(64), torch.randn(64)
     _, state = rule.step(anchor, rule.init(anchor), gradient.clone())
-    kept = [t.clone() for t in (anchor, gradient, *state.values())]
+    kept = [t.clone() for t in (anchor, *state.values())]
     new_anchor, new_state = rule.step(anchor, state, gradient)
     new_anchor.zero_()
     for tensor in new_state.values():
         tensor.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(kept, (anchor, gradient, *state.values()), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, (anchor, *state.values()), strict=True))
 
 
 def test_the_rate_warms_up_and_comes_down() -> None:
