@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Due, Method, Progress, Work
-from ftopt.methods.triggers import Means, Number, Numbers
+from ftopt.methods.triggers import AT_ROUNDS, Means, Number, Numbers
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
@@ -94,9 +94,11 @@ class OuterStep:
         self.step_s = 0.0
         self.nonfinite_drops = 0
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
+        self.doing = "starting"  # the last `report`
         self.resumed = False  # `ftopt.optimizer.resuming.restore` has put in what this replica was
         self._method = method
         self._uses_loss = Number.LOSS in method.uses
+        self._uses_tally = bool(AT_ROUNDS & method.uses)
         self._group = group
         self.clock = clock
         self._said_lossless = False
@@ -224,11 +226,11 @@ class OuterStep:
             pace=fragment.pace or self.tally.pace(fragment.base_tally),
         )
 
-    def count(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> None:
+    def count(self, largest_lr: Callable[[], float], loss: float | Tensor | None, step_s: float | None) -> None:
         """An inner step has been taken.
 
         Args:
-            lr: the inner optimizer's largest rate.
+            largest_lr: the inner optimizer's.
             loss: the step's, when it is known.
             step_s: seconds from the end of the one before, when nothing else was done in between.
         """
@@ -237,23 +239,39 @@ class OuterStep:
         self.local_steps += 1
         if self._group.units is not None:
             self._group.units.used()
-        self.tally = self.tally.plus(lr, loss if self._uses_loss else None, step_s)
+        if self._uses_tally:
+            self.tally = self.tally.plus(largest_lr(), loss if self._uses_loss else None, step_s)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
-    def boundary(self, *, lr: float) -> bool:
+    def boundary(self, largest_lr: Callable[[], float]) -> bool:
         """What is to be done after an inner step: take up, propose, wait, take up. Usually nothing.
 
         Args:
-            lr: the inner optimizer's largest rate.
+            largest_lr: the inner optimizer's.
 
         Returns:
             True when anything was done.
         """
         if self._gradients is None:
-            return self._boundary(self._fragments, lr)
+            return not self._is_quiet() and self._boundary(self._fragments, largest_lr())
+        lr = largest_lr()
         acted = self._boundary(self._fragments[:1], lr)  # the parameters' turn is when their step has been taken
         return self._boundary(self._fragments[1:], lr) or acted
+
+    def _is_quiet(self) -> bool:
+        """Whether `_boundary` would find nothing to do: seen at a glance after most steps, which all pay for it."""
+        step, called_in = self.local_steps, self._group.called_in
+        for fragment in self._fragments:
+            if (
+                fragment.state is not fragment.taken
+                or fragment.period is None
+                or step >= fragment.marked_step + fragment.period
+                or step == fragment.snapshot_step + fragment.tau
+                or called_in(fragment.index)
+            ):
+                return False
+        return True
 
     def _boundary(self, fragments: Sequence[Fragment], lr: float) -> bool:
         acted = False
@@ -263,7 +281,7 @@ class OuterStep:
             if fragment.state is not fragment.taken:
                 acted |= self._take_over(fragment)
             due, called_in = self._due(fragment), self._group.called_in(index)
-            if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.method.tau):
+            if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.tau):
                 continue  # nothing, as after nearly every step
             tau = self._tau(fragment)
             if (due or called_in) and not self._group.outstanding(index):
@@ -309,7 +327,7 @@ class OuterStep:
 
     def _tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
-        return 0 if self._averages(fragment) else fragment.method.tau
+        return 0 if self._averages(fragment) else fragment.tau
 
     def _averages(self, fragment: Fragment) -> bool:
         """Whether replicas still average their parameters after every step (``outer_start_step``)."""
@@ -367,8 +385,13 @@ class OuterStep:
         return took
 
     def report(self, state: str) -> None:
-        """Tells the group what the training thread is doing."""
-        self._group.report(state=state, inner_step=self.inner_step(), step_s=self.step_s)
+        """Tells the group what the training thread is doing from now on."""
+        self.doing = state
+        self._group.report(state)
+
+    def standing(self) -> tuple[int, float]:
+        """For the group: the inner step, and the seconds that one takes."""
+        return self.inner_step(), self.step_s
 
     def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):

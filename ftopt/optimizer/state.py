@@ -159,6 +159,9 @@ class Fragment:
         self.view = view
         self.method = method
         self.gauge = gauge
+        self.index = state.meta.fragment
+        self.tau = method.tau
+        self.period = method.period if method.is_plain else None  # None: `method.due` goes by more than steps
         self.state = state
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None
@@ -189,11 +192,6 @@ class Fragment:
         self.pace: float | None = None
         # The mean that an attempt has just reduced, for whoever hears of it. Reducer thread.
         self.work: Tensor | None = None
-
-    @property
-    def index(self) -> int:
-        """Its number."""
-        return self.state.meta.fragment
 
     def advance(self, state: State) -> None:
         """A newer committed state. The snapshot has learnt its fate: counted (it is the new base), or not.

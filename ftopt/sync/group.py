@@ -155,6 +155,9 @@ class Collective(Protocol):
 class Host(Protocol):
     """What a group asks of the optimizer."""
 
+    def standing(self) -> tuple[int, float]:
+        """The inner step, and the seconds that one takes (a moving average). Any thread."""
+
     def reduce(self, attempt: Attempt, collective: Collective) -> str:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
@@ -203,6 +206,8 @@ class ReplicaGroup(Protocol):
 
     replica: str
     sync: Sync
+    tells_steps: bool
+    """Whether anybody wants to be told of every inner step (``inner``, ``stepped``); if not, these are not emitted."""
     units: Units | None
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
     global_batch: GlobalBatch | None
@@ -292,12 +297,11 @@ class ReplicaGroup(Protocol):
     def means(self, fragment: int) -> Means | None:
         """The replicas' means of the readings of the fragment's version; None: not known. Free to call every step."""
 
-    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
-        """What the training thread is doing: goes out with the next heartbeat. Free to call every step.
+    def report(self, state: str) -> None:
+        """What the training thread is doing from now on: goes out with the heartbeats, beside `Host.standing`.
 
         ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving``, ``dry`` (no units to train on: called in at
-        the first proposal) or a state of the user's (``busy``, ``evaluating``, ...); ``step_s`` is a moving average of
-        the seconds an inner step takes.
+        the first proposal) or a state of the user's (``busy``, ``evaluating``, ...).
         """
 
     def leave(self, *, timeout_s: float) -> None:

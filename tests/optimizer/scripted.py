@@ -57,6 +57,7 @@ class Scripted:
         self.chance = chance
         self.replica = "r0"
         self.sync = Sync()
+        self.tells_steps = True
         self.units = None
         self.global_batch = None
         self.incarnation = 1
@@ -205,7 +206,7 @@ class Scripted:
     def means(self, fragment: int) -> Means | None:
         return None
 
-    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
+    def report(self, state: str) -> None:
         self.maybe()
 
     def leave(self, *, timeout_s: float) -> None: ...
