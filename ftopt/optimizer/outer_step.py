@@ -390,8 +390,14 @@ class OuterStep:
         self._group.report(state)
 
     def standing(self) -> tuple[int, float]:
-        """For the group: the inner step, and the seconds that one takes."""
-        return self.inner_step(), self.step_s
+        """For the group: the inner step, and the seconds that one takes.
+
+        A newer state counts when it is taken up: a training thread that hangs must not seem to move when others do.
+        """
+        fragment = self._fragments[0]
+        with self._lock:
+            seen = fragment.taken.meta.inner_step + self.local_steps - fragment.seen().step
+        return seen, self.step_s
 
     def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):

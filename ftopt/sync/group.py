@@ -156,7 +156,8 @@ class Host(Protocol):
     """What a group asks of the optimizer."""
 
     def standing(self) -> tuple[int, float]:
-        """The inner step, and the seconds that one takes (a moving average). Any thread."""
+        """The inner step that the training thread has come to: it changes only when that thread moves; and the seconds
+        that a step takes (a moving average). Any thread."""
 
     def reduce(self, attempt: Attempt, collective: Collective) -> str:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
