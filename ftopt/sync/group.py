@@ -178,7 +178,8 @@ class Host(Protocol):
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
         """A fetched state becomes the committed one; a worker thread, one call at a time.
 
-        ``reborn``: this replica was declared gone; its pending steps are dropped when the state is taken up.
+        ``tensors`` are the host's from now on. ``reborn``: this replica was declared gone; its pending steps are
+        dropped when the state is taken up.
 
         Raises:
             ValueError: ``tensors`` do not match ``digest``, or not the model; nothing is changed.

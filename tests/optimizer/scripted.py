@@ -163,7 +163,7 @@ class Scripted:
     def _install(self, *, counted: int, reborn: bool = False) -> None:
         assert self._host is not None
         self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
-        tensors = {"anchor": self.anchor.float()}
+        tensors = {"anchor": self.anchor.to(torch.float32, copy=True)}
         self._host.install(self.committed, digest(tensors), tensors, reborn=reborn)
         self._outstanding = None
 
