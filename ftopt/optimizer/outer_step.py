@@ -77,6 +77,9 @@ class OuterStep:
         group: who takes part.
         inner: the inner optimizers and their model, for a method that exchanges gradients.
         clock: seconds, monotonic.
+
+    Attributes:
+        exchanges_gradients: a backward pass is followed by `accumulate`, and not by a step of the inner optimizers.
     """
 
     def __init__(
@@ -110,7 +113,9 @@ class OuterStep:
         self._gradients: Gradients | None = None
         self._live: Live | None = None
         self._inner = inner[0] if inner is not None else None
+        self.exchanges_gradients = False
         if method.gradients is not None and inner is not None:
+            self.exchanges_gradients = True
             self._gradients = Gradients(inner[1])
             self._live = Live(inner[1], inner[0]) if not views else None
             self._add(self._gradients, method.gradients)
@@ -186,11 +191,6 @@ class OuterStep:
         states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in self._fragments]
         return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
 
-    @property
-    def exchanges_gradients(self) -> bool:
-        """Whether a backward pass is followed by `accumulate`, and not by a step of the inner optimizers."""
-        return self._gradients is not None
-
     def accumulate(self, times: float = 1.0) -> None:
         """Adds the gradients at hand, ``times`` as they are, to those that wait for a round."""
         assert self._gradients is not None
@@ -253,7 +253,7 @@ class OuterStep:
         Returns:
             True when anything was done.
         """
-        if self._gradients is None:
+        if not self.exchanges_gradients:
             return not self._is_quiet() and self._boundary(self._fragments, largest_lr())
         lr = largest_lr()
         acted = self._boundary(self._fragments[:1], lr)  # the parameters' turn is when their step has been taken

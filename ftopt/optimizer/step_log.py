@@ -102,7 +102,10 @@ class Gradients:
     __slots__ = ("_held", "_lead", "_place", "versions")
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
-        self.versions = [None if g is None else g._version for g in gradients]
+        try:
+            self.versions: list[int | None] = list(map(_version, gradients))
+        except AttributeError:  # some have none
+            self.versions = [None if g is None else g._version for g in gradients]
         self._held, self._lead, self._place = gradients, None, 0
         for place, gradient in enumerate(gradients):
             if gradient is not None:
@@ -212,18 +215,19 @@ class StepLog:
         fused = False
         for group in optimizer.param_groups:
             kept = group.copy()
-            if isinstance(kept["lr"], Tensor):  # the one setting that may be one, and that schedulers then write into
-                kept["lr"] = kept["lr"].clone()
+            if type(kept["lr"]) is not float and isinstance(kept["lr"], Tensor):
+                kept["lr"] = kept["lr"].clone()  # the one setting that may be one, and schedulers then write into it
             own = kept["params"]
             groups.append(kept)
             sizes.append(len(own))
             parameters += own
             fused = fused or kept["fused"]
-        samples = {}
+        versions = list(map(_version, parameters + states.tensors))
+        samples, found_inf = {}, None
         if fused or not _PLAIN.issuperset(map(type, parameters)):
             samples = {i: s for i, group in enumerate(groups) if (s := _samples(optimizer, group))}
-        versions = list(map(_version, parameters + states.tensors))
-        self._begun = (groups, sizes, parameters, states, versions, samples, getattr(optimizer, "found_inf", None))
+            found_inf = getattr(optimizer, "found_inf", None)
+        self._begun = (groups, sizes, parameters, states, versions, samples, found_inf)
         self._ended = ()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
