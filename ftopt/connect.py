@@ -91,7 +91,7 @@ def connect(
     if parts.scheme == "https" and is_public(host):
         _warn_of_open_payloads(host, tls)
     if on_event is ignore:
-        on_event = _tell_the_log()
+        on_event = _Log()
     return Client(
         replica,
         job,
@@ -167,19 +167,20 @@ def local_groups(
     ]
 
 
-def _tell_the_log() -> OnEvent:
+class _Log:
     """Without an ``on_event``: what a user must know goes to the log, each text once in a row."""
-    last = ""
 
-    def on_event(event: Event) -> None:
-        nonlocal last
+    every_step = False
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, event: Event) -> None:
         if event.event in ("hold", "reborn", "fetch_failed"):
             text = str(event.data.get("text") or event.data.get("reason") or "")
-            if text != last:
-                last = text
+            if text != self._last:
+                self._last = text
                 _log.warning("%s: %s: %s", event.replica, event.event, text)
-
-    return on_event
 
 
 @cache

@@ -42,3 +42,9 @@ OnEvent = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """The ``on_event`` that does nothing."""
+
+
+def wants_steps(on_event: OnEvent) -> bool:
+    """Whether it is to be told of every inner step (``inner``, ``stepped``): all but `ignore` and those that have an
+    attribute ``every_step`` that is False."""
+    return on_event is not ignore and getattr(on_event, "every_step", True)

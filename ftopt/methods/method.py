@@ -236,6 +236,11 @@ class Method(ABC):
         """``H``; None when it changes from round to round."""
         return int(self.sync_every)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is due every `period` steps and `due` goes by nothing else: it need not be asked at each step."""
+        return type(self).due is Method.due and self.trigger is None and not self.outer_start_step and bool(self.period)
+
     def steps_until_due(self, progress: Progress) -> int:
         """Inner steps from one proposal to the next, at the latest. Here: ``sync_every``."""
         return int(self.sync_every)

@@ -63,7 +63,7 @@ class Accumulation:
     def offer(self, plan: int, units: tuple[tuple[int, int], ...], samples: int) -> None:
         if not self._outer.pending_steps():  # otherwise it is the same step, with more in it
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
-            self._outer.count(self._inner.largest_lr(), None, None)
+            self._outer.count(self._inner.largest_lr, None, None)
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=self._counted())
         self._outer.propose_share(Share(plan, units, samples), lr=self._inner.largest_lr())
 

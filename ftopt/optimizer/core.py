@@ -85,7 +85,8 @@ class Core:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One inner step, and whatever outer work is due behind it."""
-        self._last = None
+        if (last := self._last) is not None:
+            last.counted = None
         if self.suspended:
             return self.inner.step(closure)
         if self.group is None:
@@ -104,36 +105,43 @@ class Core:
         return self._step(outer, self.group, closure)
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
-        group.emit("inner", inner_step=outer.inner_step() + 1)
-        outer.join()
+        tells = group.tells_steps
+        if tells:
+            group.emit("inner", inner_step=outer.inner_step() + 1)
+        if outer.freezer.under_way:
+            outer.join()
         if outer.exchanges_gradients:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
         else:
-            self._last = LastStep.before(outer, self._logs)
+            last = self._last
+            assert last is not None
+            last.begin()
             loss = self.inner.step(closure)
-            self._last.counted = True
+            last.counted = True
         ended = self._clock()
-        if self._loss is None and isinstance(loss, int | float | Tensor):
+        if loss is not None and self._loss is None and isinstance(loss, int | float | Tensor):
             self._loss = loss
         step_s = None if self._ended_at is None else ended - self._ended_at
-        lr = self.inner.largest_lr()
-        outer.count(lr, self._loss, step_s)
+        outer.count(self.inner.largest_lr, self._loss, step_s)
         outer.tokens += self._tokens
         counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
         self._tokens = self._samples = 0
         self._loss = None
-        group.emit("stepped", inner_step=outer.inner_step(), data=counted)
-        told = self._clock()
+        told = ended
+        if tells:
+            group.emit("stepped", inner_step=outer.inner_step(), data=counted)
+            told = self._clock()
         self._ended_at = ended
         if self.replays is not None:
             self.replays.stepped(outer)
-        if outer.boundary(lr=lr):
+        if outer.boundary(self.inner.largest_lr):
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
             self._ended_at = self._clock() - (told - ended)  # the outer step is not the next step's; telling is
-        outer.report("training")
+        if outer.doing != "training":
+            outer.report("training")
         return loss
 
     def undo_step(self) -> Undone:
@@ -149,15 +157,14 @@ class Core:
                 "restore a checkpoint, or leave and join anew"
             )
         if outer is None or last is None:
-            raise UserError(
-                "undo_step: there is no step to undo: none has been taken, or the last one is undone already"
-            )
+            raise UserError("undo_step: there is no step to undo: none has been taken")
         outer.join()
-        undone = revert(self.inner.optimizers, last.reached(outer, self._logs))
-        self._last, self._loss = None, None
+        undone = revert(self.inner.optimizers, last.reached())
+        counted, last.counted = last.counted, None
+        self._loss = None
         self._tokens = self._samples = 0
-        if last.counted:
-            last.uncount(outer)
+        if counted:
+            last.uncount()
             if self.group.units is not None:
                 self.group.units.unuse()
             self.group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
@@ -207,9 +214,8 @@ class Core:
         return "step() while the outer parameters are in the model; call exit_outer() first"
 
     def _after_outer_work(self, outer: OuterStep) -> None:
-        for log in self._logs:
-            if log is not None:
-                log.look_again()
+        if self._last is not None:
+            self._last.look_again()
         if outer.nonfinite_drops:
             outer.nonfinite_drops = 0
             self.inner.forget_nonfinite_state()
@@ -263,6 +269,7 @@ class Core:
         self.outer = outer
         if self.replays is not None:
             fetched |= self.replays.inherit(outer)
+        self._last = LastStep(outer, self._logs)
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
             self.group.units.when_dry(self._offer_rest)

@@ -18,11 +18,15 @@ Work = Callable[[], Callable[[], None]]
 
 
 class Freezer:
-    """A thread, made when it is first needed. Its methods are the training thread's."""
+    """A thread, made when it is first needed. Its methods are the training thread's.
+
+    Attributes:
+        under_way: what has not been joined.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[Callable[[], None]]] = []
+        self.under_way: list[Future[Callable[[], None]]] = []
 
     def begin(self, device: torch.device, work: Work) -> None:
         """Does it behind the training thread; on a GPU on a stream of its own, after what has been queued so far."""
@@ -30,12 +34,12 @@ class Freezer:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")
         if device.type == "cuda":
             work = _on_a_stream(device, work)
-        self._under_way.append(self._thread.submit(work))
+        self.under_way.append(self._thread.submit(work))
 
     def join(self) -> None:
         """Waits for all of it, and does the rest."""
-        while self._under_way:
-            self._under_way.pop(0).result()()
+        while self.under_way:
+            self.under_way.pop(0).result()()
 
 
 def _on_a_stream(device: torch.device, work: Work) -> Work:

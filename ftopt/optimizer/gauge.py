@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Self
+from dataclasses import astuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,7 @@ def dot(a: Tensor, b: Tensor) -> float:
     return float(total)
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
     ``seconds`` over ``timed`` ones."""
 
@@ -49,13 +48,13 @@ class Tally:
     seconds: float = 0.0
     timed: int = 0
 
-    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> Self:
+    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> Tally:
         """With one step more; its loss, and how long it took, when that is known."""
         losses, counted = self.losses, self.counted
         if loss is not None:
             losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
         seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
-        return type(self)(losses, counted, self.rates_square + lr * lr, seconds, timed)
+        return Tally(losses, counted, self.rates_square + lr * lr, seconds, timed)
 
     def pace(self, since: Tally) -> float | None:
         """Steps a second after ``since``; None when no time was measured."""

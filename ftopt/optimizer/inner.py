@@ -81,8 +81,13 @@ class Inner:
             optimizer.state = defaultdict(dict, part)
 
     def largest_lr(self) -> float:
-        """The largest rate of all groups."""
-        return max((float(group.get("lr", 0.0)) for group in self.param_groups), default=0.0)
+        """The largest rate of all groups; 0 if they have none."""
+        largest = 0.0
+        for group in self.param_groups:  # no max(): every step asks
+            rate = group.get("lr", 0.0)
+            if rate > largest:
+                largest = rate
+        return float(largest)
 
     @property
     def defaults(self) -> dict[str, Any]:

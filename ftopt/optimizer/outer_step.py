@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Work
-from ftopt.methods.triggers import Means, Number, Numbers, Seen
+from ftopt.methods.triggers import AT_ROUNDS, Means, Number, Numbers, Seen
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
@@ -95,6 +95,9 @@ class OuterStep:
         group: who takes part.
         inner: the inner optimizers and their model, for a method that exchanges gradients.
         clock: seconds, monotonic.
+
+    Attributes:
+        exchanges_gradients: a backward pass is followed by `accumulate`, and not by a step of the inner optimizers.
     """
 
     def __init__(
@@ -112,22 +115,26 @@ class OuterStep:
         self.step_s = 0.0
         self.nonfinite_drops = 0
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
+        self.doing = "starting"  # the last `report`
         self.resumed = False  # `ftopt.optimizer.resuming.restore` has put in what this replica was
         self._method = method
         self._uses_loss = Number.LOSS in method.uses
+        self._uses_tally = bool(AT_ROUNDS & method.uses)
         self._group = group
         self.clock = clock
         self._said_lossless = False
         self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
         self._memory = Memory()
-        self._freezer = Freezer()
+        self.freezer = Freezer()
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
         self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
         self._live: Live | None = None
         self._inner = inner[0] if inner is not None else None
+        self.exchanges_gradients = False
         if method.gradients is not None and inner is not None:
+            self.exchanges_gradients = True
             self._gradients = Gradients(inner[1])
             self._live = Live(inner[1], inner[0]) if not views else None
             self._add(self._gradients, method.gradients)
@@ -203,11 +210,6 @@ class OuterStep:
         states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in self._fragments]
         return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
 
-    @property
-    def exchanges_gradients(self) -> bool:
-        """Whether a backward pass is followed by `accumulate`, and not by a step of the inner optimizers."""
-        return self._gradients is not None
-
     def accumulate(self, times: float = 1.0) -> None:
         """Adds the gradients at hand, ``times`` as they are, to those that wait for a round."""
         assert self._gradients is not None
@@ -243,11 +245,11 @@ class OuterStep:
             pace=fragment.pace or self.tally.pace(fragment.base_tally),
         )
 
-    def count(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> None:
+    def count(self, largest_lr: Callable[[], float], loss: float | Tensor | None, step_s: float | None) -> None:
         """An inner step has been taken.
 
         Args:
-            lr: the inner optimizer's largest rate.
+            largest_lr: the inner optimizer's.
             loss: the step's, when it is known.
             step_s: seconds from the end of the one before, when nothing else was done in between.
         """
@@ -256,24 +258,39 @@ class OuterStep:
         self.local_steps += 1
         if self._group.units is not None:
             self._group.units.used()
-        self.tally = self.tally.plus(lr, loss if self._uses_loss else None, step_s)
+        if self._uses_tally:
+            self.tally = self.tally.plus(largest_lr(), loss if self._uses_loss else None, step_s)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
-    def boundary(self, *, lr: float) -> bool:
+    def boundary(self, largest_lr: Callable[[], float]) -> bool:
         """What is to be done after an inner step: take up, propose, wait, take up. Usually nothing.
 
         Args:
-            lr: the inner optimizer's largest rate.
+            largest_lr: the inner optimizer's.
 
         Returns:
             True when anything was done.
         """
-        self.join()
-        if self._gradients is None:
-            return self._boundary(self._fragments, lr)
+        if not self.exchanges_gradients:
+            return not self._is_quiet() and self._boundary(self._fragments, largest_lr())
+        lr = largest_lr()
         acted = self._boundary(self._fragments[:1], lr)  # the parameters' turn is when their step has been taken
         return self._boundary(self._fragments[1:], lr) or acted
+
+    def _is_quiet(self) -> bool:
+        """Whether `_boundary` would find nothing to do: seen at a glance after most steps, which all pay for it."""
+        step, called_in = self.local_steps, self._group.called_in
+        for fragment in self._fragments:
+            if (
+                fragment.state is not fragment.taken
+                or fragment.period is None
+                or step >= fragment.marked_step + fragment.period
+                or step == fragment.snapshot_step + fragment.tau
+                or called_in(fragment.index)
+            ):
+                return False
+        return True
 
     def _boundary(self, fragments: Sequence[Fragment], lr: float) -> bool:
         acted = False
@@ -284,7 +301,7 @@ class OuterStep:
                 if fragment.state is not fragment.taken:
                     acted |= self._take_over(fragment)
                 due, called_in = self._due(fragment), self._group.called_in(index)
-                if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.method.tau):
+                if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.tau):
                     continue  # nothing, as after nearly every step
                 tau = self._tau(fragment)
                 if (due or called_in) and not self._group.outstanding(index):
@@ -343,7 +360,7 @@ class OuterStep:
 
     def _tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
-        return 0 if self._averages(fragment) else fragment.method.tau
+        return 0 if self._averages(fragment) else fragment.tau
 
     def _averages(self, fragment: Fragment) -> bool:
         """Whether replicas still average their parameters after every step (``outer_start_step``)."""
@@ -404,8 +421,19 @@ class OuterStep:
         return took
 
     def report(self, state: str) -> None:
-        """Tells the group what the training thread is doing."""
-        self._group.report(state=state, inner_step=self.inner_step(), step_s=self.step_s)
+        """Tells the group what the training thread is doing from now on."""
+        self.doing = state
+        self._group.report(state)
+
+    def standing(self) -> tuple[int, float]:
+        """For the group: the inner step, and the seconds that one takes.
+
+        A newer state counts when it is taken up: a training thread that hangs must not seem to move when others do.
+        """
+        fragment = self._fragments[0]
+        with self._lock:
+            seen = fragment.taken.meta.inner_step + self.local_steps - fragment.seen().step
+        return seen, self.step_s
 
     def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):
@@ -454,7 +482,7 @@ class OuterStep:
         if waits and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.gauge.learns:
             self._offer(fragment, proposal, *self._freeze_in_place(fragment))
         elif whole and share is None and tau:
-            self._freezer.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
+            self.freezer.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
         else:
             params = self._fresh(fragment)
             parts: pieces.Parts = view.parts(piece_of(params))
@@ -493,7 +521,8 @@ class OuterStep:
 
     def join(self) -> None:
         """Waits until what was being frozen is frozen and offered: the parameters may change. Training thread."""
-        self._freezer.join()
+        if self.freezer.under_way:
+            self.freezer.join()
 
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
         """Hands the frozen parameters over; if they are not finite, gives them up. (Freezer's thread if they are.)"""

@@ -12,7 +12,7 @@ buffers, frozen parameters of contributions under way. How a replica goes on fro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -150,7 +150,7 @@ def _of_snapshot(snapshot: Snapshot, copies: Copies) -> Tree:
 
 
 def of_tally(tally: Tally) -> Tree:
-    return {field.name: getattr(tally, field.name) for field in fields(tally)}
+    return tally._asdict()
 
 
 def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

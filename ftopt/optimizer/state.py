@@ -76,7 +76,13 @@ def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> State:
-    """A fetched state as a `State` on the device of ``held``, in memory of its own.
+    """A fetched state as a `State` on the device of ``held``.
+
+    Args:
+        held: the fragment's state as it is, to tell names and shapes.
+        meta: of the fetched one.
+        claimed: its digest, as the source says.
+        tensors: taken over: where they are on that device already they are not copied, and nobody may change them.
 
     Raises:
         ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
@@ -89,7 +95,7 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
             f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
             + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
         )
-    own = {name: t.detach().clone().to(held.anchor.device) for name, t in tensors.items()}
+    own = {name: t.detach().to(held.anchor.device) for name, t in tensors.items()}
     found, sums = digest_and_sums(own)
     if found != claimed:
         raise ValueError(
@@ -160,6 +166,9 @@ class Fragment:
         self.view = view
         self.method = method
         self.gauge = gauge
+        self.index = state.meta.fragment
+        self.tau = method.tau
+        self.period = method.period if method.is_plain else None  # None: `method.due` goes by more than steps
         self.state = state
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None
@@ -194,11 +203,6 @@ class Fragment:
         self.assumed = Assumed()
         # The mean that an attempt has just reduced, for whoever hears of it. Reducer thread.
         self.work: Tensor | None = None
-
-    @property
-    def index(self) -> int:
-        """Its number."""
-        return self.state.meta.fragment
 
     def advance(self, state: State) -> None:
         """A newer committed state. The snapshot has learnt its fate: counted (it is the new base), or not.

@@ -15,7 +15,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -102,7 +102,10 @@ class Gradients:
     __slots__ = ("_held", "_lead", "_place", "versions")
 
     def __init__(self, gradients: list[Tensor | None]) -> None:
-        self.versions = [None if g is None else g._version for g in gradients]
+        try:
+            self.versions: list[int | None] = list(map(_version, gradients))
+        except AttributeError:  # some have none
+            self.versions = [None if g is None else g._version for g in gradients]
         self._held, self._lead, self._place = gradients, None, 0
         for place, gradient in enumerate(gradients):
             if gradient is not None:
@@ -119,17 +122,16 @@ class Gradients:
         return [g if g is not None and g is p.grad and g._version == version else None for g, version, p in rows]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Record:
-    """One step, noted as it comes, since every step pays for this; `marks` sorts it out when it is to be undone.
+    """One step; `marks` sorts out what was noted.
 
     Args:
         groups: each group's settings.
         sizes: how many parameters each group has.
         parameters: of all groups.
-        versions: theirs, before the step.
         states: the states there were.
-        state_versions: of `States.tensors`, before the step.
+        versions: of the parameters and of `States.tensors`, before the step.
         samples: group -> samples by device and dtype; of groups whose versions do not count.
         found_inf: GradScaler's, for a fused optimizer: not 0 when the step was skipped inside.
         versions_after: the parameters', after the step. None: it was broken off.
@@ -139,22 +141,22 @@ class Record:
     groups: list[dict[str, Any]]
     sizes: list[int]
     parameters: list[Tensor]
-    versions: list[int]
     states: States
-    state_versions: list[int]
-    samples: dict[int, dict[Kind, list[Sample]]]
+    versions: list[int]
+    samples: Mapping[int, Mapping[Kind, Sequence[Sample]]]
     found_inf: Tensor | None
     versions_after: list[int] | None = None
     gradients: Gradients | None = None
 
     def marks(self) -> list[list[Mark]]:
         """Each group's parameters."""
-        ps, had = self.parameters, self.states.versions(self.state_versions)
-        nothing = [None] * len(ps)
+        ps, count = self.parameters, len(self.parameters)
+        had = self.states.versions(self.versions[count:])
+        nothing = [None] * count
         gradients = self.gradients
         rows = zip(
             ps,
-            self.versions,
+            self.versions[:count],
             self.versions_after or nothing,
             nothing if gradients is None else gradients.versions,
             nothing if gradients is None else gradients.sound(ps),
@@ -171,23 +173,29 @@ class StepLog:
         optimizer: one of `INVERTIBLE`.
 
     Attributes:
-        record: the last step's; None when there is none to be undone.
-        why: why there is none.
-        steps: begun since the log was made.
+        why: why there is no record.
+        steps: begun since somebody set this to 0.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.record: Record | None = None
         self.why = "none has been taken since its steps are recorded"
         self.steps = 0
         self._states: States | None = None
+        # What a `Record` is made of, as noted before and after the step: every step pays for this.
+        self._begun: tuple[Any, ...] | None = None
+        self._ended: tuple[Any, ...] = ()
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
 
+    @property
+    def record(self) -> Record | None:
+        """The last step's; None when there is none to be undone."""
+        return None if self._begun is None else Record(*self._begun, *self._ended)
+
     def forget(self, why: str) -> None:
         """There is nothing to undo, since ..."""
-        self.record, self.why = None, why
+        self._begun, self._ended, self.why = None, (), why
         self.look_again()
 
     def look_again(self) -> None:
@@ -198,26 +206,34 @@ class StepLog:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        groups, states = optimizer.param_groups, self._states
+        states = self._states
         if states is None or states.count != len(optimizer.state) or not states.whole:
             states = self._states = States(optimizer.state)
-        of_groups = [group["params"] for group in groups]
-        parameters = list(chain.from_iterable(of_groups))
-        self.record = Record(
-            [_settings(group) for group in groups],
-            list(map(len, of_groups)),
-            parameters,
-            list(map(_version, parameters)),
-            states,
-            list(map(_version, states.tensors)),
-            {i: s for i, group in enumerate(groups) if (s := _samples(optimizer, group))},
-            getattr(optimizer, "found_inf", None),
-        )
+        groups: list[dict[str, Any]] = []
+        sizes: list[int] = []
+        parameters: list[Tensor] = []
+        fused = False
+        for group in optimizer.param_groups:
+            kept = group.copy()
+            if type(kept["lr"]) is not float and isinstance(kept["lr"], Tensor):
+                kept["lr"] = kept["lr"].clone()  # the one setting that may be one, and schedulers then write into it
+            own = kept["params"]
+            groups.append(kept)
+            sizes.append(len(own))
+            parameters += own
+            fused = fused or kept["fused"]
+        versions = list(map(_version, parameters + states.tensors))
+        samples, found_inf = {}, None
+        if fused or not _PLAIN.issuperset(map(type, parameters)):
+            samples = {i: s for i, group in enumerate(groups) if (s := _samples(optimizer, group))}
+            found_inf = getattr(optimizer, "found_inf", None)
+        self._begun = (groups, sizes, parameters, states, versions, samples, found_inf)
+        self._ended = ()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (record := self.record) is not None:
-            record.versions_after = list(map(_version, record.parameters))
-            record.gradients = Gradients(list(map(_gradient, record.parameters)))
+        if self._begun is not None:
+            parameters = self._begun[2]
+            self._ended = (list(map(_version, parameters)), Gradients(list(map(_gradient, parameters))))
 
 
 def log_of(optimizer: Optimizer) -> StepLog | None:
@@ -264,14 +280,6 @@ def _counter(state: Mapping[str, Any]) -> Tensor | None:
 def _apart(state: Mapping[str, Any], counted: int) -> dict[str, int]:
     tensors = ((name, value) for name, value in state.items() if isinstance(value, Tensor))
     return {name: value._version - _CHANGES.get(name, 1) * counted for name, value in tensors}
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(group)
-    del kept["params"]
-    if isinstance(kept["lr"], Tensor):  # the one setting that may be one, and that schedulers then write into
-        kept["lr"] = kept["lr"].clone()
-    return kept
 
 
 def _samples(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, list[Sample]] | None:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ftopt.errors import FtoptError, Refused, Unreachable, UserError
-from ftopt.events import Event, OnEvent
+from ftopt.events import Event, OnEvent, wants_steps
 from ftopt.sync.fetcher import Fetcher
 from ftopt.sync.global_batch import GlobalBatch
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
@@ -77,6 +77,7 @@ class Client:
     ) -> None:
         self.replica = replica
         self.sync = sync
+        self.tells_steps = wants_steps(on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         if samples is not None and samples.global_batch is None:
@@ -101,7 +102,7 @@ class Client:
         self._welcomed = False
         self._ready = False
         self._closed = False
-        self._progress = ("starting", 0, 0.0)
+        self._state = "starting"
         self._waiting = False
         self._leaving = False
         self._outstanding: list[bool] = []
@@ -263,8 +264,8 @@ class Client:
     def means(self, fragment: int) -> m.Means | None:
         return self._means[fragment]
 
-    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
-        self._progress = (state, inner_step, step_s)
+    def report(self, state: str) -> None:
+        self._state = state
         if state == "leaving" and not self._leaving:
             self._leaving = True
             self._network.soon(self._leave)
@@ -272,8 +273,7 @@ class Client:
     def leave(self, *, timeout_s: float) -> None:
         if self._machine is None or self._closed or self._failure is not None:
             return
-        _, inner_step, step_s = self._progress
-        self.report(state="leaving", inner_step=inner_step, step_s=step_s)
+        self.report("leaving")
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while any(self.outstanding(f) for f in range(len(self._outstanding))) and self._failure is None:
@@ -315,7 +315,7 @@ class Client:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         if inner_step is None:
-            inner_step = self._progress[1]
+            inner_step = self._host.standing()[0] if self._host is not None else 0
         self._on_event(
             Event(event, self.replica, self._incarnation, fragment, version, attempt, inner_step, data or {})
         )
@@ -403,7 +403,7 @@ class Client:
         while True:
             machine, channel = self._machine, self._channel
             if channel is not None and machine is not None and machine.welcomed:
-                state, inner_step, step_s = self._progress
+                state, (inner_step, step_s) = self._state, self.host.standing()
                 if self._waiting and state == "training":
                     state = "waiting"
                 progress = m.Progress(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())

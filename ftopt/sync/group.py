@@ -171,6 +171,10 @@ class Collective(Protocol):
 class Host(Protocol):
     """What a group asks of the optimizer."""
 
+    def standing(self) -> tuple[int, float]:
+        """The inner step that the training thread has come to: it changes only when that thread moves; and the seconds
+        that a step takes (a moving average). Any thread."""
+
     def reduce(self, attempt: Attempt, collective: Collective) -> str:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
@@ -190,7 +194,8 @@ class Host(Protocol):
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
         """A fetched state becomes the committed one; a worker thread, one call at a time.
 
-        ``reborn``: this replica was declared gone; its pending steps are dropped when the state is taken up.
+        ``tensors`` are the host's from now on. ``reborn``: this replica was declared gone; its pending steps are
+        dropped when the state is taken up.
 
         Raises:
             ValueError: ``tensors`` do not match ``digest``, or not the model; nothing is changed.
@@ -219,6 +224,8 @@ class ReplicaGroup(Protocol):
 
     replica: str
     sync: Sync
+    tells_steps: bool
+    """Whether anybody wants to be told of every inner step (``inner``, ``stepped``); if not, these are not emitted."""
     units: Units | None
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
     global_batch: GlobalBatch | None
@@ -308,12 +315,11 @@ class ReplicaGroup(Protocol):
     def means(self, fragment: int) -> Means | None:
         """The replicas' means of the readings of the fragment's version; None: not known. Free to call every step."""
 
-    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
-        """What the training thread is doing: goes out with the next heartbeat. Free to call every step.
+    def report(self, state: str) -> None:
+        """What the training thread is doing from now on: goes out with the heartbeats, beside `Host.standing`.
 
         ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving``, ``dry`` (no units to train on: called in at
-        the first proposal) or a state of the user's (``busy``, ``evaluating``, ...); ``step_s`` is a moving average of
-        the seconds an inner step takes.
+        the first proposal) or a state of the user's (``busy``, ``evaluating``, ...).
         """
 
     def leave(self, *, timeout_s: float) -> None:

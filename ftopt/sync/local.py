@@ -119,7 +119,7 @@ class LocalState:
             except (LookupError, ValueError) as error:
                 answers.append(f"{source}: {error}")
             else:
-                return meta, tensors
+                return meta, {name: tensor.clone() for name, tensor in tensors.items()}
         raise ConnectionError("; ".join(answers))
 
     async def stop(self) -> None:

@@ -3,17 +3,18 @@
 ``safetensors.torch.save`` would copy every tensor twice, hold the interpreter's lock meanwhile, and write the
 metadata in random order. Here only the header is made, in sorted order, and the tensors are sent from where
 they lie: equal states give bit-equal bytes in every process, and a training peer pays for nothing but the
-sending. Reading is safetensors' own: it checks the header, the offsets and the length.
+sending. Nor could ``load`` read it without two more copies; here bytes are written to their place as they come.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -32,6 +33,9 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_NAMES = {name: dtype for dtype, name in _DTYPES.items()}
+_DIMENSIONS = 64
+"""torch takes no more."""
 
 
 class Snapshot:
@@ -75,32 +79,86 @@ class Snapshot:
             offset += block.nbytes
 
 
-def meta_of(data: bytes) -> Meta:
-    """The metadata of a safetensors body, of which ``data`` holds the header at least.
+class Arriving:
+    """A state on its way in: what comes goes straight to where it will lie, whatever the order.
+
+    Nothing but the header is a stranger's word here, and it must be exact: tensors of known dtypes that fill the body
+    without gaps, as safetensors wants it. Memory is taken for as much as the body holds, and is the tensors' own.
+
+    Args:
+        head: the body's first bytes, the whole header at least.
+        size: bytes of the body.
 
     Raises:
-        ValueError: it is no such header.
+        ValueError: it is no such header, or there is no memory for so much.
     """
-    stop = 8 + int.from_bytes(data[:8], "little")
+
+    def __init__(self, head: bytes, size: int) -> None:
+        begin = 8 + int.from_bytes(head[:8], "little")
+        header = _header(head[8:begin])
+        self.meta = _meta(header)
+        self.tensors: dict[str, Tensor] = {}
+        self._starts: list[int] = []
+        self._blocks: list[memoryview] = []
+        at = begin
+        for (start, stop), name, dtype, shape in _entries(header):
+            if start != at - begin or stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"no valid safetensors: tensor {name!r:.60} does not have the bytes of its shape")
+            at = begin + stop
+            if at > size:
+                break
+            try:
+                tensor = torch.empty(shape, dtype=dtype)
+                block = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+            except (RuntimeError, TypeError, OverflowError) as error:
+                reason = f"{error}".partition("\n")[0][:200]
+                raise ValueError(f"no tensor can be made of {name!r:.60}: {reason}") from None
+            self.tensors[name] = tensor
+            if block.nbytes:
+                self._starts.append(at - block.nbytes)
+                self._blocks.append(block)
+        if at != size:
+            raise ValueError(f"no valid safetensors: the body has {size} bytes, and its header tells of others")
+        self.start = begin
+        self.write(begin, memoryview(head)[begin:])
+
+    def write(self, at: int, data: bytes | memoryview) -> None:
+        """Bytes of the body from ``at`` on; behind the header, and not beyond the end."""
+        data = memoryview(data)
+        index = bisect.bisect_right(self._starts, at) - 1
+        while data:
+            block = self._blocks[index][at - self._starts[index] :]
+            count = min(len(block), len(data))
+            block[:count] = data[:count]
+            at, data, index = at + count, data[count:], index + 1
+
+
+def _header(text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(data[8:stop])
+        header = json.loads(text)
     except RecursionError:
         raise ValueError("the header is nested too deep") from None
-    meta = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(header, dict):
+        raise ValueError("no valid safetensors: the header is no object")
+    return header
+
+
+def _meta(header: dict[str, Any]) -> Meta:
+    meta = header.pop("__metadata__", {})
     if not isinstance(meta, dict):
         raise ValueError("the header has no metadata")
     return {str(key): str(value) for key, value in meta.items()}
 
 
-def decode(parts: Sequence[bytes]) -> tuple[Meta, dict[str, Tensor]]:
-    """Metadata and tensors of a whole body in ``parts``; the tensors own their memory.
-
-    Raises:
-        ValueError: it is no valid safetensors.
-    """
-    data = b"".join(parts)
-    try:
-        tensors = safetensors.torch.load(data)
-    except Exception as error:  # besides SafetensorError whatever a stranger's dtypes and shapes bring about in torch
-        raise ValueError(f"no valid safetensors: {type(error).__name__}: {error}") from error
-    return meta_of(data), tensors
+def _entries(header: dict[str, Any]) -> list[tuple[tuple[int, int], str, torch.dtype, list[int]]]:
+    """Offsets, name, dtype and shape of each tensor, as they lie in the body."""
+    found = []
+    for name, entry in header.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if (
+                dtype in _NAMES and len(shape) <= _DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
+            ):
+                found.append(((start, stop), name, _NAMES[dtype], shape))
+            case _:
+                raise ValueError(f"no valid safetensors: {name!r:.60} is no tensor that can be read")
+    return sorted(found, key=lambda entry: entry[0])

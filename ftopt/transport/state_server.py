@@ -34,6 +34,8 @@ from ftopt.transport.snapshot import Meta, Snapshot
 Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
 
 _KEEP = 2
+_HELD_S = 5.0
+"""A version that a part of was sent within so many seconds is being fetched: it is kept besides."""
 _IDLE_S = 30.0
 _WAITING = 64
 """Connections that have not shown the token yet; the oldest goes."""
@@ -56,8 +58,8 @@ class StateServer:
             On the loop's thread.
         tls: certificate and key to serve with; None: without TLS.
 
-    At most two versions of each are kept, besides those being sent at the moment; none for longer than 30
-    s after it was last asked for.
+    At most two versions of each are kept, besides those being sent, or between two parts (5 s), at the moment; none for
+    longer than 30 s after it was last asked for.
     """
 
     def __init__(
@@ -184,8 +186,9 @@ class StateServer:
         fresh = await asyncio.to_thread(Snapshot, meta, tensors)
         kept = self._kept.setdefault(what, {})
         snapshot = kept.setdefault(fresh.etag, fresh)
-        snapshot.asked_s = time.monotonic()
-        resting = sorted((old.asked_s, etag) for etag, old in kept.items() if not old.readers)
+        snapshot.asked_s = now_s = time.monotonic()
+        idle = ((old.asked_s, etag) for etag, old in kept.items() if not old.readers)
+        resting = sorted(x for x in idle if x[0] < now_s - _HELD_S or x[1] == snapshot.etag)
         for _, etag in resting[:-_KEEP]:
             del kept[etag]
         return snapshot

@@ -2,7 +2,7 @@
 
 `fetch` takes parts from all peers that show the same ETag; a peer that dies or stalls gives its part back. What
 they send is a stranger's until its digest was checked: sizes are bounded before memory is taken, headers before
-they are parsed, and a source that answers anything else is left.
+they are parsed, and a source that answers anything else is left. What comes is copied once, to where it stays.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import aiohttp
 from torch import Tensor
 
 from ftopt.doors.token import authorization
-from ftopt.transport.snapshot import Meta, decode, meta_of
+from ftopt.transport.snapshot import Arriving, Meta
 
 _PROBE_BYTES = 64 << 10
 """The first request of a fetch asks for this much: all of a small state, the header of a large one."""
-_PART_BYTES = 4 << 20
+_PART_BYTES = 16 << 20
 _SPLIT_BYTES = 8 << 20
 """From this size on a state is fetched from several sources at once."""
 _ASK = 3
@@ -31,6 +31,9 @@ _SLOWEST_BYTES_S = 16 << 10
 """A source that sends less than this a second, besides the time-out, is given up: it could drip forever."""
 _HEAD_BYTES = 16 << 20
 """A larger safetensors header is refused: it has about 100 bytes a tensor, and is parsed at once."""
+
+
+_Take = Callable[[bytes], None]
 
 
 class _SourceFailed(Exception):
@@ -43,11 +46,11 @@ class _OtherVersion(_SourceFailed):
 
 @dataclass
 class _Body:
-    """The state being put together: parts are taken from ``todo`` and land in ``done``, by offset."""
+    """The state being put together: parts are taken from ``todo``."""
 
     etag: str
     size: int
-    done: dict[int, bytes] = field(default_factory=dict)
+    state: Arriving
     todo: list[tuple[int, int]] = field(default_factory=list)
     missing: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -98,8 +101,7 @@ async def fetch(
                 body = await live[0].begin(expect)
                 await _fill(body, live, answers)
                 if not body.missing:
-                    parts = [body.done.pop(at) for at in sorted(body.done)]
-                    return await asyncio.to_thread(decode, parts)
+                    return body.state.meta, body.state.tensors
             except (_SourceFailed, ValueError) as error:
                 live[0].failed = True
                 answers.append(f"{live[0].url}: {error}")
@@ -119,14 +121,13 @@ async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> 
                 await source.confirm(body)
             while (part := await _next_part(body)) is not None:
                 try:
-                    data = await source.part(*part, etag=body.etag, size=body.size)
+                    await source.part(*part, body)
                 except _SourceFailed:
                     async with body.changed:
                         body.todo.append(part)
                         body.changed.notify_all()
                     raise
                 async with body.changed:
-                    body.done[part[0]] = data
                     body.missing -= 1
                     body.changed.notify_all()
         except _OtherVersion as error:
@@ -174,39 +175,50 @@ class _Source:
     async def begin(self, expect: Callable[[Meta], None] | None) -> _Body:
         """Asks for the current version; the body has the first bytes, and the rest to do."""
         self.asked += 1
-        data, etag, size = await self._get(0, _PROBE_BYTES)
-        body = _Body(etag=etag, size=size, done={0: data})
+        data = bytearray()
+        etag, size = await self._get(0, _PROBE_BYTES, data.extend)
         head = int.from_bytes(data[:8], "little") + 8
         if not 8 <= head <= size:
             raise _SourceFailed("sent no safetensors header")
         if head > _HEAD_BYTES:
             raise _SourceFailed(f"has a header of {head} bytes; at most {_HEAD_BYTES} are taken")
         if head > len(data):
-            body.done[len(data)] = await self.part(len(data), head, etag=etag, size=size)
+            await self._get(len(data), head, data.extend, etag=etag, size=size)
+        body = _Body(etag=etag, size=size, state=Arriving(bytes(data), size))
         if expect is not None:
             try:
-                expect(meta_of(b"".join(body.done.values())))
+                expect(dict(body.state.meta))
             except ValueError as error:
                 raise _SourceFailed(f"refused: {error}") from error
-        start = sum(map(len, body.done.values()))
-        body.todo = [(at, min(at + _PART_BYTES, size)) for at in range(start, size, _PART_BYTES)]
+        body.todo = [(at, min(at + _PART_BYTES, size)) for at in range(len(data), size, _PART_BYTES)]
         body.missing = len(body.todo)
         return body
 
     async def confirm(self, body: _Body) -> None:
         """Begins with this source, too, if it holds the version of ``body``."""
         self.asked += 1
-        _, etag, size = await self._get(0, 8)
+        etag, size = await self._get(0, 8, lambda data: None)
         if (etag, size) != (body.etag, body.size):
             raise _OtherVersion("holds another version")
 
-    async def part(self, start: int, stop: int, *, etag: str, size: int) -> bytes:
-        data, got_etag, got_size = await self._get(start, stop, etag=etag)
-        if (len(data), got_etag, got_size) != (stop - start, etag, size):
-            raise _SourceFailed("sent other bytes than asked for")
-        return data
+    async def part(self, start: int, stop: int, body: _Body) -> None:
+        """Fetches these bytes of ``body`` to their place."""
+        at = start
 
-    async def _get(self, start: int, stop: int, *, etag: str | None = None) -> tuple[bytes, str, int]:
+        def take(data: bytes) -> None:
+            nonlocal at
+            body.state.write(at, data)
+            at += len(data)
+
+        await self._get(start, stop, take, etag=body.etag, size=body.size)
+
+    async def _get(
+        self, start: int, stop: int, take: _Take, *, etag: str | None = None, size: int | None = None
+    ) -> tuple[str, int]:
+        """Passes these bytes to ``take`` as they come, fewer where the body ends before; ETag and size of the whole.
+
+        With ``etag`` and ``size`` given, nothing is taken of anything else.
+        """
         headers = {"Range": f"bytes={start}-{stop - 1}"} | ({"If-Match": etag} if etag else {})
         limit_s = self._timeout_s + (stop - start) / _SLOWEST_BYTES_S
         try:
@@ -224,19 +236,23 @@ class _Source:
                 )
                 if told is None or int(told[1]) != start or "ETag" not in response.headers:
                     raise _SourceFailed("answered a range request without Content-Range or ETag")
-                last, size = int(told[2]), int(told[3])
-                if size > self._max_bytes:
-                    raise _SourceFailed(f"holds {size} bytes; at most {self._max_bytes} are taken")
-                if last != min(stop, size) - 1:
-                    raise _SourceFailed(f"answered with bytes up to {last} of {size}, asked for {stop - 1}")
-                data = bytearray()
+                last, whole = int(told[2]), int(told[3])
+                if whole > self._max_bytes:
+                    raise _SourceFailed(f"holds {whole} bytes; at most {self._max_bytes} are taken")
+                if last != min(stop, whole) - 1:
+                    raise _SourceFailed(f"answered with bytes up to {last} of {whole}, asked for {stop - 1}")
+                got = response.headers["ETag"]
+                if size is not None and (got, whole) != (etag, size):
+                    raise _SourceFailed("sent other bytes than asked for")
+                left = last + 1 - start
                 async for chunk in response.content.iter_any():
-                    data += chunk
-                    if len(data) > last + 1 - start:
+                    left -= len(chunk)
+                    if left < 0:
                         raise _SourceFailed("sent more bytes than told")
-                if len(data) != last + 1 - start:
-                    raise _SourceFailed(f"broke off after {len(data)} of {last + 1 - start} bytes")
-                return bytes(data), response.headers["ETag"], size
+                    take(chunk)
+                if left:
+                    raise _SourceFailed(f"broke off {left} bytes before the end")
+                return got, whole
         except TimeoutError as error:
             raise _SourceFailed(f"no byte in time ({error or 'timeout'})") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

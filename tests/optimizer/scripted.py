@@ -57,6 +57,7 @@ class Scripted:
         self.chance = chance
         self.replica = "r0"
         self.sync = Sync()
+        self.tells_steps = True
         self.units = None
         self.global_batch = None
         self.incarnation = 1
@@ -162,7 +163,7 @@ class Scripted:
     def _install(self, *, counted: int, reborn: bool = False) -> None:
         assert self._host is not None
         self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
-        tensors = {"anchor": self.anchor.float()}
+        tensors = {"anchor": self.anchor.to(torch.float32, copy=True)}
         self._host.install(self.committed, digest(tensors), tensors, reborn=reborn)
         self._outstanding = None
 
@@ -205,7 +206,7 @@ class Scripted:
     def means(self, fragment: int) -> Means | None:
         return None
 
-    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
+    def report(self, state: str) -> None:
         self.maybe()
 
     def leave(self, *, timeout_s: float) -> None: ...

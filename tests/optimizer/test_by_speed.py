@@ -99,10 +99,11 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
 
     model = TASK.model(0)
     group = solo(on_event=on_event)
-    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=3), group=group)
+    method = LocalSGD(sync_every="balanced", round_steps=30)
+    optimizer = wrap(TASK.inner(model.parameters()), model, method, group=group)
     optimizer._core._clock = lambda: now[0]
     with optimizer:
-        for step in range(8):
+        for step in range(36):
             TASK.backward(model, 0, step)
             now[0] += 0.75
             optimizer.step()
@@ -110,6 +111,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
                 with optimizer.busy("evaluating"):
                     now[0] += 100.0
         outer = optimizer._core.started()
+        assert optimizer.versions == (2,), "after 3 and 33 steps"
         assert outer.tally.pace(Tally()) == pytest.approx(1.0)
 
 

@@ -52,10 +52,10 @@ def one_that_has_worked() -> tuple[Vector, OuterStep, Silent, torch.Tensor]:
     return model, outer, group, sound
 
 
-def install(outer: OuterStep, version: int, anchor: torch.Tensor) -> None:
+def install(outer: OuterStep, version: int, anchor: torch.Tensor, *, inner_step: int = 0) -> None:
     from ftopt.optimizer.digest import digest
 
-    outer.install(Committed(0, version, 0, 0), digest({"anchor": anchor}), {"anchor": anchor}, reborn=False)
+    outer.install(Committed(0, version, inner_step, 0), digest({"anchor": anchor}), {"anchor": anchor}, reborn=False)
 
 
 def test_a_flipped_bit_is_found_in_its_block() -> None:
@@ -101,3 +101,12 @@ def test_before_a_retry_a_member_looks_its_own_state_over() -> None:
     with pytest.raises(Damaged, match=r"anchor\[16384:32768\]"):
         outer.reduce(retry, Lonely())
     assert ("damaged", {"blocks": ["anchor[16384:32768]"]}) in group.told
+
+
+def test_a_state_that_others_have_made_does_not_let_a_hung_training_thread_seem_to_move() -> None:
+    _, outer, _, sound = one_that_has_worked()
+    outer.step_s = 0.25
+    install(outer, 1, sound + 2, inner_step=7)
+    assert (outer.inner_step(), outer.standing()) == (8, (1, 0.25))
+    outer.take_over()
+    assert (outer.inner_step(), outer.standing()) == (8, (8, 0.25))

@@ -150,9 +150,9 @@ class _Mute:
     def leave(self, *, timeout_s: float) -> None:
         """Dead replicas do not say goodbye."""
 
-    def report(self, *, state: str, inner_step: int, step_s: float) -> None:
+    def report(self, state: str) -> None:
         if state != "leaving":
-            self._group.report(state=state, inner_step=inner_step, step_s=step_s)
+            self._group.report(state)
 
     def propose(self, contribution: Any, *, now: bool = False) -> None:
         self._group.propose(contribution, now=now)

@@ -18,7 +18,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ftopt.transport.snapshot import Meta, Snapshot, decode
+from ftopt.transport import state_server
+from ftopt.transport.snapshot import Arriving, Meta, Snapshot
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
 
@@ -38,6 +39,16 @@ def state(version: int = 1, numel: int = 1000) -> tuple[Meta, dict[str, Tensor]]
         "mask": torch.tensor([True, False, True]),
         "turned": torch.randn(4, 5, generator=generator).t(),
     }
+
+
+def arrived(body: bytes, *, pieces: int = 1) -> Arriving:
+    """A body that has come whole, in pieces, the last one first."""
+    begin = 8 + int.from_bytes(body[:8], "little")
+    arriving = Arriving(body[:begin], len(body))
+    step = max(1, -(-(len(body) - begin) // pieces))
+    for at in reversed(range(begin, len(body), step)):
+        arriving.write(at, body[at : at + step])
+    return arriving
 
 
 def same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
@@ -71,7 +82,10 @@ def test_a_snapshot_is_valid_safetensors_and_bit_equal_whatever_the_order() -> N
     assert turned.etag == snapshot.etag
     assert b"".join(turned.chunks(0, turned.size)) == body
     assert b"".join(snapshot.chunks(100, 3000)) == body[100:3000]
-    assert decode([body[:50], body[50:]])[0] == meta
+    for pieces in (1, 3, 17, len(body)):
+        arriving = arrived(body, pieces=pieces)
+        assert arriving.meta == meta
+        assert same(arriving.tensors, tensors)
     assert Snapshot(meta | {"version": "2"}, tensors).etag != snapshot.etag
 
 
@@ -79,7 +93,7 @@ def test_a_snapshot_of_contiguous_tensors_copies_nothing() -> None:
     tensor = torch.zeros(4)
     snapshot = Snapshot({}, {"a": tensor})
     tensor.fill_(1.0)
-    assert decode(list(snapshot.chunks(0, snapshot.size)))[1]["a"].tolist() == [1.0] * 4
+    assert arrived(b"".join(snapshot.chunks(0, snapshot.size))).tensors["a"].tolist() == [1.0] * 4
 
 
 async def _fetch_one(numel: int) -> None:
@@ -209,8 +223,29 @@ async def _moving() -> None:
             assert response.status == 412
 
 
-def test_a_version_being_served_outlives_a_commit() -> None:
+def test_a_version_being_served_outlives_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_server, "_HELD_S", 0.0)
     asyncio.run(_moving())
+
+
+async def _slow_rounds() -> None:
+    """Newcomers begin at four versions, one after the other, and go on with them in turns."""
+    now: list[tuple[Meta, dict[str, Tensor]]] = []
+    async with serving(lambda _: now[-1]) as (url, _), aiohttp.ClientSession(url) as session:
+        headers, begun = {"Authorization": f"Bearer {TOKEN}"}, []
+        for version in range(4):
+            now.append(state(version))
+            async with session.get("/state/0", headers=headers | {"Range": "bytes=0-99"}) as response:
+                begun.append(response.headers["ETag"])
+        for start in (100, 200):
+            for etag in begun:
+                more = {"Range": f"bytes={start}-{start + 99}", "If-Match": etag}
+                async with session.get("/state/0", headers=headers | more) as response:
+                    assert response.status == 206
+
+
+def test_all_versions_that_are_being_fetched_are_kept() -> None:
+    asyncio.run(_slow_rounds())
 
 
 async def _lost_version() -> None:
