@@ -27,7 +27,7 @@ class HttpState:
         self._host = host
         self._token = for_state(token)
         self._serves = tls.server()
-        self._trusts = tls.client()
+        self._trusts = tls.client() if tls.ca is not None else None  # the system's CAs: 40 ms, if ever they are needed
         self._server: StateServer | None = None
 
     async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:

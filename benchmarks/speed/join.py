@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from contextlib import ExitStack
@@ -20,11 +21,13 @@ EVERY = 25
 ABOUT = (
     "Two replicas train (an inner step is a wait of 20 ms, a round every 25 steps); a third one is started as a new "
     "process, joins, contributes once and is killed, again and again. *committed*: from the process' start to the "
-    "commit of its first contribution. In it: *imports* (python, torch, ftopt), *model* (made, on the newcomer), "
-    "*transfer* of the committed state (anchor and momentum, fp32). *others*: how much longer than without it the "
-    "others' inner steps take, from the newcomer's start to its first commit; rounds are left out."
+    "commit of its first contribution. In it: *imports* (python, torch, ftopt, aiohttp), *model* (made, on the "
+    "newcomer), *transfer* of the committed state (anchor and momentum, fp32) for the last time, *before*: in vain, "
+    "since a round was faster, and *the rest*: mostly the others' round, which comes every half a second. *others*: "
+    "how much longer than without it the others' inner steps take, from the newcomer's start to its first commit, "
+    "rounds left out; *their wait*: how much longer than the usual one their longest outer step takes meanwhile."
 )
-GOALS = {"committed - imports - transfer, s": 0.5, "transfer, MB/s (at least)": 500.0, "others, s": 0.0}
+GOALS = {"committed - imports - transfer, s": 0.5, "transfer, MB/s (at least)": 500.0, "others, %; their wait, s": 0.0}
 MILLION = 1_000_000
 
 
@@ -52,28 +55,33 @@ def _measure(parameters: int, repetitions: int) -> Row:
 
 def _join(others: Crew, told: dict[str, Any], parameters: int) -> dict[str, float]:
     """One newcomer: seconds, but for the transfer's MB/s."""
-    time.sleep(2 * EVERY * STEP_S)
-    quiet = _work_s(others)
+    others.all("steps")  # what was before does not count
+    time.sleep(5 * EVERY * STEP_S)
+    quiet, usual = _work_s(others)
     with crew("benchmarks.speed.joiner", [told | {"started_s": time.time()}]) as newcomer:
         (at,) = newcomer.all("first")
-        disturbed = _work_s(others)
-    transfer_s = at["fetched"] - at["fetch"]
+        disturbed, waits = _work_s(others)
+    transfer_s, before_s = at["fetched"] - at["fetch"], at["fetch"] - at["first fetch"]
     return {
         "committed, s": at["commit"],
         "imports, s": at["imported"],
         "model, s": at["made"] - at["imported"],
         "transfer, s": transfer_s,
         "MB/s": 2 * 4 * parameters / 1e6 / transfer_s,
-        "the rest, s": at["commit"] - at["made"] - transfer_s,
+        "before, s": before_s,
+        "the rest, s": at["commit"] - at["made"] - transfer_s - before_s,
         "others, %": 100 * (disturbed / quiet - 1),
+        "their wait, s": max(waits, default=0.0) - statistics.median(usual or [0.0]),
     }
 
 
-def _work_s(others: Crew) -> float:
-    """Mean seconds of an inner step without an outer one, of the slower of the two, since it was asked last."""
-    found = []
+def _work_s(others: Crew) -> tuple[float, list[float]]:
+    """Mean seconds of an inner step without an outer one, of the slower of the two, and the waits of all outer steps,
+    since it was asked last."""
+    found, waits = [], []
     for answer in others.all("steps"):
+        waits += answer["waits"]
         taken = sorted(stop - start for start, stop in answer["steps"])
         inner = taken[: len(taken) - len(taken) // EVERY - 1]  # without those that end in a round
         found.append(sum(inner) / len(inner))
-    return max(found)
+    return max(found), waits

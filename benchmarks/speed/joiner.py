@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import threading
 import time
 from typing import Any
+
+CONNECTS = ("ftopt.http_state", "ftopt.sync.client", "ftopt.sync.websocket", "ftopt.transport.gloo")
+"""What `ftopt.connect` imports when it is called, aiohttp with it."""
 
 
 def main() -> None:
@@ -23,14 +27,24 @@ def main() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # the first one imports the rest of torch
     names = (ftopt.connect, ftopt.wrap, ftopt.DiLoCo, ftopt.Sync)
     assert all(names)
+    for name in CONNECTS:
+        importlib.import_module(name)
     moments: dict[str, float] = {"imported": time.time()}
     boundaries: list[tuple[float, float]] = []
+    waits: list[float] = []
     committed = threading.Event()
 
     def on_event(event: Event) -> None:
-        moments.setdefault(event.event, time.time())
+        if event.event in ("fetch", "fetched"):  # the last one that the first contribution needs
+            moments.setdefault(f"first {event.event}", time.time())
+            if "propose" not in moments:
+                moments[event.event] = time.time()
+        else:
+            moments.setdefault(event.event, time.time())
         if event.event == "commit":
             committed.set()
+        elif event.event == "stall":
+            waits.append(event.data["stall_s"])
 
     model = of_size(told["parameters"])
     moments["made"] = time.time()
@@ -54,9 +68,9 @@ def main() -> None:
         if verb == "first":
             committed.wait()
             return {name: at_s - told["started_s"] for name, at_s in moments.items()}
-        found = list(boundaries)
-        del boundaries[: len(found)]
-        return {"steps": found}
+        found, waited = list(boundaries), list(waits)
+        del boundaries[: len(found)], waits[: len(waited)]
+        return {"steps": found, "waits": waited}
 
     obey(carry_out)
 

@@ -90,6 +90,43 @@ def test_a_round_is_held_open_for_a_fetch_that_takes_longer_than_the_grace_and_t
     assert [tell.data for tell in table.events("held_open")] == [{"for": ["c"]}]
 
 
+@pytest.mark.parametrize("proposes", [False, True])
+def test_who_comes_to_hold_a_version_while_the_next_one_is_reduced_is_waited_for_in_the_round_after(
+    proposes: bool,
+) -> None:
+    fetch_s = 10.0
+    table, a, b, c = overtaken(fetch_s)
+    a.propose(10)
+    b.propose(10)
+    table.tick(2 * fetch_s)  # it takes longer than it was waited for
+    c.end_fetch(a.record)
+    if proposes:
+        c.propose(1)
+    for seat in (a, b):
+        assert seat.reduce().quorum.size == 2
+    for seat in (a, b, c):
+        seat.take()
+    table.tick(1.0)
+    a.propose(15)
+    b.propose(15)
+    assert not a.got(m.Quorum)
+    assert a.got(m.TrainOn)
+    c.fetch(a)
+    c.propose(2)
+    assert a.got(m.Quorum)[0].size == 3
+
+
+def test_nobody_stands_still_for_a_fetch_that_takes_longer_than_it_should() -> None:
+    table, a, b, _ = overtaken(1.0)
+    table.tick(2.0)
+    a.propose(10)
+    b.propose(10)
+    assert not a.got(m.TrainOn)
+    table.wait(0.1)
+    assert a.got(m.TrainOn)
+    assert b.got(m.TrainOn)
+
+
 def test_a_round_that_is_held_open_is_not_so_for_ever() -> None:
     fetch_s = 10.0
     table, a, b, _ = overtaken(fetch_s)

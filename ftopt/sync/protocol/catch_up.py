@@ -31,7 +31,7 @@ class Arrival:
 class _Lack:
     """``told``: the version it was told of last. ``sourced``: with sources, so that it will answer.
 
-    ``since_s``: when the fetch under way began, None without one; ``took_s``: the last complete one, None before.
+    ``since_s``: when the fetch under way began, None without one.
     """
 
     heal: bool
@@ -40,7 +40,6 @@ class _Lack:
     failures: int = 0
     due_s: float = 0.0
     since_s: float | None = None
-    took_s: float | None = None
 
 
 class CatchUp:
@@ -50,6 +49,8 @@ class CatchUp:
         self.fragment = fragment
         self._roster = roster
         self._lacks: dict[str, _Lack] = {}
+        self._took_s: dict[str, float] = {}
+        """How long the last fetch took that was complete, on this connection."""
 
     def add(self, replica: str, *, heal: bool = False) -> None:
         """It lacks the current version. ``heal``: although it may hold one of that number."""
@@ -69,18 +70,20 @@ class CatchUp:
         """It has fetched a version; if another one is wanted by now it goes on with that."""
         lack = self._lacks.get(replica)
         if lack is not None and lack.since_s is not None:
-            lack.took_s, lack.since_s = now - lack.since_s, now if lack.sourced else None
+            self._took_s[replica] = now - lack.since_s
+            lack.since_s = now if lack.sourced else None
 
     def arrival(self, replica: str) -> Arrival | None:
         """When it will hold what it fetches; None: nobody knows."""
-        lack = self._lacks.get(replica)
-        if lack is None or lack.since_s is None or lack.took_s is None:
+        lack, took_s = self._lacks.get(replica), self._took_s.get(replica)
+        if lack is None or lack.since_s is None or took_s is None:
             return None
-        return Arrival(lack.since_s + lack.took_s, lack.since_s + 2 * lack.took_s)
+        return Arrival(lack.since_s + took_s, lack.since_s + 2 * took_s)
 
     def drop(self, replica: str) -> None:
         """It is away."""
         self._lacks.pop(replica, None)
+        self._took_s.pop(replica, None)
 
     def step(self, now: float, at: m.Position) -> list[Effect]:
         """Tells whoever is to be told now."""

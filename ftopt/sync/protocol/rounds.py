@@ -469,6 +469,7 @@ class Rounds:
         self.history[a.version] = d.chain
         self.history.pop(a.version - HISTORY, None)
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
+        self._overtake(a)
         holders = tuple(mark for mark in a.members if a.prepared[mark[0]] == digest)
         for mark in a.members:
             member = self.roster.members.get(mark[0])
@@ -496,6 +497,15 @@ class Rounds:
         message = m.Commit(self.fragment, a.version, a.attempt, digest, d.chain)
         tell = self._tell("decide", a, inner_step=d.inner_step, **data)
         return [d, tell, *self._send(holders, message), *granted]
+
+    def _overtake(self, a: Attempt) -> None:
+        """Who came to hold the version when the attempt had begun could not take part: the next quorum waits for it."""
+        f, before = self.fragment, a.version - 1
+        for x in self.roster.connected():
+            held = x.held.get(f)
+            came_late = f in x.newcomer and x.called_in.get(f) != a.version
+            if came_late and x.mark not in a.marks and held is not None and held.version == before:
+                x.catching_up.add(f)
 
     def _mark_done(self, a: Attempt) -> tuple[list[Effect], Ranges]:
         """DONE: what follows, and all units that are done by now."""

@@ -14,6 +14,9 @@ from ftopt.sync.protocol.settings import Sync
 PATIENCE_S = 0.5
 """Newcomers have at least so long from when they hold the version, and leavers to hand in with others that leave."""
 
+STILL_S = 0.1
+"""For a fetch alone nobody stands still for longer."""
+
 
 class Waiting:
     """The patience of one round of one fragment."""
@@ -32,6 +35,7 @@ class Waiting:
         self._asked: set[str] = set()
         self._witness: Member | None = None
         self._arrival_s = math.inf
+        self._alone_s: float | None = None
         self.awaited: tuple[str, ...] = ()
         """Who alone is missing, and will fetch for a while: the others need not stand still for them."""
 
@@ -45,7 +49,7 @@ class Waiting:
         self._opened_s = self._quorate_s = self._last_s = None
         self._hurried = False
         self._asked.clear()
-        self._witness, self._arrival_s, self.awaited = None, math.inf, ()
+        self._witness, self._arrival_s, self._alone_s, self.awaited = None, math.inf, None, ()
 
     def hurry(self) -> None:
         """A trigger means now: all are called in at once, and have their time as ever."""
@@ -111,9 +115,15 @@ class Waiting:
         takes."""
         latest = {r: self._late_s if x is None else max(self._late_s, x.latest_s) for r, x in arrivals.items()}
         self._arrival_s = max((x for x in latest.values() if now < x), default=-math.inf)
-        usual_s = max((x.usual_s for x in arrivals.values() if x is not None), default=-math.inf)
-        slow = now >= self._late_s or usual_s > now + PATIENCE_S
-        self.awaited = tuple(r for r in latest if now < latest[r]) if slow and self._witness is None else ()
+        alone = self._witness is None and now < self._arrival_s
+        self._alone_s = (now if self._alone_s is None else self._alone_s) if alone else None
+        known = [x for x in arrivals.values() if x is not None]
+        slow = now >= self._still_s() or any(x.usual_s > now + STILL_S for x in known)
+        self.awaited = tuple(r for r in latest if now < latest[r]) if alone and known and slow else ()
+
+    def _still_s(self) -> float:
+        """When nobody need stand still any more for a fetch."""
+        return math.inf if self._alone_s is None else self._alone_s + STILL_S
 
     def goes_on(self, now: float, proposed: Collection[str], holds: Callable[[Member], bool]) -> bool:
         """Whether `step` would find the round as it has left it but for a proposal more: it waits for one at least of
@@ -155,7 +165,7 @@ class Waiting:
         """When `step` is to be called, if nothing happens before."""
         due = [t for replica, t in self._deadline.items() if replica not in proposed]
         if self._opened_s is not None:
-            due += [self._late_s, self._arrival_s]
+            due += [self._late_s, self._arrival_s, self._still_s()]
         elif self._last_s is not None:
             due.append(self._last_s + PATIENCE_S)
         return min((t for t in due if t > now), default=math.inf)
