@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 Curve = Sequence[tuple[int, float]]
 
@@ -73,6 +75,54 @@ def bars(found: Mapping[str, tuple[float, float, float]], path: Path, *, what: s
     axes.invert_yaxis()
     axes.set(xlabel=what, xlim=(0, None))
     axes.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves in one pair of axes.
+
+    Args:
+        curves: label -> points. One whose label begins with ``_`` is dotted, in the colour of the one before it, and
+            has no line in the legend.
+        x: what the horizontal axis shows, with its unit.
+        y: likewise.
+        scale: of the horizontal axis.
+        least: where the vertical axis begins. Default: where the curves do.
+    """
+
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    x: str
+    y: str
+    scale: Literal["linear", "log"] = "linear"
+    least: float | None = None
+
+
+def lines(panels: Sequence[Panel], path: Path) -> None:
+    """Panels side by side; a PNG, written anew. The legend is in the first one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, row = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), dpi=110, squeeze=False)
+    for panel, axes in zip(panels, row[0], strict=True):
+        color = None
+        for label, points in panel.curves.items():
+            x, y = zip(*points, strict=True)
+            if label.startswith("_"):
+                axes.plot(x, y, ":", color=color, linewidth=1.2)
+            else:
+                marker = "o" if len(points) < 20 else ""
+                color = axes.plot(x, y, marker=marker, markersize=3, linewidth=1.4, label=label)[0].get_color()
+        axes.set(xlabel=panel.x, ylabel=panel.y, xscale=panel.scale, ylim=(panel.least, None))
+        if panel.scale == "log":
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.grid(alpha=0.3)
+    row[0][0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

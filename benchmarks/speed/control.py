@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import ftopt
-from benchmarks.speed.crew import coordinator, lighthouse
+from benchmarks.speed.crew import coordinator
 from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, Row, Spread
 from benchmarks.speed.orders import Crew, crew
 from benchmarks.speed.swarm import swarm
+from benchmarks.speed.theirs import NoPeerError, lighthouse
 
 ABOUT = (
     "A round from a replica's proposal to its commit, all proposing as soon as they have the last one: the real `ftopt "
@@ -93,7 +94,7 @@ def _torchft(stack: ExitStack, replicas: int) -> Crew | None:
     """Its replica groups with their lighthouse; None where torchft is not installed."""
     try:
         house = stack.enter_context(lighthouse(replicas))
-    except FileNotFoundError:
+    except NoPeerError:
         return None
     arguments: list[Any] = [[rank, replicas, house] for rank in range(replicas)]
     return stack.enter_context(crew("benchmarks.speed.torchft_quorum", arguments))

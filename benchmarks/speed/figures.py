@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 REPETITIONS = 9
 QUICK_REPETITIONS = 7
 
 Row = dict[str, Any]
-"""Column -> text, number or `Spread`. All rows of a benchmark have the same columns."""
+"""Column -> text, number, `Spread`, or a list that is kept and drawn, not shown. All rows have the same columns."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def in_turns(works: Mapping[str, Callable[[], float]], repetitions: int, *, warm: int = 2) -> dict[str, list[float]]:
+def in_turns(works: Mapping[K, Callable[[], float]], repetitions: int, *, warm: int = 2) -> dict[K, list[float]]:
     """What each work returns (seconds), after ``warm`` rounds that are thrown away; the order turns each round."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+    found: dict[K, list[float]] = {name: [] for name in works}
     names = list(works)
     for round in range(warm + repetitions):
         for name in names if round % 2 else reversed(names):
@@ -66,7 +68,7 @@ def number(value: float) -> str:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Markdown."""
-    columns = list(rows[0])
+    columns = [column for column, value in rows[0].items() if not isinstance(value, list)]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     return lines + ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
 

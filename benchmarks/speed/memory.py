@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 import ftopt
-from benchmarks.speed.crew import coordinator, lighthouse, together
+from benchmarks.speed.crew import coordinator, together
 from benchmarks.speed.figures import Row
 from benchmarks.speed.models import of_size
+from benchmarks.speed.theirs import NoPeerError, diloco, lighthouse, manager
 
 ABOUT = (
     "Peak resident memory of a process above what it has after its imports, divided by the bytes of its parameters: "
@@ -37,7 +38,7 @@ def run(quick: bool) -> list[Row]:
                 try:
                     server = lighthouse(2) if way.startswith("torchft") else coordinator(folder)
                     url = stack.enter_context(server)
-                except FileNotFoundError:
+                except NoPeerError:
                     continue
                 peaks = together(_peak, 2, parameters, inner, way, url)
             rows.append({"parameters": parameters, "inner": inner, "way": way, "peak": max(peaks)})
@@ -54,7 +55,7 @@ def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str)
     before = _status("VmRSS")
     model = of_size(parameters)
     with ExitStack() as stack:
-        optimizer = stack.enter_context(_optimizer(rank, size, model, inner, way, url))
+        optimizer = _optimizer(stack, rank, size, model, inner, way, url)
         for _ in range(3 * _STEPS):
             for p in model.parameters():
                 p.grad = torch.full_like(p, 1e-3)
@@ -64,23 +65,23 @@ def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str)
     return (peak - before) / (4 * parameters)
 
 
-def _optimizer(rank: int, size: int, model: torch.nn.Module, inner: str, way: str, url: str) -> Any:
-    from contextlib import nullcontext
-
-    from benchmarks.speed.outer import torchft_diloco
-
+def _optimizer(
+    stack: ExitStack, rank: int, size: int, model: torch.nn.Module, inner: str, way: str, url: str
+) -> torch.optim.Optimizer:
     made = _INNER[inner](model.parameters())
     if way == "bare":
-        return nullcontext(made)
+        return made
     if way.startswith("torchft"):
-        return torchft_diloco(rank, model, url, inner=made, size=size, sync_every=_STEPS)
+        stack.enter_context(diloco(stack.enter_context(manager(rank, url, size)), model, made, _STEPS))
+        return made
     fragments = int(way.split()[1])
     outer = ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)
     method: Any = ftopt.DiLoCo(sync_every=_STEPS)
     if fragments > 1:
         method = ftopt.StreamingDiLoCo(sync_every=_STEPS, delay=0, fragments=ftopt.Balanced(n=fragments), outer=outer)
     sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=60.0)
-    return ftopt.wrap(made, model, method, group=ftopt.connect(url, f"r{rank}", sync=sync))
+    group = ftopt.connect(url, f"r{rank}", sync=sync)
+    return stack.enter_context(ftopt.wrap(made, model, method, group=group))
 
 
 def _use_everything() -> None:
