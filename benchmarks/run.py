@@ -71,7 +71,8 @@ def _draw(module: ModuleType, rows: list[Row], path: Path) -> None:
     if hasattr(module, "draw"):
         module.draw(rows, path)
     else:
-        pictures.bars(drawn(rows, module.DRAWN), path, what=module.DRAWN)
+        scale = getattr(module, "SCALE", "linear")
+        pictures.bars(drawn(rows, module.DRAWN), path, what=module.DRAWN, scale=scale)
 
 
 @contextmanager

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import ftopt
 from benchmarks import pictures
-from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
+from benchmarks.speed.figures import FEWER_REPETITIONS, QUICK_REPETITIONS, Row, Spread
 from benchmarks.speed.linked import DELAY, EVERY, FRAGMENTS, WAYS
 from benchmarks.speed.links import linked
 from benchmarks.speed.orders import Crew
 from ftopt.codecs import codec_named
 
 STEP_S = 0.03
-RATES = (3, 10, 30, 100, 300, 1000)
+RATES = (3, 10, 30, 100, 300, 1000, 3000)
 ABOUT = (
     "Two replicas in network namespaces, each behind a link of the given rate (`tc tbf`), 1M parameters; an inner step "
     f"is a wait of {1000 * STEP_S:g} ms; a round every {EVERY} steps, {FRAGMENTS} fragments, a delay of {DELAY} steps. "
@@ -36,8 +36,8 @@ _WORTH = 0.2
 def run(quick: bool) -> list[Row]:
     """A row a method and rate."""
     if quick:
-        return _measure((30, 300), 250_000, 0.01, 3)
-    return _measure(RATES, 1_000_000, STEP_S, QUICK_REPETITIONS)
+        return _measure((30, 300), 250_000, 0.01, QUICK_REPETITIONS)
+    return _measure(RATES, 1_000_000, STEP_S, FEWER_REPETITIONS)
 
 
 def _measure(rates: tuple[int, ...], parameters: int, step_s: float, periods: int) -> list[Row]:

@@ -16,10 +16,14 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+from tests.forkserver import CONTEXT
+
 _LIMIT_S = 600.0
 
 
-def together(work: Callable[..., Any], size: int, *arguments: Any, namespaces: list[str] | None = None) -> list[Any]:
+def together(
+    work: Callable[..., Any], size: int, *arguments: Any, namespaces: list[str] | None = None, fresh: bool = False
+) -> list[Any]:
     """``work(rank, size, *arguments)`` in ``size`` new processes; what they return, by rank.
 
     Args:
@@ -27,11 +31,12 @@ def together(work: Callable[..., Any], size: int, *arguments: Any, namespaces: l
         size: processes, of one torch thread each.
         arguments: for all alike.
         namespaces: the network namespace of each. Default: this one.
+        fresh: they have imported nothing before. Default: they begin with torch and ftopt in memory.
 
     Raises:
         RuntimeError: one has failed.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("spawn") if fresh else CONTEXT
     found: Queue[tuple[int, Any, str]] = context.Queue()
     os.environ["OMP_NUM_THREADS"] = "1"
     spaces = namespaces or [""] * size

@@ -10,7 +10,10 @@ from typing import Any, Self, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 REPETITIONS = 9
-QUICK_REPETITIONS = 7
+FEWER_REPETITIONS = 7
+"""Of what takes seconds each."""
+QUICK_REPETITIONS = 3
+"""With ``--quick``: enough to see that it works."""
 
 Row = dict[str, Any]
 """Column -> text, number, `Spread`, or a list that is kept and drawn, not shown. All rows have the same columns."""
@@ -79,10 +82,16 @@ def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def drawn(rows: Sequence[Row], column: str) -> dict[str, tuple[float, float, float]]:
-    """Median and quartiles of a column, by the texts and whole numbers of its row."""
+    """Median and quartiles of a column, by the texts of its row, with its whole numbers where texts are alike."""
+
+    def texts(row: Row) -> list[str]:
+        return [v for key, v in row.items() if key != column and isinstance(v, str)]
+
+    alike = len({tuple(texts(row)) for row in rows}) < len(rows)
     found = {}
     for row in rows:
-        label = ", ".join(str(v) for key, v in row.items() if key != column and isinstance(v, str | int))
+        whole = [f"{v:,} {key}" for key, v in row.items() if alike and key != column and isinstance(v, int)]
+        label = ", ".join([*texts(row), *whole])
         value = row[column]
         if isinstance(value, Spread):
             found[label] = (value.median, value.low, value.high)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import ftopt
-from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
+from benchmarks.speed.figures import FEWER_REPETITIONS, Row, Spread
 from benchmarks.speed.stall import together
 from benchmarks.speed.theirjob import TheirJob, their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
@@ -39,7 +39,7 @@ ABOUT = (
     "the same without faults. *in the model*: of all inner steps, those of the dead too."
 )
 GOALS = {"100 - kept": 0.0, "100 - rate": 3.0}
-DRAWN = "kept, %"
+DRAWN = "rate, %"
 
 Lives = Mapping[str, Sequence[tuple[float, float]]]
 """Replica -> from when to when it was there, in the job's seconds."""
@@ -91,7 +91,7 @@ class Job(Protocol):
 def run(quick: bool) -> list[Row]:
     """A row a way."""
     chance = random.Random(7)
-    pace, repetitions = (QUICK, 2) if quick else (Pace(), QUICK_REPETITIONS)
+    pace, repetitions = (QUICK, 2) if quick else (Pace(), FEWER_REPETITIONS)
     windows: list[tuple[Window, Window]] = []
     with ExitStack() as stack:
         jobs = _started(stack, pace.step_s)

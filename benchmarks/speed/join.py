@@ -12,7 +12,7 @@ from typing import Any
 
 import ftopt
 from benchmarks.speed.crew import coordinator
-from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
+from benchmarks.speed.figures import FEWER_REPETITIONS, Row, Spread
 from benchmarks.speed.orders import Crew, crew
 
 SYNC = ftopt.Sync(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=0.5, forget_s=30.0)
@@ -37,8 +37,8 @@ DRAWN = "committed, s"
 def run(quick: bool) -> list[Row]:
     """A row a size."""
     if quick:
-        return [_measure(10 * MILLION, 3)]
-    return [_measure(millions * MILLION, QUICK_REPETITIONS) for millions in (10, 50)]
+        return [_measure(10 * MILLION, 2)]
+    return [_measure(millions * MILLION, FEWER_REPETITIONS) for millions in (10, 50)]
 
 
 def _measure(parameters: int, repetitions: int) -> Row:

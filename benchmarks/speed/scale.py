@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.speed.figures import Row, Spread, ratio
+from benchmarks.speed.figures import FEWER_REPETITIONS, QUICK_REPETITIONS, Row, Spread, ratio
 from benchmarks.speed.rounds import timed
 
 ABOUT = (
@@ -32,7 +32,9 @@ def run(quick: bool) -> list[Row]:
 
 
 def _measure(over: str, replicas: int, millions: int, cuts: tuple[int, ...], *, quick: bool) -> list[Row]:
-    found = timed(replicas, millions * MILLION, 3 if quick else 7, [("fp32", cut) for cut in cuts])
+    found = timed(
+        replicas, millions * MILLION, QUICK_REPETITIONS if quick else FEWER_REPETITIONS, [("fp32", cut) for cut in cuts]
+    )
     first = found["fp32", cuts[0]]
     rows: list[Row] = []
     for cut in cuts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import ftopt
-from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
+from benchmarks.speed.figures import FEWER_REPETITIONS, Row, Spread
 from benchmarks.speed.theirjob import TheirJob, their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
 from ftopt.faults.spec import Fault
@@ -47,7 +47,7 @@ GOALS = {
     "hang, delay, s": 0.02,
     "lost": 0.0,
 }
-DRAWN = "longest, s"
+DRAWN, SCALE = "longest, s", "log"
 
 
 class Case(NamedTuple):
@@ -201,7 +201,7 @@ def run(quick: bool) -> list[Row]:
             if not quick:  # they do nothing but wait
                 pool = stack.enter_context(ThreadPoolExecutor(len(AT_DEFAULTS)))
                 once = {name: pool.submit(_at_defaults, name) for name in AT_DEFAULTS}
-        rows = _in_turns(jobs, cases, 2 if quick else QUICK_REPETITIONS)
+        rows = _in_turns(jobs, cases, 2 if quick else FEWER_REPETITIONS)
         rows += [each.result() for each in once.values()]
     return sorted(rows, key=lambda row: list(CASES).index(row["fault"]))
 
