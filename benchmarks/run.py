@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(name: str, *, quick: bool) -> int:
     module = importlib.import_module(f"benchmarks.speed.{_MODULES.get(name, name)}")
     about, began = facts(), time.monotonic()
-    say(f"\n{name}: {module.ABOUT}\nTo be reached: {', '.join(f'{k} <= {v:g}' for k, v in module.GOALS.items())}\n")
+    say(f"\n{name}: {module.ABOUT}\nTo be reached: {module.GOALS}.\n")
     path = place(name, quick=quick)
     try:
         with _aside(path.with_suffix(".log")):

@@ -64,7 +64,9 @@ def in_turns(works: Mapping[K, Callable[[], float]], repetitions: int, *, warm: 
 
 def number(value: float) -> str:
     """Three digits or so."""
-    if value == 0 or 0.001 <= abs(value) < 10:
+    if abs(value) < 0.001:
+        return f"{value:.3f}" if value else "0"
+    if abs(value) < 10:
         return f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
     return f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
 

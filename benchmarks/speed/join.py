@@ -27,7 +27,7 @@ ABOUT = (
     "how much longer than without it the others' inner steps take, from the newcomer's start to its first commit, "
     "rounds left out; *their wait*: how much longer than the usual one their longest outer step takes meanwhile."
 )
-GOALS = {"committed - imports - transfer, s": 0.5, "transfer, MB/s (at least)": 500.0, "others, %; their wait, s": 0.0}
+GOALS = "committed <= imports + transfer + 0.5 s; transfer >= 500 MB/s; others, their wait: 0"
 MILLION = 1_000_000
 
 

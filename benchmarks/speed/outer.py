@@ -27,7 +27,7 @@ ABOUT = (
     "from the training thread, the round itself being hidden behind them. Peers: torchft's DiLoCo, and torch's own "
     "PeriodicModelAverager, which only averages."
 )
-GOALS = {"DiLoCo, 1M": 3.5, "DiLoCo, 10M and 50M": 2.2, "DiLoCo, bf16": 1.6, "delay": 0.3}
+GOALS = "to bare Gloo: DiLoCo, 1M <= 3.5, 10M and 50M <= 2.2; bf16 <= 1.6; delay <= 0.3"
 DRAWN = "to bare Gloo"
 SIZE = 3
 MILLION = 1_000_000

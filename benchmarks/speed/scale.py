@@ -13,7 +13,7 @@ ABOUT = (
     "all: these are measured in turns, *to the first* is to one fragment. More replicas than cores share them. Sizes "
     "that the memory does not hold are left out."
 )
-GOALS = {"64 fragments / 1": 1.5, "ns a parameter, 200M / 10M": 1.2}
+GOALS = "ns a parameter alike from 10M on; 64 fragments to the first <= 1.5"
 DRAWN = "ns a parameter"
 MILLION = 1_000_000
 _COPIES = 10

@@ -39,14 +39,10 @@ ABOUT = (
     "training threads of the other two: *usual*, and in the rounds after the fault the longest and the second longest "
     "(it is to be paid for once); the worse of the two. *lost*: inner steps of one of the others, for each fault."
 )
-GOALS = {
-    "kill, blocking, s": 0.3,
-    "kill, delay, s": 0.02,
-    "hang, blocking, s (grace_s, two steps or half a second, a reduction)": SYNC.grace_s + 0.5 + 0.05,
-    "stop in the reduction, blocking, s (dead_after_s, a reduction)": SYNC.dead_after_s + 0.05,
-    "hang, delay, s": 0.02,
-    "lost": 0.0,
-}
+GOALS = (
+    "kill: blocking <= 0.3 s; hang or stop: blocking <= grace_s + half a second (or two steps) + a reduction = "
+    f"{SYNC.grace_s + 0.55:g} s; with delay <= 0.02 s; lost 0"
+)
 DRAWN, SCALE = "longest, s", "log"
 
 
@@ -68,7 +64,7 @@ AT_DEFAULTS = ("killed in the reduction", "hangs in the inner phase", "stops in 
 _HANGS_S = 2.0
 _VICTIM = "r1"
 _OTHERS = ("r0", "r2")
-_USUAL = 12
+_USUAL = 6
 """Rounds without a fault, to begin with."""
 
 
