@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 Curve = Sequence[tuple[int, float]]
+Scale = Literal["linear", "log"]
 
 
 def methods(
@@ -53,27 +56,86 @@ def methods(
     pyplot.close(figure)
 
 
-def bars(found: Mapping[str, tuple[float, float, float]], path: Path, *, what: str) -> None:
+def bars(found: Mapping[str, tuple[float, float, float]], path: Path, *, what: str, scale: Scale = "linear") -> None:
     """A bar a line, with the quartiles.
 
     Args:
         found: label -> (median, first quartile, third quartile).
         path: a PNG; written anew.
         what: the figure's name and unit.
+        scale: of the horizontal axis.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(9, 0.8 + 0.32 * len(found)), dpi=110)
     medians = [median for median, _, _ in found.values()]
     reach = [[m - low for m, low, _ in found.values()], [high - m for m, _, high in found.values()]]
     axes.barh(list(found), medians, xerr=reach, color="tab:blue", alpha=0.8, error_kw={"linewidth": 1})
     axes.invert_yaxis()
-    axes.set(xlabel=what, xlim=(0, None))
+    axes.set(xlabel=what, xscale=scale)
+    if scale == "linear":
+        axes.set_xlim(0, None)
+    else:
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plainly))
+    for bar, median in zip(axes.patches, medians, strict=True):
+        axes.annotate(f" {median:.3g}", (median, bar.get_y() + bar.get_height()), va="bottom", fontsize=7, color="gray")
     axes.grid(alpha=0.3, axis="x")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Curves in one pair of axes.
+
+    Args:
+        curves: label -> points. One whose label begins with ``_`` is dotted, in the colour of the one before it, and
+            has no line in the legend.
+        x: what the horizontal axis shows, with its unit.
+        y: likewise.
+        scale: of the horizontal axis.
+        least: where the vertical axis begins. Default: where the curves do.
+    """
+
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+    x: str
+    y: str
+    scale: Scale = "linear"
+    least: float | None = None
+
+
+def lines(panels: Sequence[Panel], path: Path) -> None:
+    """Panels side by side; a PNG, written anew. The legend is in the first one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, row = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), dpi=110, squeeze=False)
+    for panel, axes in zip(panels, row[0], strict=True):
+        color = None
+        for label, points in panel.curves.items():
+            x, y = zip(*points, strict=True)
+            if label.startswith("_"):
+                axes.plot(x, y, ":", color=color, linewidth=1.2)
+            else:
+                marker = "o" if len(points) < 20 else ""
+                color = axes.plot(x, y, marker=marker, markersize=3, linewidth=1.4, label=label)[0].get_color()
+        axes.set(xlabel=panel.x, ylabel=panel.y, xscale=panel.scale, ylim=(panel.least, None))
+        if panel.scale == "log":
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plainly))
+        axes.grid(alpha=0.3)
+    row[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _plainly(value: float, _: object) -> str:
+    return f"{value:g}"

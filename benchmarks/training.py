@@ -11,11 +11,10 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,11 @@ from ftopt.data.seeds import seed_of
 from ftopt.events import Event
 from ftopt.job.harm import spoil
 from ftopt.job.schedule import factor
-from ftopt.job.task import task_of
+from ftopt.job.task import Task, task_of
 from ftopt.methods import Method
 
 RESULTS = Path(__file__).parent / "results"
-_PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
+PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
 """Nobody is called in: what comes out depends on the steps alone, not on how busy the machine is."""
 
 
@@ -119,12 +118,7 @@ def train(case: Case) -> Outcome:
     """Trains a case in this process."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    recipe = load(case.recipe)
-    recipe = replace(recipe, train=replace(recipe.train, seed=case.seed, inner_steps=case.steps))
-    tasks = []
-    for _ in range(case.replicas):
-        torch.manual_seed(case.seed)
-        tasks.append(task_of(recipe))
+    tasks = [task_for(case) for _ in range(case.replicas)]
     sent, discarded = [0] * case.replicas, [0]
     places = {f"r{m}": m for m in range(case.replicas)}
     chances = [torch.Generator().manual_seed(seed_of(f"spoilt {case.seed}", m)) for m in range(case.replicas)]
@@ -147,30 +141,18 @@ def train(case: Case) -> Outcome:
                     tensors = [p.data if one.params else p.grad for p in parameters]
                     spoil([t for t in tensors if t is not None], one.how, one.size, chances[m])
 
-    groups = ftopt.local_groups(case.replicas, sync=replace(_PATIENT, codec=case.codec), on_event=on_event)
+    groups = ftopt.local_groups(case.replicas, sync=replace(PATIENT, codec=case.codec), on_event=on_event)
     curve: list[tuple[int, float]] = []
     scores: list[tuple[float, float | None]] = []
     own, finals = dict[int, float](), dict[int, Tensor]()
 
     def replica(m: int) -> None:
         task, group = tasks[m], groups[m]
-        optimizer = ftopt.wrap(_inner(case, task.model), task.model, case.method, group=group)
-        batches = task.batches(seed_of(case.seed, f"r{m}", 1))
-        clip = recipe.train.clip_norm if case.method.gradients is None else None
-        with optimizer:
-            for step in range(case.steps):
-                for parameters in optimizer.param_groups:
-                    parameters["lr"] = case.lr * factor(_schedule(recipe), step, case.steps)
-                loss = task.loss(*batches.batch())
-                loss.backward()
-                optimizer.count(loss=loss.detach())
-                if clip is not None:
-                    nn.utils.clip_grad_norm_(task.model.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
-                if m == 0 and (step + 1) % case.eval_every == 0:
+        with wrapped(case, task, group) as optimizer:
+            for step in inner_steps(case, task, optimizer, group.replica):
+                if m == 0 and step % case.eval_every == 0:
                     with optimizer.outer_parameters():
-                        curve.append((step + 1, task.score(thorough=False).loss))
+                        curve.append((step, task.score(thorough=False).loss))
             if task.classifies:
                 own[m] = task.score(thorough=True).accuracy or 0.0
                 finals[m] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
@@ -192,15 +174,41 @@ def train(case: Case) -> Outcome:
     return Outcome(curve, loss, accuracy, sum(sent) / case.replicas, seconds, discarded[0], list(own.values()), mean)
 
 
-def _schedule(recipe: Any) -> Any:
-    inner = recipe.inner[0] if isinstance(recipe.inner, list) else recipe.inner
-    return inner.schedule
+def task_for(case: Case) -> Task:
+    """Model and data of a replica, alike in all."""
+    recipe = load(case.recipe)
+    torch.manual_seed(case.seed)
+    return task_of(replace(recipe, train=replace(recipe.train, seed=case.seed, inner_steps=case.steps)))
 
 
-def _inner(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+def wrapped(case: Case, task: Task, group: ftopt.ReplicaGroup) -> ftopt.OuterOptimizer:
+    """The case's method around its inner optimizer."""
+    parameters = task.model.parameters()
+    inner: torch.optim.Optimizer
     if case.inner == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=case.lr, momentum=case.momentum)
-    return torch.optim.AdamW(model.parameters(), lr=case.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        inner = torch.optim.SGD(parameters, lr=case.lr, momentum=case.momentum)
+    else:
+        inner = torch.optim.AdamW(parameters, lr=case.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    return ftopt.wrap(inner, task.model, case.method, group=group)
+
+
+def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica: str) -> Iterator[int]:
+    """Takes the case's inner steps; gives the number of those taken after each."""
+    recipe = load(case.recipe)
+    inner = recipe.inner[0] if isinstance(recipe.inner, list) else recipe.inner
+    batches = task.batches(seed_of(case.seed, replica, 1))
+    clip = recipe.train.clip_norm if case.method.gradients is None else None
+    for step in range(case.steps):
+        for parameters in optimizer.param_groups:
+            parameters["lr"] = case.lr * factor(inner.schedule, step, case.steps)
+        loss = task.loss(*batches.batch())
+        loss.backward()
+        optimizer.count(loss=loss.detach())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(task.model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step + 1
 
 
 class Book:

@@ -1,4 +1,4 @@
-"""A few processes that do the same work together, a coordinator for them, and a lighthouse for torchft's."""
+"""A few processes that do the same work together, and a coordinator for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import queue
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,10 +16,14 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
+from tests.forkserver import CONTEXT
+
 _LIMIT_S = 600.0
 
 
-def together(work: Callable[..., Any], size: int, *arguments: Any, namespaces: list[str] | None = None) -> list[Any]:
+def together(
+    work: Callable[..., Any], size: int, *arguments: Any, namespaces: list[str] | None = None, fresh: bool = False
+) -> list[Any]:
     """``work(rank, size, *arguments)`` in ``size`` new processes; what they return, by rank.
 
     Args:
@@ -28,11 +31,12 @@ def together(work: Callable[..., Any], size: int, *arguments: Any, namespaces: l
         size: processes, of one torch thread each.
         arguments: for all alike.
         namespaces: the network namespace of each. Default: this one.
+        fresh: they have imported nothing before. Default: they begin with torch and ftopt in memory.
 
     Raises:
         RuntimeError: one has failed.
     """
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context("spawn") if fresh else CONTEXT
     found: Queue[tuple[int, Any, str]] = context.Queue()
     os.environ["OMP_NUM_THREADS"] = "1"
     spaces = namespaces or [""] * size
@@ -74,7 +78,6 @@ def _member(
     work: Callable[..., Any], rank: int, size: int, arguments: tuple[Any, ...], namespace: str, found: Any
 ) -> None:
     try:
-        os.environ["RUST_LOG"] = "error"  # torchft tells of every message otherwise
         if namespace:
             enter(namespace)
         import torch
@@ -98,23 +101,13 @@ def enter(namespace: str) -> None:
 def coordinator(folder: Path, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> Iterator[str]:
     """``ftopt coordinator`` with a journal; its address."""
     command = [*prefix, sys.executable, "-m", "ftopt", "coordinator", "--bind", f"{host}:0"]
-    with _served([*command, "--journal", str(folder / "journal.sqlite")], r"https?://[\w.]+:\d+") as url:
+    with served([*command, "--journal", str(folder / "journal.sqlite")], r"https?://[\w.]+:\d+") as url:
         yield url
 
 
 @contextmanager
-def lighthouse(size: int) -> Iterator[str]:
-    """torchft's, from its own command; its address."""
-    command = shutil.which("torchft_lighthouse", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    if command is None:
-        raise FileNotFoundError("torchft_lighthouse; pip install -e '.[bench]' -c constraints.txt")
-    arguments = ["--bind", "127.0.0.1:0", "--min_replicas", str(size), "--join_timeout_ms", "2000"]
-    with _served([command, *arguments], r"http://\S+:\d+") as url:
-        yield re.sub(r"//[^:/]+:", "//127.0.0.1:", url)
-
-
-@contextmanager
-def _served(command: list[str], address: str) -> Iterator[str]:
+def served(command: list[str], address: str) -> Iterator[str]:
+    """A server that tells its address in its first lines."""
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert server.stdout is not None
     try:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 REPETITIONS = 9
-QUICK_REPETITIONS = 7
+FEWER_REPETITIONS = 7
+"""Of what takes seconds each."""
+QUICK_REPETITIONS = 3
+"""With ``--quick``: enough to see that it works."""
 
 Row = dict[str, Any]
-"""Column -> text, number or `Spread`. All rows of a benchmark have the same columns."""
+"""Column -> text, number, `Spread`, or a list that is kept and drawn, not shown. All rows have the same columns."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +50,9 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
-def in_turns(works: Mapping[str, Callable[[], float]], repetitions: int, *, warm: int = 2) -> dict[str, list[float]]:
+def in_turns(works: Mapping[K, Callable[[], float]], repetitions: int, *, warm: int = 2) -> dict[K, list[float]]:
     """What each work returns (seconds), after ``warm`` rounds that are thrown away; the order turns each round."""
-    found: dict[str, list[float]] = {name: [] for name in works}
+    found: dict[K, list[float]] = {name: [] for name in works}
     names = list(works)
     for round in range(warm + repetitions):
         for name in names if round % 2 else reversed(names):
@@ -59,14 +64,16 @@ def in_turns(works: Mapping[str, Callable[[], float]], repetitions: int, *, warm
 
 def number(value: float) -> str:
     """Three digits or so."""
-    if value == 0 or 0.001 <= abs(value) < 10:
+    if abs(value) < 0.001:
+        return f"{value:.3f}" if value else "0"
+    if abs(value) < 10:
         return f"{value:.3g}" if abs(value) < 1 else f"{value:.2f}"
     return f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Markdown."""
-    columns = list(rows[0])
+    columns = [column for column, value in rows[0].items() if not isinstance(value, list)]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     return lines + ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
 
@@ -77,10 +84,16 @@ def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def drawn(rows: Sequence[Row], column: str) -> dict[str, tuple[float, float, float]]:
-    """Median and quartiles of a column, by the texts and whole numbers of its row."""
+    """Median and quartiles of a column, by the texts of its row, with its whole numbers where texts are alike."""
+
+    def texts(row: Row) -> list[str]:
+        return [v for key, v in row.items() if key != column and isinstance(v, str)]
+
+    alike = len({tuple(texts(row)) for row in rows}) < len(rows)
     found = {}
     for row in rows:
-        label = ", ".join(str(v) for key, v in row.items() if key != column and isinstance(v, str | int))
+        whole = [f"{v:,} {key}" for key, v in row.items() if alike and key != column and isinstance(v, int)]
+        label = ", ".join([*texts(row), *whole])
         value = row[column]
         if isinstance(value, Spread):
             found[label] = (value.median, value.low, value.high)

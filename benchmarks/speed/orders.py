@@ -55,7 +55,7 @@ def obey(carry_out: Callable[..., Any]) -> None:
 
 
 def answer(found: Any) -> None:
-    """In such a process: the answer to one order."""
+    """In such a process: the answer to one order, a list or an object."""
     say(json.dumps(found))
 
 

@@ -15,12 +15,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 
 
-def keep(name: str, rows: Sequence[Row], facts: dict[str, Any], *, quick: bool) -> Path:
-    """Writes a benchmark's JSON; a quick one beside the whole one."""
+def place(name: str, *, quick: bool) -> Path:
+    """Where a benchmark's JSON belongs, in a folder that is there; a quick one's beside the whole one's."""
     path = RESULTS / ("quick" if quick else "speed") / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"name": name, "quick": quick, **facts, "rows": plain(rows)}, indent=1) + "\n")
     return path
+
+
+def keep(name: str, rows: Sequence[Row], facts: dict[str, Any], *, quick: bool) -> None:
+    """Writes a benchmark's JSON."""
+    text = json.dumps({"name": name, "quick": quick, **facts, "rows": plain(rows)}, indent=1)
+    place(name, quick=quick).write_text(text + "\n")
 
 
 def write_page(name: str, rows: Sequence[Row], facts: dict[str, Any]) -> None:

@@ -35,7 +35,9 @@ def test_rows_become_a_table_json_and_a_picture() -> None:
         "| ours | 2 |  |",
     ]
     assert plain(rows)[0]["ms"] == {"median": 12.34, "low": 11.0, "high": 13.0, "repetitions": 9}
-    assert drawn(rows, "ms") == {"bare, 1000": (12.34, 11.0, 13.0)}
+    assert drawn(rows, "ms") == {"bare": (12.34, 11.0, 13.0)}
+    rows = [{"way": "bare", "n": n, "ms": float(n)} for n in (1, 2000)]
+    assert drawn(rows, "ms") == {"bare, 1 n": (1.0, 1.0, 1.0), "bare, 2,000 n": (2000.0, 2000.0, 2000.0)}
 
 
 def test_the_page_keeps_its_text_and_has_a_place_for_every_name(

@@ -7,10 +7,12 @@ meant for one host nowhere. All of it is silent, as a cut cable is: nobody is to
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +105,7 @@ def hosts(names: Sequence[str]) -> Iterator[Hosts]:
     """Hosts that are gone when the block ends. Skips where the machine has no namespaces for us."""
     if shutil.which("ip") is None or shutil.which("tc") is None:
         pytest.skip("ip and tc are missing; install iproute2")
+    _remove_orphans()
     made = Hosts(names)
     try:
         try:
@@ -114,5 +117,14 @@ def hosts(names: Sequence[str]) -> Iterator[Hosts]:
         made.remove()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+def _remove_orphans() -> None:
+    """Namespaces of processes that were killed before they could remove them."""
+    with suppress(subprocess.CalledProcessError):
+        for pid in set(re.findall(r"^ftopt-(\d+)-", _run("ip", "netns", "list"), re.MULTILINE)):
+            if not Path(f"/proc/{pid}").exists():
+                for name in re.findall(rf"^(ftopt-{pid}-\S+)", _run("ip", "netns", "list"), re.MULTILINE):
+                    _run("ip", "netns", "del", name)
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout

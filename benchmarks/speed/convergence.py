@@ -1,0 +1,117 @@
+"""What is learnt from as many tokens, and in as much time: held-out loss by method, on links of a given rate."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ftopt
+from benchmarks import pictures
+from benchmarks.speed.figures import Row
+from benchmarks.speed.links import linked
+from benchmarks.training import Case
+
+EVERY, STEPS, MBIT = 50, 600, 50
+PARTS, POINTS = 6, 24
+"""Turns that each way takes, and how often it is evaluated."""
+_REPLICAS = 4
+_TOKENS = 16 * 64 * _REPLICAS
+"""Of an inner step of all replicas: batch, context."""
+_OUTER = ftopt.SGD(lr=1.0, momentum=0.25, nesterov=True)
+
+
+def ways(every: int, steps: int, points: int) -> dict[str, Case]:
+    """Each family at its best point of the grid in ``docs/methods.md``, evaluated ``points`` times."""
+    case = Case(
+        recipe="diloco_bytes",
+        method=ftopt.SyncSGD(max_norm=1.0),
+        lr=8e-3,
+        replicas=_REPLICAS,
+        steps=steps,
+        eval_every=steps // points,
+    )
+    streaming = ftopt.StreamingDiLoCo(
+        sync_every=every, delay=0, fragments=ftopt.Strided(n=3), outer=_OUTER, patience_s=600.0
+    )
+    overlapped = replace(streaming, delay=5)
+    return {
+        "SyncSGD": case,
+        "LocalSGD": replace(case, method=ftopt.LocalSGD(sync_every=every)),
+        "DiLoCo": replace(case, method=ftopt.DiLoCo(sync_every=every, outer=_OUTER)),
+        "Streaming": replace(case, method=streaming),
+        "+ delay": replace(case, method=overlapped),
+        "+ fp4": replace(case, method=overlapped, codec="fp4"),
+    }
+
+
+ABOUT = (
+    f"The byte GPT of `diloco_bytes` (131,000 parameters) on Python's own library source, {_REPLICAS} replicas of "
+    f"batch 16, {STEPS} inner steps of each, AdamW, the rates of docs/methods.md, one seed; in turns, {STEPS // PARTS} "
+    f"steps at a time. Each replica is a process in a network namespace behind a link of {MBIT} Mbit/s (`tc tbf`): "
+    f"seconds are measured on it, not computed. SyncSGD sends after every step, the others every {EVERY} steps; "
+    "Streaming in 3 fragments, its delay is 5 steps. Loss: of the committed parameters, in nats a byte, after equal "
+    "tokens. *when the first is done*: the loss that each has by then."
+)
+GOALS = "to SyncSGD, as in docs/methods.md: LocalSGD <= 1.17, DiLoCo and the ways of Streaming <= 1.175"
+
+
+def run(quick: bool) -> list[Row]:
+    """A row a way."""
+    every, steps, points, parts, mbit = (8, 24, 3, 1, 200) if quick else (EVERY, STEPS, POINTS, PARTS, MBIT)
+    names = list(ways(every, steps, points))
+    seconds = dict.fromkeys(names, 0.0)
+    with linked("benchmarks.speed.learner", _REPLICAS, {"ways": (every, steps, points)}) as links:
+        links.rate(mbit)
+        for _ in range(parts):
+            for number, way in enumerate(names):
+                answers = links.crew.all(f"train {number} {steps // parts}")
+                seconds[way] = max(each["seconds"] for each in answers)
+        ends = [links.crew.all(f"end {number}")[0] for number in range(len(names))]
+    return rows({way: end | {"seconds": seconds[way]} for way, end in zip(names, ends, strict=True)}, mbit)
+
+
+def rows(found: dict[str, dict[str, Any]], mbit: int) -> list[Row]:
+    """Of each way's ``curve`` (inner steps, seconds, loss), ``sent`` (bytes) and ``seconds``."""
+    sync = found["SyncSGD"]
+    first_s = min(each["seconds"] for each in found.values())
+    return [
+        {
+            "way": way,
+            "Mbit/s": mbit,
+            "loss": each["curve"][-1][2],
+            "to SyncSGD": each["curve"][-1][2] / sync["curve"][-1][2],
+            "seconds": each["seconds"],
+            "SyncSGD's / these": sync["seconds"] / each["seconds"],
+            "loss when the first is done": loss_at(each["curve"], first_s),
+            "sent a replica, MB": each["sent"] / 1e6,
+            "curve": each["curve"],
+        }
+        for way, each in found.items()
+    ]
+
+
+def loss_at(curve: list[tuple[int, float, float]], at_s: float) -> float:
+    """On the line between the points around it; before the first one its loss, after the last one that one's."""
+    times = [point[1] for point in curve]
+    after = bisect.bisect_left(times, at_s)
+    if after in (0, len(curve)):
+        return curve[min(after, len(curve) - 1)][2]
+    (_, begin_s, high), (_, end_s, low) = curve[after - 1 : after + 1]
+    return high + (low - high) * (at_s - begin_s) / (end_s - begin_s)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Loss over tokens, and over seconds."""
+    curves = {row["way"]: row["curve"] for row in rows}
+    most = max(curve[len(curve) // 5][2] for curve in curves.values())
+    shown = {way: [point for point in curve if point[2] <= most] for way, curve in curves.items()}
+    by_tokens = {way: [(step * _TOKENS / 1e6, loss) for step, _, loss in curve] for way, curve in shown.items()}
+    by_time = {way: [(at_s, loss) for _, at_s, loss in curve] for way, curve in shown.items()}
+    y = "held-out loss, nats a byte"
+    panels = [
+        pictures.Panel(curves=by_tokens, x="tokens of all replicas, millions", y=y),
+        pictures.Panel(curves=by_time, x=f"seconds, on links of {rows[0]['Mbit/s']} Mbit/s", y=y, scale="log"),
+    ]
+    pictures.lines(panels, path)
