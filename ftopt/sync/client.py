@@ -100,7 +100,7 @@ class Client:
         self._restore: Callable[[], Held] | None = None
         self._restoring = False
         self._welcomed = False
-        self._ready = False
+        self._ready = self._may_train = False
         self._closed = False
         self._state = "starting"
         self._waiting = False
@@ -187,7 +187,7 @@ class Client:
     def _has_to_restore(self) -> bool:
         """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._restoring or self._failure is not None)
+            self._changed.wait_for(lambda: self._may_train or self._restoring or self._failure is not None)
             self._check()
             return self._restoring
 
@@ -590,7 +590,8 @@ class Client:
             if machine.incarnation:
                 self._incarnation = machine.incarnation
             self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
-            self._ready = machine.ready and self._welcomed and not self.neighbour.inheriting
+            let_in = self._welcomed and not self.neighbour.inheriting
+            self._ready, self._may_train = machine.ready and let_in, machine.may_train and let_in
             self._changed.notify_all()
         if self.global_batch is not None:
             self.global_batch.poke()

@@ -163,6 +163,12 @@ class Replica:
         """Whether every fragment has the committed state."""
         return self.complete and not any(f.fetching for f in self._fragments)
 
+    @property
+    def may_train(self) -> bool:
+        """Whether training can begin: every fragment has a committed state, and one of them the newest. The others
+        catch up beside it: that all of them are there at one moment may never happen."""
+        return self.complete and not all(f.fetching for f in self._fragments)
+
     # ------------------------------------------------------------ connection
 
     def hello(self) -> m.Hello:
