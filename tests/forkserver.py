@@ -6,6 +6,10 @@ One for all: whoever sets the list of what is loaded last decides it for everybo
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -20,3 +24,15 @@ CONTEXT.set_forkserver_preload(
         "aiohttp",
     ]
 )
+
+
+def die_with_parent() -> None:
+    """From now on this process is killed when the one that asked for it ends, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_die_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _die_after(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

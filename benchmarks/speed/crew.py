@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -16,9 +18,10 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
-from tests.forkserver import CONTEXT
+from tests.forkserver import CONTEXT, die_with_parent
 
 _LIMIT_S = 600.0
+_PR_SET_PDEATHSIG = 1
 
 
 def together(
@@ -77,6 +80,7 @@ def _next(found: Queue[tuple[int, Any, str]], crew: list[Any]) -> tuple[int, Any
 def _member(
     work: Callable[..., Any], rank: int, size: int, arguments: tuple[Any, ...], namespace: str, found: Any
 ) -> None:
+    die_with_parent()
     try:
         if namespace:
             enter(namespace)
@@ -90,8 +94,6 @@ def _member(
 
 def enter(namespace: str) -> None:
     """This thread, and those that it starts, into a network namespace of ``ip netns``."""
-    import ctypes
-
     with Path(f"/run/netns/{namespace}").open("rb") as handle:
         if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
@@ -105,10 +107,21 @@ def coordinator(folder: Path, *, host: str = "127.0.0.1", prefix: tuple[str, ...
         yield url
 
 
+def _end_with_us() -> None:
+    """A server that is started must not outlive a benchmark that is killed. (Linux.)"""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 @contextmanager
 def served(command: list[str], address: str) -> Iterator[str]:
     """A server that tells its address in its first lines."""
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    server = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=_end_with_us if sys.platform == "linux" else None,
+    )
     assert server.stdout is not None
     try:
         for line in server.stdout:

@@ -20,7 +20,7 @@ import torch
 from benchmarks.speed.theirs import TimeOuts, diloco, lighthouse, manager
 from ftopt.faults.spec import Fault
 from ftopt.telemetry.jsonl import JsonLines, Tail
-from tests.forkserver import CONTEXT
+from tests.forkserver import CONTEXT, die_with_parent
 from tests.sync.processes import tiny_model
 
 LIMIT_S = 150.0
@@ -149,6 +149,7 @@ def _replica(
     name: str, path: Path, started: float, house: str, sync_every: int, step_s: float, times: TimeOuts, queue: Any
 ) -> None:
     """Trains until it is ended: a line an inner step and a line an outer one."""
+    die_with_parent()
     torch.set_num_threads(1)
     lines = JsonLines(path, started)
     orders = _Orders(queue, lines, name)

@@ -33,7 +33,7 @@ from ftopt.sync.coordinator import CoordinatorServer, run_coordinator
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
 from ftopt.telemetry.summary import summarize
-from tests.forkserver import CONTEXT
+from tests.forkserver import CONTEXT, die_with_parent
 
 LIMIT_S = 60.0
 NOW = "inner"
@@ -61,6 +61,7 @@ def tiny_model(width: int = 16) -> nn.Module:
 
 def _in_namespace(namespace: str | None, target: Callable[..., None], args: tuple[Any, ...]) -> None:
     """Runs ``target`` in a network namespace of ``ip netns``; threads started from now on are in it too."""
+    die_with_parent()
     if namespace is not None:
         with open(f"/run/netns/{namespace}", "rb") as handle:  # noqa: PTH123 (its descriptor is what is needed)
             if ctypes.CDLL(None, use_errno=True).setns(handle.fileno(), 0):
