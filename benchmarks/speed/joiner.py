@@ -32,15 +32,18 @@ def main() -> None:
     moments: dict[str, float] = {"imported": time.time()}
     boundaries: list[tuple[float, float]] = []
     waits: list[float] = []
+    fetches: list[float] = []
     committed = threading.Event()
 
     def on_event(event: Event) -> None:
-        if event.event in ("fetch", "fetched"):  # the last one that the first contribution needs
-            moments.setdefault(f"first {event.event}", time.time())
-            if "propose" not in moments:
-                moments[event.event] = time.time()
+        now = time.time()
+        if event.event == "fetch":
+            fetches.append(now)
+            moments.setdefault("first fetch", now)
+        elif event.event == "fetched" and "commit" not in moments:  # the last one before the first contribution
+            moments.update({"fetch": fetches[-1], "fetched": now})
         else:
-            moments.setdefault(event.event, time.time())
+            moments.setdefault(event.event, now)
         if event.event == "commit":
             committed.set()
         elif event.event == "stall":
