@@ -24,13 +24,19 @@ ABOUT = (
     "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
     "processes of one torch thread each, beside Gloo's all-reduce of one flat fp32 tensor of that size in the same "
     "processes, in turns behind a barrier; the slowest process counts. *delay*: what the steps of a whole period take "
-    "from the training thread, the round itself being hidden behind them. Peers: torchft's DiLoCo, and torch's own "
-    "PeriodicModelAverager, which only averages."
+    "from the training thread, the round itself being hidden behind them. The *floor* is the all-reduce and the sweeps "
+    "over memory that cannot be had for less, at the rate of a plain copy in the same turn. Peers: torchft's DiLoCo, "
+    "and torch's own PeriodicModelAverager, which only averages."
 )
 GOALS = "to bare Gloo: DiLoCo, 1M <= 3.5, 10M and 50M <= 2.2; bf16 <= 1.6; delay <= 0.3"
 DRAWN = "to bare Gloo"
 SIZE = 3
 MILLION = 1_000_000
+SWEEPS = 13
+"""Of an outer step over memory, 4 bytes a parameter each. Payload: parameters and anchor are read, it is written.
+Outer optimizer: anchor, momentum and mean are read, the next anchor and momentum written. Take-over: the anchor is
+read, the parameters are written. Of these, memory that is only written is fetched before, three times."""
+_COPY, _OF_A_COPY = "copy", 3
 _DELAY = 4
 _BEHIND_S = 0.3
 """As long as the forward and backward pass at least, behind which a snapshot is taken and the round goes on."""
@@ -50,10 +56,12 @@ def run(quick: bool) -> list[Row]:
             repetitions = QUICK_REPETITIONS if quick else REPETITIONS
             of_ranks = together(measure, SIZE, millions * MILLION, repetitions, url, house, str(folder / "store"))
         slowest = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
-        bare = slowest["bare Gloo"]
-        for way, taken in slowest.items():
+        bare, copies = slowest["bare Gloo"], slowest.pop(_COPY)
+        floor = [reduced + SWEEPS / _OF_A_COPY * copied for reduced, copied in zip(bare, copies, strict=True)]
+        for way, taken in {"bare Gloo": bare, "floor": floor, **slowest}.items():
             seconds = Spread.of([1000 * t for t in taken])
-            rows.append({"parameters": f"{millions}M", "way": way, "ms": seconds, "to bare Gloo": ratio(taken, bare)})
+            row = {"parameters": f"{millions}M", "way": way, "ms": seconds, "to bare Gloo": ratio(taken, bare)}
+            rows.append({**row, "to the floor": ratio(taken, floor) if way == "DiLoCo" else None})
     return rows
 
 
@@ -61,7 +69,11 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, h
     """Seconds of each way, by repetition."""
     dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
     flat = torch.randn(parameters)
-    works: dict[str, Callable[[], float]] = {"bare Gloo": lambda: _timed(partial(dist.all_reduce, flat))}
+    other = torch.zeros_like(flat)
+    works: dict[str, Callable[[], float]] = {
+        "bare Gloo": lambda: _timed(partial(dist.all_reduce, flat)),
+        _COPY: lambda: _timed(partial(other.copy_, flat)),
+    }
     with ExitStack() as stack:
         for name, method, codec in (
             ("DiLoCo", ftopt.DiLoCo(sync_every=1), "fp32"),

@@ -3,9 +3,9 @@
 ==========  =================  ===============================================================================
 1 propose   training thread    `OuterStep.boundary`, `_propose`: freeze the parameters, offer the contribution
 2 gather    the group          `boundary` waits for it (or trains on)
-3 reduce    reducer thread     `OuterStep.reduce`: payload, share, sum
-4 prepare   reducer thread     `OuterStep.reduce`: the agreed result in fresh memory, and its digest
-5 decide    network thread     `OuterStep.commit`, `discard`; `install` for a replica that was away
+3 reduce    reducer thread     `Reduction.reduce`: payload, share, sum
+4 prepare   reducer thread     `Reduction.reduce`: the agreed result in memory of its own, and its digest
+5 decide    network thread     `Reduction.commit`, `discard`; `install` for a replica that was away
 6 apply     training thread    `_take_over`, at a boundary between two inner steps, and nowhere else
 ==========  =================  ===============================================================================
 
@@ -23,7 +23,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,25 +31,23 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ftopt.codecs import codec_named
 from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Work
 from ftopt.methods.triggers import AT_ROUNDS, Means, Number, Numbers, Seen
 from ftopt.optimizer import pieces
-from ftopt.optimizer.buffers import joined, part
+from ftopt.optimizer.buffers import part
 from ftopt.optimizer.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.freezer import Freezer
 from ftopt.optimizer.frozen import Frozen, flat_parts
-from ftopt.optimizer.gauge import Gauge, Tally, means_of, methods_own
+from ftopt.optimizer.gauge import Gauge, Tally, means_of
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.mean import Mean, in_pieces
-from ftopt.optimizer.memory import Memory
+from ftopt.optimizer.mean import in_pieces
 from ftopt.optimizer.merge import mixed, rebase_
 from ftopt.optimizer.pieces import Measured, piece_of
-from ftopt.optimizer.shares import outer_step
-from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
-from ftopt.sync.group import Attempt, Collective, Committed, Contribution, Damaged, Fingerprint, ReplicaGroup
+from ftopt.optimizer.reduction import Reduction
+from ftopt.optimizer.state import Fragment, Snapshot, State, name_tensors
+from ftopt.sync.group import Committed, Contribution, Fingerprint, ReplicaGroup
 
 _SMOOTHING = 0.9
 _DESCRIBED = 8
@@ -86,7 +84,7 @@ class _Proposal:
     shared: bool
 
 
-class OuterStep:
+class OuterStep(Reduction):
     """One replica's outer steps: a `Host` for its group, and the training thread's side of them.
 
     Args:
@@ -109,6 +107,7 @@ class OuterStep:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        super().__init__(group)
         self.local_steps = 0
         self.tokens = 0
         self.tally = Tally()
@@ -120,17 +119,10 @@ class OuterStep:
         self._method = method
         self._uses_loss = Number.LOSS in method.uses
         self._uses_tally = bool(AT_ROUNDS & method.uses)
-        self._group = group
         self.clock = clock
         self._said_lossless = False
-        self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
-        self._lock = threading.Lock()
-        self._memory = Memory()
         self.freezer = Freezer()
-        self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
-        self._fragments: list[Fragment] = []
         self._gradients: Gradients | None = None
-        self._live: Live | None = None
         self._inner = inner[0] if inner is not None else None
         self.exchanges_gradients = False
         if method.gradients is not None and inner is not None:
@@ -668,133 +660,6 @@ class OuterStep:
             inner_step=self.inner_step(),
             data={"steps": steps, "reason": reason},
         )
-
-    # Steps 3 and 4, on the reducer thread.
-
-    @torch.no_grad()
-    def reduce(self, attempt: Attempt, collective: Collective) -> str:
-        """Computes this attempt's result from the frozen contribution; keeps it, and returns its digest.
-
-        With one fragment the result is the whole committed state, so its digest scrubs that too.
-
-        Raises:
-            InterruptedError: stopped, or a fetched state has overtaken the attempt.
-            Damaged: this replica's own committed state is not what it was: it must be fetched.
-            ConnectionError, TimeoutError: as ``collective`` raises them. The contribution stays as it is.
-        """
-        fragment = self._fragments[attempt.fragment]
-        with self._lock:
-            state, snapshot = fragment.state, fragment.snapshot
-            fragment.result = None
-        if snapshot is None or attempt.version != state.meta.version + 1:
-            raise InterruptedError(
-                f"attempt {attempt.attempt} for version {attempt.version} is overtaken: "
-                f"this replica holds version {state.meta.version}"
-            )
-        if fragment.tried == attempt.version and attempt.size > 1:
-            self._look_over(state)
-        anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
-        if attempt.total_weight > 0:
-            work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective)
-            fragment.work = work
-            self._group.emit(
-                "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
-            )
-            fragment.work = None
-            method, trained = fragment.method, slice(0, fragment.view.trained)
-            anchor, mean = part(state.anchor, trained), part(work, trained)
-            if attempt.inner_step < method.outer_start_step:
-                anchor = method.average(anchor, mean, at)
-            else:
-                gradient = method.aggregate(mean, at)
-                own = methods_own(state.outer)
-                if method.elementwise:
-                    anchor, outer, (of_anchor, of_outer) = pieces.outer_step(
-                        method, anchor, own, gradient, at, self._memory
-                    )
-                    sums = name_tensors(of_anchor, of_outer)
-                else:
-                    anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
-            if anchor.numel() < work.numel():
-                anchor = joined(anchor, state.anchor, work, at)
-                sums.pop("anchor", None)
-            outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
-        elif self._shared_out:  # nothing finite in the whole batch
-            outer = fragment.method.init(anchor)
-        result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
-        fragment.tried = attempt.version
-        with self._lock:
-            if fragment.state is state:
-                fragment.result = result
-        return result.digest
-
-    def _look_over(self, state: State) -> None:
-        """Before a retry of what had been prepared: if the digests have differed, it may be this replica's fault."""
-        if blocks := state.damage():
-            at = state.meta
-            self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
-            raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
-
-    def _fresh(self, fragment: Fragment) -> Tensor:
-        """A flat tensor of the fragment's length, with nothing in particular in it."""
-        return self._memory.take(fragment.view.numel, fragment.view.device)
-
-    # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not
-    # touched.
-
-    def commit(self, attempt: Attempt, committed: Committed) -> None:
-        """The result of ``attempt`` is the committed state now; the training thread takes it up at its next
-        boundary."""
-        fragment = self._fragments[attempt.fragment]
-        with self._lock:
-            result = fragment.result
-            if result is None or result.attempt != attempt.attempt:
-                assert fragment.state.meta.version >= committed.version, "a commit without its result"
-                return
-            made = State(committed, result.anchor, result.outer, result.digest, result.sums, made=attempt)
-            fragment.advance(made)
-
-    def discard(self, fragment: int) -> None:
-        """The attempt came to nothing: its result goes, the contribution stays (FREEZE)."""
-        with self._lock:
-            self._fragments[fragment].result = None
-
-    def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
-        """The committed state, for a peer: digest and tensors, which never change.
-
-        Raises:
-            LookupError: an inner step that is being applied lasts too long to wait for.
-        """
-        f, live = self._fragments[fragment], self._live
-        if live is None:
-            return f.state.digest, f.state.tensors()
-        if not live.hold():
-            raise LookupError("an inner step is being applied")
-        try:
-            state = f.state
-            if state.live is not None and f.applied is not state:  # the model here is still of another version
-                return state.digest, dict(state.live.tensors)
-            return live.serve(None if f.applied is state else state.outer[GRADIENT])
-        finally:
-            live.lock.release()
-
-    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
-        """A fetched state becomes the committed one; pending work is rebased onto it, or dropped if
-        ``reborn``.
-
-        Raises:
-            ValueError: it is damaged or not of this model; nothing has changed.
-        """
-        fragment = self._fragments[committed.fragment]
-        if self._live is not None:
-            live = self._live.check(digest, tensors)
-            held = fragment.state
-            state = State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
-        else:
-            state = check_fetched(fragment.state, committed, digest, tensors)
-        with self._lock:
-            fragment.advance(state)
-            fragment.reborn = fragment.reborn or reborn
 
 
 def _short(parts: Iterable[str]) -> str:

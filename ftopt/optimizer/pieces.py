@@ -20,7 +20,7 @@ from ftopt.optimizer.memory import Memory
 Parts = Iterable[tuple[Tensor, slice]]
 """Parameters in parts, of any shape and dtype, and where each lies in a flat tensor."""
 
-_ON_CPU, _ELSEWHERE = 1 << 17, 1 << 24
+_ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
 """Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen of them fit into the cache, and calls
 cost a tenth of the time."""
 
