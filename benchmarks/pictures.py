@@ -116,7 +116,8 @@ def lines(panels: Sequence[Panel], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
-    figure, row = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), dpi=110, squeeze=False)
+    width = 7 if len(panels) < 3 else 5
+    figure, row = pyplot.subplots(1, len(panels), figsize=(width * len(panels), 4.5), dpi=110, squeeze=False)
     for panel, axes in zip(panels, row[0], strict=True):
         color = None
         for label, points in panel.curves.items():
@@ -130,7 +131,8 @@ def lines(panels: Sequence[Panel], path: Path) -> None:
         if panel.scale == "log":
             axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plainly))
         axes.grid(alpha=0.3)
-    row[0][0].legend(fontsize=8)
+    if len(panels[0].curves) > 1:
+        row[0][0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks import pictures
 from benchmarks.speed.figures import FEWER_REPETITIONS, QUICK_REPETITIONS, Row, Spread, ratio
 from benchmarks.speed.rounds import timed
 
@@ -14,8 +15,8 @@ ABOUT = (
     "that the memory does not hold are left out."
 )
 GOALS = "ns a parameter alike from 10M on; 64 fragments to the first <= 1.5"
-DRAWN = "ns a parameter"
 MILLION = 1_000_000
+_SCALES: dict[str, pictures.Scale] = {"parameters": "log", "replicas": "linear", "fragments": "log"}
 _COPIES = 10
 """Of the parameters that a replica holds (the benchmark of memory), with some room."""
 
@@ -44,6 +45,20 @@ def _measure(over: str, replicas: int, millions: int, cuts: tuple[int, ...], *, 
         row["ns a parameter"] = ms.median / millions
         rows.append(row | {"to the first": ratio(taken, first) if len(cuts) > 1 else None})
     return rows
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """A panel for each of the three numbers."""
+    panels = []
+    for over, scale in _SCALES.items():
+        points = [
+            (float(str(row[over]).rstrip("M")), row["ns a parameter"] if over == "parameters" else row["ms"].median)
+            for row in rows
+            if row["over"] == over
+        ]
+        x, y = ("parameters, millions", "ns a parameter") if over == "parameters" else (over, "ms")
+        panels.append(pictures.Panel(curves={"an outer step": points}, x=x, y=y, scale=scale, least=0.0))
+    pictures.lines(panels, path)
 
 
 def _available() -> int:
