@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ftopt.optimizer.gauge import pack, seen_of
 from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.pieces import piece_of
 from ftopt.optimizer.state import Fragment, Snapshot, State
-from ftopt.sync.group import Attempt, Collective
+from ftopt.sync.group import Attempt, Collective, Summed
 
 
 class Mean:
@@ -50,8 +50,13 @@ class Mean:
         state: State,
         snapshot: Snapshot,
         collective: Collective,
+        begin: Callable[[Tensor, Round], Summed | None],
     ) -> tuple[Tensor, Round]:
-        """The mean, flat fp32, and what all members know alike of the round."""
+        """The mean, flat fp32, and what all members know alike of the round.
+
+        ``begin`` is given what is going to be the mean; what it returns is told, while the rest is on the wire, how
+        many leading elements of it are there.
+        """
         method, layout, view = fragment.method, fragment.view.layout, fragment.view
         frozen = snapshot.params
         mine = Mine(
@@ -75,7 +80,7 @@ class Mean:
             at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not mine.alone else None
         fragment.assumed = Assumed(None if mine.lossy else share, mine.alone, mine.averages)
-        work = frozen.take(fragment.assumed)
+        work = frozen.take(fragment.assumed) if attempt.weight > 0 else None
         if work is None:
             work = self._memory.take(view.numel, view.device)
             if attempt.weight <= 0:
@@ -95,7 +100,7 @@ class Mean:
         if exact.numel():
             if share is not None and mine.lossy:
                 exact.mul_(share)
-            collective.all_reduce_(exact)
+            collective.all_reduce_(exact, begin(work, at) if exact is work else None)
         if fragment.gauge.learns:
             distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)

@@ -92,37 +92,72 @@ def payload(method: Method, mine: Mine, parts: Parts, out: Tensor, share: float 
     return measured
 
 
-def outer_step(
-    method: Method, anchor: Tensor, state: Mapping[str, Tensor], mean: Tensor, round: Round, memory: Memory
-) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
-    """`Method.outer_step` of an elementwise method.
+class Steps:
+    """`Method.outer_step` of an elementwise method, a piece after the other, as the mean comes in.
 
-    Returns:
-        The anchor, in the memory of ``mean``; the state, in memory of its own; and the `block_sums` of both, taken
-        while they are in the cache.
+    Args:
+        method: the method.
+        anchor: the present one.
+        state: the present outer state, the method's own.
+        mean: flat fp32; becomes the next anchor.
+        round: what is known of the round.
+        memory: for the next state.
+
+    Attributes:
+        done: so many leading elements.
     """
-    made, of_anchor, of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
-    scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
-    flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
-    size = piece_of(mean)
-    blocks = size * mean.element_size() // BLOCK_BYTES
-    for i, start in enumerate(range(0, mean.numel(), size)):
-        where, sums = slice(start, min(start + size, mean.numel())), slice(i * blocks, (i + 1) * blocks)
-        place = mean[where]
-        new_anchor, new = method.outer_step(
-            anchor[where], {name: flat[where] for name, flat in flats.items()} | scalars, place, round
-        )
+
+    def __init__(
+        self,
+        method: Method,
+        anchor: Tensor,
+        state: Mapping[str, Tensor],
+        mean: Tensor,
+        round: Round,
+        memory: Memory,
+    ) -> None:
+        self.done = 0
+        self._method, self._anchor, self._mean, self._round, self._memory = method, anchor, mean, round, memory
+        self._scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
+        self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
+        self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
+        self._size = piece_of(mean)
+
+    def up_to(self, stop: int) -> None:
+        """The whole pieces before ``stop``: so many elements of the mean are there."""
+        while self.done + self._size <= stop:
+            self._step(self.done + self._size)
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+        """The rest, too.
+
+        Returns:
+            The anchor, in the memory of the mean; the state, in memory of its own; and the `block_sums` of both, taken
+            while they are in the cache.
+        """
+        while self.done < self._mean.numel():
+            self._step(min(self.done + self._size, self._mean.numel()))
+        return self._mean, self._made, (self._of_anchor, self._of_state)
+
+    @torch.no_grad()
+    def _step(self, stop: int) -> None:
+        where, place = slice(self.done, stop), self._mean[self.done : stop]
+        block = BLOCK_BYTES // place.element_size()
+        sums = slice(self.done // block, -(-stop // block))
+        own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
+        new_anchor, new = self._method.outer_step(self._anchor[where], own, place, self._round)
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)
-        block_sums(place, of_anchor[sums])
+        block_sums(place, self._of_anchor[sums])
         for name, tensor in new.items():
             if not tensor.dim():
-                made[name] = tensor
+                self._made[name] = tensor
                 continue
-            if name not in made:
-                made[name], of_state[name] = memory.take(mean.numel(), mean.device), _room(mean)
-            block_sums(made[name][where].copy_(tensor), of_state[name][sums])
-    return mean, made, (of_anchor, of_state)
+            if name not in self._made:
+                self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
+                self._of_state[name] = _room(self._mean)
+            block_sums(self._made[name][where].copy_(tensor), self._of_state[name][sums])
+        self.done = stop
 
 
 def _room(flat: Tensor) -> Tensor:

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs import codec_named
-from ftopt.methods import GRADIENT
+from ftopt.methods import GRADIENT, Method, Round
 from ftopt.optimizer import pieces
 from ftopt.optimizer.buffers import joined, part
 from ftopt.optimizer.digest import digest_and_sums
 from ftopt.optimizer.gauge import methods_own
 from ftopt.optimizer.gradients import Live
-from ftopt.optimizer.mean import Mean
+from ftopt.optimizer.mean import Mean, in_pieces
 from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.shares import outer_step
 from ftopt.optimizer.state import Fragment, Result, State, check_fetched, name_tensors
-from ftopt.sync.group import Attempt, Collective, Committed, Damaged, ReplicaGroup
+from ftopt.sync.group import Attempt, Collective, Committed, Damaged, ReplicaGroup, Summed
 
 
 class Reduction:
@@ -67,23 +67,31 @@ class Reduction:
             self._look_over(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
-            work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective)
-            fragment.work = work
+            method, trained = fragment.method, slice(0, fragment.view.trained)
+            averages = attempt.inner_step < method.outer_start_step
+            steps: list[pieces.Steps] = []
+
+            def begin(mean: Tensor, at: Round) -> Summed | None:
+                if averages or not _can_begin_early(fragment):
+                    return None
+                steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, self._memory))
+                return steps[0].up_to
+
+            work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
+            fragment.work = work[steps[0].done :] if steps else work
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
             )
             fragment.work = None
-            method, trained = fragment.method, slice(0, fragment.view.trained)
             anchor, mean = part(state.anchor, trained), part(work, trained)
-            if attempt.inner_step < method.outer_start_step:
+            if averages:
                 anchor = method.average(anchor, mean, at)
             else:
                 gradient = method.aggregate(mean, at)
                 own = methods_own(state.outer)
                 if method.elementwise:
-                    anchor, outer, (of_anchor, of_outer) = pieces.outer_step(
-                        method, anchor, own, gradient, at, self._memory
-                    )
+                    step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, self._memory)
+                    anchor, outer, (of_anchor, of_outer) = step.finish()
                     sums = name_tensors(of_anchor, of_outer)
                 else:
                     anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
@@ -167,3 +175,9 @@ class Reduction:
         with self._lock:
             fragment.advance(state)
             fragment.reborn = fragment.reborn or reborn
+
+
+def _can_begin_early(fragment: Fragment) -> bool:
+    """Whether its outer step can begin when the first elements of the mean are there."""
+    plain = type(fragment.method).aggregate is Method.aggregate
+    return plain and in_pieces(fragment) and not fragment.gauge.learns

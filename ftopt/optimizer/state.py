@@ -201,7 +201,8 @@ class Fragment:
         self.in_place: Frozen | None = None
         # What the last round said of the payload. Reducer thread.
         self.assumed = Assumed()
-        # The mean that an attempt has just reduced, for whoever hears of it. Reducer thread.
+        # Of the mean that an attempt has just reduced, what nothing has been made of yet, for whoever hears of it.
+        # Reducer thread.
         self.work: Tensor | None = None
 
     def advance(self, state: State) -> None:

@@ -87,6 +87,9 @@ class Foreign(ValueError):
     """A checkpoint is sound, and of another job; the message says what differs."""
 
 
+Summed = Callable[[int], None]
+"""Is told how many leading elements of a tensor are summed."""
+
 Owed = tuple[int, Tensor]
 """What a member owes of earlier encoded sums: the first element that it is about, and fp32 values."""
 
@@ -134,8 +137,11 @@ class Collective(Protocol):
     sent_bytes: int
     """Payload bytes that this member has sent so far, by the algorithm's count (a ring: 2 (n-1)/n of each tensor)."""
 
-    def all_reduce_(self, flat: Tensor) -> None:
-        """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members."""
+    def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
+        """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members.
+
+        ``summed`` is called while later pieces are on the wire, and may do with those elements what it likes.
+        """
 
     def mean_encoded_(
         self,

@@ -102,11 +102,16 @@ class LocalCollective:
         with meeting.changed:
             self._wait(lambda: len(meeting.here) == self.size)
 
-    def all_reduce_(self, flat: Tensor) -> None:
-        """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order."""
+    def all_reduce_(self, flat: Tensor, summed: Callable[[int], None] | None = None) -> None:
+        """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order.
+
+        ``summed`` is told of the first half of the elements, as if the other one were on the wire.
+        """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         flat.detach().copy_(self._meet(flat.detach(), _sum_in_rank_order))
         self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
+        if summed is not None:
+            summed(flat.numel() // 2)
 
     def mean_encoded_(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
-from ftopt.methods import DiLoCo, StreamingDiLoCo, Strided
+from ftopt.methods import SGD, DiLoCo, StreamingDiLoCo, Strided
 from ftopt.optimizer import wrap
 from ftopt.optimizer.flat import FlatView
 from ftopt.optimizer.freezer import Freezer
@@ -98,6 +98,25 @@ def test_a_blocking_round_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) 
         return len(copied)
 
     assert together([lambda m=m: replica(m) for m in range(2)]) == [0, 0]  # type: ignore[misc]
+
+
+def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made() -> None:
+    models, groups = [TASK.model(0) for _ in range(3)], local_groups(3, sync=PATIENT)
+    method = DiLoCo(sync_every=1, weights="tokens", outer=SGD(lr=1.0))
+    own: dict[int, Tensor] = {}
+
+    def replica(m: int) -> Tensor:
+        inner, parameter = torch.optim.SGD(models[m].parameters(), lr=0.1), next(models[m].parameters())
+        with wrap(inner, models[m], method, group=groups[m]) as optimizer:
+            TASK.backward(models[m], m, 0)
+            assert parameter.grad is not None
+            own[m] = parameter.detach() - 0.1 * parameter.grad
+            optimizer.count(tokens=5 if m < 2 else 0)
+            optimizer.step()
+            return parameter.detach().clone()
+
+    for after in together([lambda m=m: replica(m) for m in range(3)]):  # type: ignore[misc]
+        torch.testing.assert_close(after, (own[0] + own[1]) / 2)
 
 
 def test_with_delay_the_training_thread_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,10 @@ def test_an_outer_step_in_pieces_is_that_of_the_whole_and_so_are_its_sums(name: 
     method, anchor, mean = METHODS[name], torch.randn(N), torch.randn(N)
     state = {k: torch.rand_like(t) for k, t in method.init(anchor).items()}
     expected, expected_state = method.outer_step(anchor, state, mean.clone(), ROUND)
-    made, made_state, (of_anchor, of_state) = pieces.outer_step(method, anchor, state, mean, ROUND, Memory())
+    steps = pieces.Steps(method, anchor, state, mean, ROUND, Memory())
+    steps.up_to(pieces._ON_CPU + 5)  # the mean comes in while it is at work
+    assert steps.done == pieces._ON_CPU
+    made, made_state, (of_anchor, of_state) = steps.finish()
     assert torch.equal(made, expected)
     assert torch.equal(of_anchor, block_sums(made))
     assert made_state.keys() == expected_state.keys()
