@@ -63,7 +63,7 @@ def _measure(name: str, *, quick: bool) -> int:
     _draw(module, rows, path.with_suffix(".png"))
     say(f"({about['wall_s']:.1f} s; kept: {path})")
     if not quick:
-        write_page(name, rows, about)
+        write_page(name, rows, about, path.with_suffix(".png") if hasattr(module, "draw") else None)
     return 0
 
 

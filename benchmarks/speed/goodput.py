@@ -155,7 +155,7 @@ def rate(steps: Mapping[str, Sequence[float]], lives: Lives, window: Window) -> 
 
 
 def _faulty(jobs: Mapping[str, Job], chance: random.Random, pace: Pace) -> Window:
-    """Deaths and returns, of the same replica in all jobs, until all are there again."""
+    """Deaths and returns, of the same replica in all jobs; it ends as long after the last return as that took."""
     began = time.time()
     end_s = began + pace.faulty_s
     strike_s, back_s = began + chance.expovariate(1 / pace.mean_s), dict[str, float]()
@@ -163,9 +163,10 @@ def _faulty(jobs: Mapping[str, Job], chance: random.Random, pace: Pace) -> Windo
     while (now := time.time()) < end_s or back_s:
         for name in [name for name, due_s in back_s.items() if now >= due_s]:
             del back_s[name]
+            end_s = max(end_s, now + pace.back_s)
             for job in jobs.values():
                 job.start(name)
-        if strike_s <= now < end_s:
+        if strike_s <= now < began + pace.faulty_s:
             strike_s = now + chance.expovariate(1 / pace.mean_s)
             there = [name for name in names if name not in back_s]
             if len(there) > 1:
@@ -174,8 +175,9 @@ def _faulty(jobs: Mapping[str, Job], chance: random.Random, pace: Pace) -> Windo
                     job.kill(name)
                 back_s[name] = now + pace.back_s
         time.sleep(0.005)
+    window = (began, time.time())
     _all_together(jobs)
-    return began, time.time()
+    return window
 
 
 def _all_together(jobs: Mapping[str, Any]) -> None:

@@ -35,8 +35,8 @@ def run(quick: bool) -> list[Row]:
 
 def _measure(rank: int, size: int, quick: bool) -> list[Row]:
     rows = []
-    for name, make in _MODELS.items():
-        steps = (400 if quick else 3000) if name == BYTE_GPT else (7 if quick else 31)
+    for name, make in list(_MODELS.items())[: 1 if quick else None]:
+        steps = 400 if quick else 3000 if name == BYTE_GPT else 31
         for inner, optimizer in _INNER.items():
             rows.append(_row(name, inner, make(), optimizer, steps))
     return rows

@@ -56,7 +56,8 @@ def _measure(parameters: int, repetitions: int) -> Row:
 def _join(others: Crew, told: dict[str, Any], parameters: int) -> dict[str, float]:
     """One newcomer: seconds, but for the transfer's MB/s."""
     others.all("steps")  # what was before does not count
-    time.sleep(5 * EVERY * STEP_S)
+    while min(each["steps"] for each in others.all("count")) < 4 * EVERY:
+        time.sleep(EVERY * STEP_S)
     quiet, usual = _work_s(others)
     with crew("benchmarks.speed.joiner", [told | {"started_s": time.time()}]) as newcomer:
         (at,) = newcomer.all("first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,15 @@ def keep(name: str, rows: Sequence[Row], facts: dict[str, Any], *, quick: bool) 
     place(name, quick=quick).write_text(text + "\n")
 
 
-def write_page(name: str, rows: Sequence[Row], facts: dict[str, Any]) -> None:
-    """Puts the table in the page, between ``<!-- NAME -->`` and ``<!-- end NAME -->``."""
+def write_page(name: str, rows: Sequence[Row], facts: dict[str, Any], picture: Path | None = None) -> None:
+    """Puts the table in the page, between ``<!-- NAME -->`` and ``<!-- end NAME -->``, and a copy of a picture."""
     where = f"{facts['cores']} cores, load {facts['load_before']} before, {facts['wall_s']:.0f} s, {facts['commit']}"
-    block = "\n".join([f"<!-- {name} -->", *table(rows), "", f"({where})", f"<!-- end {name} -->"])
+    shown = []
+    if picture is not None:
+        (PAGE.parent / "pictures").mkdir(exist_ok=True)
+        shutil.copyfile(picture, PAGE.parent / "pictures" / f"{name}.png")
+        shown = ["", f"![{name}](pictures/{name}.png)"]
+    block = "\n".join([f"<!-- {name} -->", *table(rows), *shown, "", f"({where})", f"<!-- end {name} -->"])
     page = PAGE.read_text()
     pattern = re.compile(rf"<!-- {name} -->.*?<!-- end {name} -->", re.DOTALL)
     if not pattern.search(page):

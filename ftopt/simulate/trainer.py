@@ -228,7 +228,7 @@ class Process:
     def _heartbeat(self) -> None:
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
-            state = self.training.state if self.machine.ready else "fetching"
+            state = self.training.state if self.stepping else "fetching"
             self.conn.up(m.Progress(state, self.local_steps, self.training.step_s, self._readings()))
 
     def _readings(self) -> tuple[m.Reading, ...]:
@@ -334,7 +334,7 @@ class Process:
                     self.drop()
         self.world.checks.standing(self)
         self.entered |= self.machine.welcomed
-        if self.machine.ready and self.entered and not self.stepping and not self.neighbour.inheriting:
+        if self.machine.may_train and self.entered and not self.stepping and not self.neighbour.inheriting:
             self.stepping = True
             self.training.begin()
         self.training.poke()

@@ -53,5 +53,9 @@ def test_the_page_keeps_its_text_and_has_a_place_for_every_name(
     text = page.read_text()
     assert all(f"| second {name} |" in text and f"first {name} " not in text for name in NAMES)
     assert "## How" not in text and text.startswith("# Performance")
+    (tmp_path / "drawn.png").write_bytes(b"picture")
+    report.write_page("scale", [{"way": "third"}], facts, tmp_path / "drawn.png")
+    assert "| third |\n\n![scale](pictures/scale.png)\n\n(2 cores" in page.read_text()
+    assert (tmp_path / "pictures" / "scale.png").read_bytes() == b"picture"
     with pytest.raises(LookupError, match="no place for other"):
         report.write_page("other", [{"way": ""}], facts)
