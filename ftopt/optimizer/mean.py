@@ -75,7 +75,7 @@ class Mean:
             at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not mine.alone else None
         fragment.assumed = Assumed(None if mine.lossy else share, mine.alone, mine.averages)
-        work = frozen.take(fragment.assumed)
+        work = frozen.take(fragment.assumed) if attempt.weight > 0 else None
         if work is None:
             work = self._memory.take(view.numel, view.device)
             if attempt.weight <= 0:
