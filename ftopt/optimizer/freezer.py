@@ -9,7 +9,7 @@ copy, so a change is in this contribution or in the next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -39,6 +39,7 @@ class Freezer:
     def join(self) -> None:
         """Waits for all of it, and does the rest."""
         while self.under_way:
+            wait(self.under_way[:1])  # an interrupt leaves it under way
             self.under_way.pop(0).result()()
 
 
