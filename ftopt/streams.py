@@ -56,30 +56,25 @@ def used_here(tensors: Iterable[Tensor]) -> None:
 
 
 class Beside:
-    """A stream of its own, made when it is first needed. For one thread at a time.
+    """A stream of its own on each device, made when it is first needed. For one thread at a time."""
 
-    Args:
-        device: whose.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextmanager
-    def after(self, point: Point) -> Iterator[None]:
+    def after(self, point: Point, device: torch.device) -> Iterator[None]:
         """What is queued inside goes to this stream, after ``point``. The block ends when it is done, or has failed.
 
         Tensors from elsewhere that are used inside must be held outside of the block.
         """
-        if self._device.type != "cuda":
+        if device.type != "cuda":
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            follow(self._device, point)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._streams[device]):
+            follow(device, point)
             try:
                 yield
             finally:
-                self._stream.synchronize()
+                finish(device)

@@ -30,6 +30,7 @@ from ftopt.optimizer.reverting import Undone, revert
 from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
+from ftopt.streams import used_here
 from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
 
 _POLL_S = 0.005
@@ -430,7 +431,9 @@ class Core:
         fragments = self.started().fragments
         self._before_outer = [fragment.view.clones() for fragment in fragments]
         for fragment in fragments:
-            fragment.view.write(fragment.state.anchor)
+            anchor = fragment.state.anchor
+            used_here([anchor])
+            fragment.view.write(anchor)
         self.report("evaluating")
 
     def exit_outer(self) -> None:

@@ -47,6 +47,7 @@ from ftopt.optimizer.merge import mixed, rebase_
 from ftopt.optimizer.pieces import Measured, piece_of
 from ftopt.optimizer.reduction import Reduction
 from ftopt.optimizer.state import Fragment, Snapshot, State, name_tensors
+from ftopt.streams import publish, used_here
 from ftopt.sync.group import Committed, Contribution, Fingerprint, ReplicaGroup
 
 _SMOOTHING = 0.9
@@ -585,6 +586,7 @@ class OuterStep(Reduction):
         while fragment.state is not fragment.taken:
             with self._lock:
                 state, base, reborn = fragment.state, fragment.base, fragment.reborn
+            used_here([base, *state.tensors().values()])
             counted = base is not fragment.start
             since = self.local_steps - fragment.snapshot_step
             if counted and not state.fetched and not early and since < tau:
@@ -635,6 +637,7 @@ class OuterStep(Reduction):
                 self._group.emit("aggregated", fragment=fragment.index, inner_step=self.inner_step())
                 self._inner.step(None)
             fragment.applied = state
+            publish(view.device)  # where the model is copied for a peer
 
     def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
         """Where ``base`` is damaged: how the parameters differ from it says nothing there."""
