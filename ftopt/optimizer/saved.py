@@ -105,7 +105,8 @@ def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGrou
         "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
         "model": _flat(FlatView(model), copies) if outer.live is not None else None,
     }
-    publish(outer.fragments[0].view.device)
+    for device in {fragment.view.device for fragment in outer.fragments}:
+        publish(device)
     return Saved(held, tuple(Version(_record(t), t.digest, t.tensors()) for t, _ in seen), own)
 
 
