@@ -26,6 +26,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What needs a CUDA device is skipped where there is none, also when it is asked for."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("there is no CUDA device here")
+
+
 def pytest_collection_finish() -> None:
     """What has been imported lives on to the end: the garbage collector need not look through it again and again."""
     gc.collect()

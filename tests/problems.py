@@ -72,6 +72,38 @@ class Problem:
         return loss
 
 
+@dataclass(frozen=True)
+class Pulled(Problem):
+    """Parameters that are pulled to other places in each step, on any device.
+
+    With `exact` as the inner optimizer every operation is elementwise and nothing is rounded that another machine
+    could round otherwise: all devices compute the same bits.
+    """
+
+    device: str = "cpu"
+
+    def backward(self, model: nn.Module, replica: int, step: int) -> Tensor:
+        """The gradients are the parameters' distances from their places."""
+        generator = torch.Generator().manual_seed(1_000_003 * replica + step)
+        terms = []
+        for p in model.parameters():
+            apart = p - torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
+            terms.append((0.5 * apart * apart).sum())
+        loss = torch.stack(terms).sum()
+        loss.backward()
+        return loss
+
+
+def exact(parameters: Iterator[nn.Parameter]) -> Optimizer:
+    """SGD that multiplies by powers of two alone."""
+    return torch.optim.SGD(parameters, lr=2.0**-4, momentum=0.5)
+
+
+def pulled(device: str, model: str = "deep", inner: Callable[[Iterator[nn.Parameter]], Optimizer] = exact) -> Pulled:
+    """A model of `MODELS`, its layers unused, with its parameters on a device."""
+    return Pulled(lambda seed: MODELS[model](seed).to(device), inner, device)
+
+
 def problem(model: str = "linear", inner: str = "adamw") -> Problem:
     """One by its names."""
     return Problem(MODELS[model], INNER[inner])

@@ -14,7 +14,7 @@ import pytest
 import ftopt
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-TYPES = {"doors", "errors", "events", "rng", "tree"}
+TYPES = {"doors", "errors", "events", "rng", "streams", "tree"}
 ASSEMBLERS = {"connect", "checkpointing", "http_state", "config", "cli", "job", "__init__", "__main__"}
 """Parts that put others together; everybody else is held to `ALLOWED`."""
 

@@ -71,6 +71,11 @@ class BySpeed(Method):
         """``sync_every``; None when it is shared out by speed."""
         return None if self.sync_every == BALANCED else super().period
 
+    @property
+    def is_plain(self) -> bool:
+        """As of any method, unless it goes by speed."""
+        return self._is_plain(BySpeed.steps_until_due)
+
     def steps_until_due(self, progress: Progress) -> int:
         """``H_m``."""
         if self.sync_every != BALANCED:

@@ -239,7 +239,12 @@ class Method(ABC):
     @property
     def is_plain(self) -> bool:
         """Whether it is due every `period` steps and `due` goes by nothing else: it need not be asked at each step."""
-        return type(self).due is Method.due and self.trigger is None and not self.outer_start_step and bool(self.period)
+        return self._is_plain(Method.steps_until_due)
+
+    def _is_plain(self, steps_until_due: object) -> bool:
+        """`is_plain`, with a `steps_until_due` that is known to be `period` where there is one."""
+        own = type(self).due is not Method.due or type(self).steps_until_due is not steps_until_due
+        return not own and self.trigger is None and not self.outer_start_step and bool(self.period)
 
     def steps_until_due(self, progress: Progress) -> int:
         """Inner steps from one proposal to the next, at the latest. Here: ``sync_every``."""

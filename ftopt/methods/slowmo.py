@@ -84,8 +84,8 @@ class SlowMo(Method):
 
     @property
     def looks_at_whole(self) -> bool:
-        """No."""
-        return False
+        """No, but a subclass' own may."""
+        return type(self).scalars is not SlowMo.scalars or type(self).units is not SlowMo.units
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """``u = 0``."""

@@ -30,6 +30,7 @@ from ftopt.optimizer.reverting import Undone, revert
 from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
 from ftopt.optimizer.step_log import record_steps
 from ftopt.optimizer.uncount import LastStep
+from ftopt.streams import used_here
 from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
 
 _POLL_S = 0.005
@@ -108,8 +109,8 @@ class Core:
         tells = group.tells_steps
         if tells:
             group.emit("inner", inner_step=outer.inner_step() + 1)
-        if outer.freezer.under_way:
-            outer.join()
+        if outer.freezer.under_way or outer.broken_off:
+            self._joined(outer)
         if outer.exchanges_gradients:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
@@ -158,7 +159,7 @@ class Core:
             )
         if outer is None or last is None:
             raise UserError("undo_step: there is no step to undo: none has been taken")
-        outer.join()
+        self._joined(outer)
         undone = revert(self.inner.optimizers, last.reached())
         counted, last.counted = last.counted, None
         self._loss = None
@@ -212,6 +213,15 @@ class Core:
         if self.closed:
             return "step() after close(): this replica has left the job; call ftopt.wrap() again to join anew"
         return "step() while the outer parameters are in the model; call exit_outer() first"
+
+    def _joined(self, outer: OuterStep) -> None:
+        """Nothing is being frozen from here. Parameters that are not finite are given up, and with them the
+        gradients at hand, which are theirs."""
+        if outer.freezer.under_way or outer.broken_off:
+            outer.join()
+            if outer.nonfinite_drops:
+                self.inner.zero_grad(set_to_none=True)
+            self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
         if self._last is not None:
@@ -326,6 +336,7 @@ class Core:
         """See `OuterOptimizer.capture`."""
         outer = self.started()
         assert self.model is not None and self.group is not None
+        self._joined(outer)
         return capture(outer, self.inner, self.model, self.group, copies=copies)
 
     def _check_averages_gradients(self, method: Method) -> None:
@@ -416,11 +427,13 @@ class Core:
             raise RuntimeError("the outer parameters are in the model already; call exit_outer() first")
         if self.outer is None:
             self.start()
-        self.started().join()
+        self._joined(self.started())
         fragments = self.started().fragments
         self._before_outer = [fragment.view.clones() for fragment in fragments]
         for fragment in fragments:
-            fragment.view.write(fragment.state.anchor)
+            anchor = fragment.state.anchor
+            used_here([anchor])
+            fragment.view.write(anchor)
         self.report("evaluating")
 
     def exit_outer(self) -> None:

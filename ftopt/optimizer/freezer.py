@@ -9,9 +9,11 @@ copy, so a change is in this contribution or in the next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
+
+from ftopt.streams import Beside, reached
 
 Work = Callable[[], Callable[[], None]]
 """What is done on the freezer's thread; returns what is left for the training thread."""
@@ -26,31 +28,23 @@ class Freezer:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
+        self._beside = Beside()
         self.under_way: list[Future[Callable[[], None]]] = []
 
     def begin(self, device: torch.device, work: Work) -> None:
         """Does it behind the training thread; on a GPU on a stream of its own, after what has been queued so far."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")
-        if device.type == "cuda":
-            work = _on_a_stream(device, work)
-        self.under_way.append(self._thread.submit(work))
+        before = reached(device)
+
+        def on_its_stream() -> Callable[[], None]:
+            with self._beside.after(before, device):
+                return work()
+
+        self.under_way.append(self._thread.submit(on_its_stream))
 
     def join(self) -> None:
         """Waits for all of it, and does the rest."""
         while self.under_way:
+            wait(self.under_way[:1])  # an interrupt leaves it under way
             self.under_way.pop(0).result()()
-
-
-def _on_a_stream(device: torch.device, work: Work) -> Work:
-    before = torch.cuda.current_stream(device).record_event()
-
-    def on_a_stream() -> Callable[[], None]:
-        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_event(before)
-        with torch.cuda.stream(stream):
-            rest = work()
-        stream.synchronize()
-        return rest
-
-    return on_a_stream

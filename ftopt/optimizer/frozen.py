@@ -2,6 +2,9 @@
 
 While the training thread waits for a round nothing changes the parameters, so the round is computed from them where
 they are, and nobody needs a copy. Before the training thread goes on it calls `Frozen.thaw`.
+
+On a GPU they may be still being computed, or copied, when the training thread hands them over: each reader's stream
+waits for that.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ftopt.optimizer.flat import FlatView
+from ftopt.streams import Point, finish, follow, reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,12 @@ class Frozen:
         self._gone = False
         self._lock = threading.Lock()
         self._ready: tuple[Assumed, Tensor] | None = None
+        self._point = reached(view.device)
+
+    @property
+    def point(self) -> Point:
+        """From there on they, and all that there was when they were frozen, are complete."""
+        return self._point
 
     @property
     def copy(self) -> Tensor | None:
@@ -55,10 +65,12 @@ class Frozen:
     def flat(self) -> Tensor:
         """The copy; must be there."""
         assert self._copy is not None, "parameters that are frozen in place are read in parts"
+        follow(self._view.device, self._point)
         return self._copy
 
     def offer(self, assumed: Assumed, payload: Tensor) -> None:
         """A payload that has been computed when they were frozen."""
+        self._point = reached(self._view.device)
         self._ready = assumed, payload
 
     def take(self, assumed: Assumed) -> Tensor | None:
@@ -78,12 +90,16 @@ class Frozen:
             InterruptedError: the training thread has gone on: the round that this was for is over.
         """
         with self._lock:
+            follow(self._view.device, self._point)
             if self._copy is not None:
                 yield flat_parts(self._copy, size)
             elif self._gone:
                 raise InterruptedError("the contribution is decided: its parameters have moved on")
             else:
-                yield self._view.parts(size)
+                try:
+                    yield self._view.parts(size)
+                finally:
+                    finish(self._view.device)
 
     def thaw(self, *, keep: bool) -> None:
         """The parameters are about to change. Training thread.
@@ -93,7 +109,9 @@ class Frozen:
         """
         with self._lock:
             if self._copy is None and not self._gone:
-                self._copy, self._gone = (self._view.read(self._view.empty()) if keep else None), not keep
+                kept = self._view.read(self._view.empty()) if keep else None
+                self._point = reached(self._view.device)
+                self._copy, self._gone = kept, not keep
 
 
 def flat_parts(flat: Tensor, size: int) -> Iterable[tuple[Tensor, slice]]:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from ftopt.optimizer.digest import digest
 from ftopt.optimizer.flat import FlatView, trainable
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.inner_state import device_of
+from ftopt.streams import used_here
 
 _LOCK_S = 1.0
 _PARAMS, _GRADIENT, _INNER, _NUMBER = "params", "gradient", "inner.", "number."
@@ -43,7 +45,7 @@ class Gradients(FlatView):
     @torch.no_grad()
     def give(self, gradient: Tensor) -> None:
         """Puts ``gradient`` (flat fp32) where the inner optimizers look; who got none anywhere keeps None."""
-        for parameter, part in zip(self._parameters, self._views(gradient), strict=True):
+        for parameter, part in zip(self._parameters, self._views(gradient.to(self.device)), strict=True):
             if parameter.grad is not None:
                 local(parameter.grad).copy_(part)
             elif bool(part.any()):
@@ -106,7 +108,7 @@ class Live:
         self._inner = inner
         names = {id(p): name for name, p in trainable(model)}
         self._owners = [
-            (names[id(p)], p, optimizer)
+            (names[id(p)], p, group, optimizer)
             for optimizer in inner.optimizers
             for group in optimizer.param_groups
             for p in group["params"]
@@ -149,8 +151,9 @@ class Live:
     @torch.no_grad()
     def put(self, fetched: Fetched) -> None:
         """Takes a peer's model and inner state. Training thread, under the lock."""
+        used_here(fetched.tensors.values())
         self._view.write(fetched.params.to(self._view.device))
-        for name, parameter, optimizer in self._owners:
+        for name, parameter, group, optimizer in self._owners:
             state: dict[str, object] = {}
             for key, tensor in fetched.inner.items():
                 place, _, what = key.removeprefix(_INNER).rpartition("/")
@@ -159,12 +162,12 @@ class Live:
                 if what.startswith(_NUMBER):
                     state[what.removeprefix(_NUMBER)] = tensor.item()
                 else:
-                    state[what] = tensor.clone() if tensor.dim() == 0 else tensor.to(parameter.device, copy=True)
+                    state[what] = tensor.to(device_of(what, tensor, parameter, group), copy=True)
             optimizer.state[parameter] = state
 
     def _copies(self) -> dict[str, Tensor]:
         tensors = {_PARAMS: self._view.read(self._view.empty())}
-        for name, parameter, optimizer in self._owners:
+        for name, parameter, _, optimizer in self._owners:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     tensors[f"{_INNER}{name}/{key}"] = value.detach().clone()

@@ -62,9 +62,11 @@ def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool =
     named = dict(trainable(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         optimizer.state.clear()
+        groups_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for name, values in entry["state"].items():
             parameter = named[name]
-            optimizer.state[parameter] = {key: _placed(key, value, parameter) for key, value in values.items()}
+            group = groups_of[id(parameter)]
+            optimizer.state[parameter] = {key: _placed(key, value, parameter, group) for key, value in values.items()}
     if groups:
         restore_groups(inner, saved)
 
@@ -86,10 +88,14 @@ def _copy(value: Any, copies: Copies) -> Any:
     return value
 
 
-def _placed(key: str, value: Any, parameter: nn.Parameter) -> Any:
-    """On the parameter's device, but for step counters, which torch keeps where they were."""
+def device_of(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where torch keeps a value of a parameter's state: step counters, for all but fused and capturable optimizers, on
+    the CPU."""
+    counts = key == "step" and value.dim() == 0 and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if counts else parameter.device
+
+
+def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
     if not isinstance(value, Tensor):
         return _copy(value, Copies())
-    if key == "step" and value.dim() == 0 and parameter.device.type != "cpu":
-        return value.to(torch.device("cpu") if not value.is_cuda else parameter.device, copy=True)
-    return value.to(parameter.device, copy=True)
+    return value.to(device_of(key, value, parameter, group), copy=True)

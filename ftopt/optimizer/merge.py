@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ftopt.optimizer.buffers import keep_between
 from ftopt.optimizer.flat import FlatView
-from ftopt.optimizer.pieces import is_finite, piece_of
+from ftopt.optimizer.pieces import Measured, piece_of
 
 
 @torch.no_grad()
@@ -33,19 +33,19 @@ def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice
         for block in unknown:
             base[block] = now[block]
     size = piece_of(start)
-    scratch, finite = start.new_empty(size), True
+    scratch, measured = start.new_empty(min(size, start.numel())), Measured()
     for part, where in view.parts(size):
         before, after = base[where].view(part.shape), start[where].view(part.shape)
         if part.dtype == torch.float32 and where.start < view.trained:
-            finite = is_finite(part.sub_(before).add_(after)) and finite
+            measured.see(part.sub_(before).add_(after))
             continue
-        room = scratch[: part.numel()].view(part.shape) if part.numel() <= size else torch.empty_like(after)
+        room = scratch[: part.numel()].view(part.shape) if part.numel() <= scratch.numel() else torch.empty_like(after)
         moved = torch.sub(part, before, out=room).add_(after)
         if where.start >= view.trained:
             keep_between(moved, part, after)
-        finite = finite and is_finite(moved)
+        measured.see(moved)
         part.copy_(moved)
-    return finite
+    return measured.finite
 
 
 def mixed(view: FlatView, start: Tensor, alpha: float, *, out: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from ftopt.optimizer.merge import mixed, rebase_
 from ftopt.optimizer.pieces import Measured, piece_of
 from ftopt.optimizer.reduction import Reduction
 from ftopt.optimizer.state import Fragment, Snapshot, State, name_tensors
+from ftopt.streams import publish, used_here
 from ftopt.sync.group import Committed, Contribution, Fingerprint, ReplicaGroup
 
 _SMOOTHING = 0.9
@@ -122,6 +123,7 @@ class OuterStep(Reduction):
         self.clock = clock
         self._said_lossless = False
         self.freezer = Freezer()
+        self.broken_off: list[Fragment] = []  # frozen in place when a boundary raised; `join` goes on with them
         self._gradients: Gradients | None = None
         self._inner = inner[0] if inner is not None else None
         self.exchanges_gradients = False
@@ -309,17 +311,26 @@ class OuterStep(Reduction):
                     wait.append((fragment, fragment.method.patience))
             for fragment, timeout_s in wait:
                 self._wait(fragment.index, timeout_s)
-                self._thaw(fragment)
-                self._take_over(fragment)
+                self._go_on(fragment)
                 acted = True
-        finally:
-            for fragment, _ in wait:
+        except BaseException:
+            self.broken_off = [fragment for fragment, _ in wait if fragment.in_place is not None]
+            for fragment in self.broken_off:
                 self._thaw(fragment)
+            raise
         return acted
+
+    def _go_on(self, fragment: Fragment) -> None:
+        """Behind a wait. What was frozen in place and is decided is taken up whatever `_tau` is by now: there is no
+        copy that later steps could be measured from."""
+        in_place = fragment.in_place is not None
+        self._thaw(fragment)
+        self._take_over(fragment, early=in_place)
+        fragment.in_place = None
 
     def _thaw(self, fragment: Fragment) -> None:
         """The parameters may change from here."""
-        frozen, fragment.in_place = fragment.in_place, None
+        frozen = fragment.in_place
         if frozen is not None:
             with self._lock:
                 undecided = fragment.snapshot is not None and fragment.snapshot.params is frozen
@@ -391,6 +402,7 @@ class OuterStep(Reduction):
         if not (self.pending_steps(index) or self._group.called_in(index) or rest):
             return False
         self._propose(self._fragments[index], lr)
+        self.join()  # no pass follows to do it behind, and who leaves next must have offered it
         return True
 
     def propose_share(self, share: Share, *, lr: float) -> None:
@@ -472,7 +484,7 @@ class OuterStep(Reduction):
         self.mark(fragment, anew=self._averages(fragment))
         tau, whole = self._tau(fragment), view.trained == view.numel and not isinstance(view, Gradients)
         if waits and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.gauge.learns:
-            self._offer(fragment, proposal, *self._freeze_in_place(fragment))
+            self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal))
         elif whole and share is None and tau:
             self.freezer.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
         else:
@@ -483,7 +495,7 @@ class OuterStep(Reduction):
             measured = pieces.copy(parts, fragment.start, params)
             self._offer(fragment, proposal, Frozen(view, params), measured)
 
-    def _freeze_in_place(self, fragment: Fragment) -> tuple[Frozen, Measured]:
+    def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:
         """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
         view, start, assumed = fragment.view, fragment.start, fragment.assumed
         frozen, made = Frozen(view), self._fresh(fragment)
@@ -492,6 +504,8 @@ class OuterStep(Reduction):
             start=start,
             params=start.new_empty(0),
             layout=view.layout,
+            steps=proposal.contribution.steps,
+            lr=proposal.lr,
             alone=assumed.alone,
             lossy=self._mean.lossy,
             averages=assumed.averages,
@@ -515,6 +529,9 @@ class OuterStep(Reduction):
         """Waits until what was being frozen is frozen and offered: the parameters may change. Training thread."""
         if self.freezer.under_way:
             self.freezer.join()
+        while self.broken_off:
+            self._go_on(self.broken_off[-1])
+            self.broken_off.pop()
 
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
         """Hands the frozen parameters over; if they are not finite, gives them up. (Freezer's thread if they are.)"""
@@ -569,6 +586,7 @@ class OuterStep(Reduction):
         while fragment.state is not fragment.taken:
             with self._lock:
                 state, base, reborn = fragment.state, fragment.base, fragment.reborn
+            used_here([base, *state.tensors().values()])
             counted = base is not fragment.start
             since = self.local_steps - fragment.snapshot_step
             if counted and not state.fetched and not early and since < tau:
@@ -619,6 +637,7 @@ class OuterStep(Reduction):
                 self._group.emit("aggregated", fragment=fragment.index, inner_step=self.inner_step())
                 self._inner.step(None)
             fragment.applied = state
+            publish(view.device)  # where the model is copied for a peer
 
     def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
         """Where ``base`` is damaged: how the parameters differ from it says nothing there."""

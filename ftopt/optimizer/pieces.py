@@ -35,28 +35,44 @@ def split(flat: Tensor) -> Sequence[Tensor]:
     return torch.split(flat, piece_of(flat))
 
 
-def is_finite(piece: Tensor) -> bool:
-    """Whether all of it is. The norm says so in one sweep, unless it overflows."""
-    return math.isfinite(float(torch.linalg.vector_norm(piece))) or bool(torch.isfinite(piece).all())
-
-
 class Measured:
-    """The L2 norm of what it has seen, and whether all of it was finite."""
+    """The L2 norm of what it has seen, and whether all of it was finite: the norm says so, unless it overflows.
+
+    On a CUDA device the norms stay there, in fp64, until somebody asks: each look waits for the device.
+    """
 
     def __init__(self) -> None:
         self._squares = 0.0
-        self.finite = True
+        self._finite = True
+        self._there: list[Tensor] = []
 
     def see(self, piece: Tensor) -> None:
         """One more piece."""
+        if piece.is_cuda:
+            self._there.append(torch.linalg.vector_norm(piece, dtype=torch.float64))
+            return
         norm = float(torch.linalg.vector_norm(piece))
         self._squares += norm * norm
-        self.finite = self.finite and (math.isfinite(norm) or bool(torch.isfinite(piece).all()))
+        self._finite = self._finite and (math.isfinite(norm) or bool(torch.isfinite(piece).all()))
 
     @property
     def norm(self) -> float:
         """Inf if it overflows."""
+        self._look()
         return math.sqrt(self._squares)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it was."""
+        self._look()
+        return self._finite
+
+    def _look(self) -> None:
+        if self._there:
+            norms = torch.stack(self._there).tolist()
+            self._there.clear()
+            self._squares += sum(norm * norm for norm in norms)
+            self._finite = self._finite and all(map(math.isfinite, norms))
 
 
 def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:

@@ -21,7 +21,8 @@ from ftopt.optimizer.gradients import Live
 from ftopt.optimizer.mean import Mean, in_pieces
 from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.shares import outer_step
-from ftopt.optimizer.state import Fragment, Result, State, check_fetched, name_tensors
+from ftopt.optimizer.state import Fragment, Result, Snapshot, State, check_fetched, name_tensors
+from ftopt.streams import Beside, reached
 from ftopt.sync.group import Attempt, Collective, Committed, Damaged, ReplicaGroup, Summed
 
 
@@ -40,6 +41,7 @@ class Reduction:
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
         self._fragments: list[Fragment] = []
         self._live: Live | None = None
+        self._reducing, self._installing = Beside(), Beside()
 
     # Steps 3 and 4, on the reducer thread.
 
@@ -63,6 +65,18 @@ class Reduction:
                 f"attempt {attempt.attempt} for version {attempt.version} is overtaken: "
                 f"this replica holds version {state.meta.version}"
             )
+        with self._reducing.after(snapshot.params.point, fragment.view.device):
+            result = self._result(attempt, collective, fragment, state, snapshot)
+        fragment.tried = attempt.version
+        with self._lock:
+            if fragment.state is state:
+                fragment.result = result
+        return result.digest
+
+    def _result(
+        self, attempt: Attempt, collective: Collective, fragment: Fragment, state: State, snapshot: Snapshot
+    ) -> Result:
+        """The reduction, the outer step and the digests."""
         if fragment.tried == attempt.version and attempt.size > 1:
             self._look_over(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
@@ -101,12 +115,7 @@ class Reduction:
             outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
         elif self._shared_out:  # nothing finite in the whole batch
             outer = fragment.method.init(anchor)
-        result = Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
-        fragment.tried = attempt.version
-        with self._lock:
-            if fragment.state is state:
-                fragment.result = result
-        return result.digest
+        return Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
 
     def _look_over(self, state: State) -> None:
         """Before a retry of what had been prepared: if the digests have differed, it may be this replica's fault."""
@@ -166,12 +175,14 @@ class Reduction:
             ValueError: it is damaged or not of this model; nothing has changed.
         """
         fragment = self._fragments[committed.fragment]
-        if self._live is not None:
-            live = self._live.check(digest, tensors)
-            held = fragment.state
-            state = State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
-        else:
-            state = check_fetched(fragment.state, committed, digest, tensors)
+        device = fragment.view.device
+        with self._installing.after(reached(device), device):
+            if self._live is not None:
+                live = self._live.check(digest, tensors)
+                held = fragment.state
+                state = State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
+            else:
+                state = check_fetched(fragment.state, committed, digest, tensors)
         with self._lock:
             fragment.advance(state)
             fragment.reborn = fragment.reborn or reborn

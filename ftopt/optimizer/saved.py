@@ -26,6 +26,7 @@ from ftopt.optimizer.gauge import Tally, pack
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.optimizer.state import Base, Fragment, Snapshot, State
+from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
 
 Tree = dict[str, Any]
@@ -104,6 +105,8 @@ def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGrou
         "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
         "model": _flat(FlatView(model), copies) if outer.live is not None else None,
     }
+    for device in {fragment.view.device for fragment in outer.fragments}:
+        publish(device)
     return Saved(held, tuple(Version(_record(t), t.digest, t.tensors()) for t, _ in seen), own)
 
 

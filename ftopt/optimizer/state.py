@@ -76,13 +76,13 @@ def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> State:
-    """A fetched state as a `State` on the device of ``held``.
+    """A fetched state as a `State` on the devices of ``held``.
 
     Args:
         held: the fragment's state as it is, to tell names and shapes.
         meta: of the fetched one.
         claimed: its digest, as the source says.
-        tensors: taken over: where they are on that device already they are not copied, and nobody may change them.
+        tensors: taken over: where they are on their device already they are not copied, and nobody may change them.
 
     Raises:
         ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
@@ -95,7 +95,8 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
             f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
             + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
         )
-    own = {name: t.detach().to(held.anchor.device) for name, t in tensors.items()}
+    places = held.tensors()
+    own = {name: t.detach().to(places[name].device) for name, t in tensors.items()}
     found, sums = digest_and_sums(own)
     if found != claimed:
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from ftopt.events import OnEvent
+from ftopt.streams import used_here
 from ftopt.sync.job import Job, Peer
 from ftopt.sync.journal import Journal
 from ftopt.sync.link import Channel
@@ -119,6 +120,7 @@ class LocalState:
             except (LookupError, ValueError) as error:
                 answers.append(f"{source}: {error}")
             else:
+                used_here(tensors.values())
                 return meta, {name: tensor.clone() for name, tensor in tensors.items()}
         raise ConnectionError("; ".join(answers))
 

@@ -28,8 +28,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_AT_ONCE = 1 << 17
-"""Elements that are worked on at a time: all that is done to them finds them in the cache."""
+_AT_ONCE, _ELSEWHERE = 1 << 17, 1 << 22
+"""Elements that are worked on at a time: on a CPU all that is done to them finds them in the cache."""
+_LEAST_BYTES, _PIECES = 1 << 18, 8
+"""A payload goes in so many pieces at least, or both hops of all of it would follow each other; none is smaller."""
 _KEPT = 8
 """Buffers: of the four exchanges that are there at a time."""
 
@@ -68,9 +70,14 @@ class Carry(Protocol):
 
 
 class Buffers:
-    """Bytes for exchanges, used again and again: fresh memory costs as much as three sweeps over it."""
+    """Bytes for exchanges, used again and again: fresh memory costs as much as three sweeps over it.
 
-    def __init__(self) -> None:
+    Args:
+        device: where they lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
@@ -78,7 +85,7 @@ class Buffers:
         for place, buffer in enumerate(self._free):
             if size <= buffer.numel():
                 return self._free.pop(place)[:size]
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give(self, *buffers: Tensor) -> None:
         """Nobody uses them any more."""
@@ -172,18 +179,21 @@ class EncodedMean:
     ) -> None:
         self._flat = flat
         self._carry = carry
-        self._buffers = buffers if buffers is not None else Buffers()
+        self._buffers = buffers if buffers is not None else Buffers(flat.device)
         self._codec = codec
         self._sum_codec = sum_codec(codec, shares)
         self._shares = shares
         self._rank = rank
         self._spans = spans(flat.numel(), len(shares), codec.block)
         block_bytes = max(c.encoded_bytes(codec.block) for c in (codec, self._sum_codec))
+        whole = block_bytes * -(-flat.numel() // codec.block)
+        piece_bytes = min(piece_bytes, max(_LEAST_BYTES, whole // _PIECES))
         blocks = max(1, piece_bytes // (len(shares) * block_bytes))
         self._step = blocks * codec.block
         self.pieces = max(-(-(stop - start) // self._step) for start, stop in self._spans)
-        self._at_once = max(1, _AT_ONCE // codec.block) * codec.block
-        self._room = torch.empty(2, self._at_once, dtype=torch.float32)
+        at_once = _AT_ONCE if flat.device.type == "cpu" else _ELSEWHERE
+        self._at_once = min(self._step, max(1, at_once // codec.block) * codec.block)
+        self._room = flat.new_empty(2, self._at_once)
         self._owed = over(owed, *self._spans[rank]) if owed is not None else None
 
     @property

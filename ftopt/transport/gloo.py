@@ -28,9 +28,10 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
 from ftopt.transport.encoded import Buffers, Carry, Codec, EncodedMean, Exchange, Owed, alone
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
+from ftopt.transport.staging import Staging, ahead, staging_for
 from ftopt.transport.store import RendezvousStore, StoreOps
 
 _SLICE = timedelta(milliseconds=5)
@@ -54,7 +56,7 @@ _PROBE_S = 0.5
 _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
 """Who reaches everybody waits so much longer with its complaint: those who are cut from each other name the peer."""
 
-_EXIT_S = 1.0
+_EXIT_S = 3.0
 _running: set[threading.Thread] = set()
 _unstarted: list[Callable[[], None]] = []
 
@@ -91,12 +93,20 @@ class GlooTransport:
         piece_bytes: bytes a piece. Default 4 MiB: on loopback pieces then cost about 1.15 of a single call's
             time; smaller ones cost more (1 MiB: 1.7), larger ones need a faster network for the same
             ``timeout_s``.
+        staging: how payloads on a device get to the host and back. Default: `staging_for`.
 
     Raises:
         ValueError: ``host`` is no address of this machine, or a number is out of range.
     """
 
-    def __init__(self, host: str, timeout_s: float, *, piece_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self,
+        host: str,
+        timeout_s: float,
+        *,
+        piece_bytes: int = 4 << 20,
+        staging: Callable[[torch.device], Staging] = staging_for,
+    ) -> None:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s}; must be a number of seconds above 0")
         if piece_bytes < 8:
@@ -104,6 +114,7 @@ class GlooTransport:
         self.host = host
         self.timeout_s = timeout_s
         self.piece_bytes = piece_bytes
+        self._staging = staging
         try:
             self._device()
         except RuntimeError as error:
@@ -131,7 +142,14 @@ class GlooTransport:
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
         return GlooCollective(
-            key, rank, size, ops, options=options, timeout_s=self.timeout_s, piece_bytes=self.piece_bytes
+            key,
+            rank,
+            size,
+            ops,
+            options=options,
+            timeout_s=self.timeout_s,
+            piece_bytes=self.piece_bytes,
+            staging=self._staging,
         )
 
     def _device(self) -> Any:
@@ -164,13 +182,15 @@ class GlooCollective:
         options: Any,
         timeout_s: float,
         piece_bytes: int,
+        staging: Callable[[torch.device], Staging],
     ) -> None:
         self.rank = rank
         self.size = size
         self.sent_bytes = 0
         self._timeout_s = timeout_s
         self._piece_bytes = piece_bytes
-        self._buffers = Buffers()
+        self._staging = cache(staging)
+        self._buffers = cache(Buffers)
         self._lock = threading.Lock()  # guards _group and _closed
         self._group: Any = None
         self._closed = False
@@ -203,15 +223,17 @@ class GlooCollective:
         """Sums ``flat`` over the members, in place, in pieces. The result is bit-equal on all members.
 
         Args:
-            flat: 1-D, contiguous, on the CPU, fp32 or int64; the same length and dtype on all members.
+            flat: 1-D, contiguous, fp32 or int64; the same length and dtype on all members. On a CUDA device the sum is
+                there for what is queued on the current stream from here on.
             summed: is told how many leading elements are there, while others are on the wire: what is done to them
-                then costs no time of its own as long as the wire is slower, and finds them in the cache.
+                then costs no time of its own as long as the wire is slower, and finds them in the cache. On the CPU.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         self.open()
         if self.size > 1 and flat.numel():
             self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
-            self._reduce(torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size())), summed)
+            pieces = torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size()))
+            self._reduce(pieces, self._staging(flat.device), summed if flat.device.type == "cpu" else None)
 
     def mean_encoded_(
         self,
@@ -227,8 +249,8 @@ class GlooCollective:
         ``flat`` as it is: nothing travels, nothing is lost.
 
         Args:
-            flat: 1-D, contiguous, on the CPU, fp32; the same length on all members. What this member offers, not
-                multiplied by its share.
+            flat: 1-D, contiguous, fp32; the same length on all members. What this member offers, not multiplied by its
+                share. It is encoded and decoded where it lies; only what travels goes to the host.
             codec: the same on all members.
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
             owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
@@ -255,19 +277,24 @@ class GlooCollective:
             piece_bytes=self._piece_bytes,
             owed=owed,
             carry=carry,
-            buffers=self._buffers,
+            buffers=self._buffers(flat.device),
         )
-        under_way: deque[Exchange] = deque()
-        with self._works() as (box, pending):
+        under_way: deque[tuple[Exchange, Tensor]] = deque()
+        staging = self._staging(flat.device)
+        with self._works() as (box, pending), _joined(staging):
 
             def start(hop: Exchange) -> None:
-                under_way.append(hop)
+                sent, received = staging.begin(hop.sent)(), staging.room(hop.received)
+                under_way.append((hop, received))
                 self.sent_bytes += sum(hop.sent_sizes) - hop.sent_sizes[self.rank]
-                pending.append(box[0].alltoall_base(hop.received, hop.sent, hop.received_sizes, hop.sent_sizes))
+                pending.append(box[0].alltoall_base(received, sent, hop.received_sizes, hop.sent_sizes))
 
             def finish() -> Exchange:
                 self._finish(pending, time.monotonic())
-                return under_way.popleft()
+                hop, received = under_way.popleft()
+                staging.back(received, hop.received)
+                staging.join()
+                return hop
 
             mean.run(start, finish)
         return mean.owed
@@ -310,22 +337,28 @@ class GlooCollective:
         self._opened.set()
         # A group that comes after close() is dropped here, on this daemon thread.
 
-    def _reduce(self, pieces: Sequence[Tensor], summed: Callable[[int], None] | None) -> None:
-        with self._works() as (box, pending):
-            since_s = time.monotonic()
-            for number, piece in enumerate(pieces):
-                if len(pending) == _DEPTH:
-                    since_s = self._finish(pending, since_s)
-                pending.append(box[0].allreduce([piece]))
-                if summed is not None and number >= _DEPTH:
-                    summed((number - _DEPTH + 1) * pieces[0].numel())
-                    since_s = time.monotonic()
-            for number in range(len(pieces) - len(pending) + 1, len(pieces)):
+    def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Callable[[int], None] | None) -> None:
+        under_way: deque[tuple[Tensor, Tensor]] = deque()
+        with self._works() as (box, pending), _joined(staging):
+            since_s, done = time.monotonic(), 0
+
+            def finish() -> None:
+                nonlocal since_s, done
                 since_s = self._finish(pending, since_s)
-                if summed is not None:
-                    summed(number * pieces[0].numel())
+                piece, host = under_way.popleft()
+                staging.back(host, piece)
+                done += piece.numel()
+                if summed is not None and pending:
+                    summed(done)
                     since_s = time.monotonic()
-            self._finish(pending, since_s)
+
+            for piece, host in ahead(staging, pieces):
+                under_way.append((piece, host))
+                pending.append(box[0].allreduce([host]))
+                if len(pending) == _DEPTH:
+                    finish()
+            while pending:
+                finish()
 
     @contextmanager
     def _works(self) -> Iterator[tuple[list[Any], deque[Work]]]:
@@ -393,6 +426,14 @@ class GlooCollective:
         return PeerLost(f"{who} {what}: {line}", rank=rank)
 
 
+@contextmanager
+def _joined(staging: Staging) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        staging.join()
+
+
 def _in_background(work: Callable[[], None], name: str) -> None:
     def run() -> None:
         try:
@@ -410,7 +451,7 @@ def _in_background(work: Callable[[], None], name: str) -> None:
 
 @atexit.register
 def _finish_background() -> None:
-    """A thread that comes back from Gloo while the interpreter ends would abort the process: waits for it, 1 s."""
+    """A thread that comes back from Gloo while the interpreter ends would abort the process: waits for it, 3 s."""
     end_s = time.monotonic() + _EXIT_S
     for thread in list(_running):
         if thread.ident is not None:

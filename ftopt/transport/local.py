@@ -1,7 +1,8 @@
 """The transport of groups that live in one process: tests, notebooks, the oracle for bit-for-bit comparisons.
 
 Members are threads. Sums go in rank order, ``((rank 0 + rank 1) + rank 2) + ...``, in the payload's own
-dtype: any loop over replicas written plainly gives the same bits.
+dtype: any loop over replicas written plainly gives the same bits. They are made on the CPU, wherever the payloads lie:
+what members bring from a device must be complete for another thread, and this is meant to be plain.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class LocalCollective:
         ``summed`` is told of the first half of the elements, as if the other one were on the wire.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
-        flat.detach().copy_(self._meet(flat.detach(), _sum_in_rank_order))
+        flat.detach().copy_(self._meet(flat.detach().cpu(), _sum_in_rank_order))
         self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
         if summed is not None:
             summed(flat.numel() // 2)
@@ -148,12 +149,12 @@ class LocalCollective:
         if self.size == 1 or not flat.numel():
             return alone(flat.detach(), owed, carry if shares[self.rank] else None)
         start, stop = spans(flat.numel(), self.size, codec.block)[self.rank]
-        debts = torch.zeros_like(flat)
+        debts = torch.zeros_like(flat, device="cpu")
         if owed is not None:
             debts[start:stop] = over(owed, start, stop)
 
         def mean(brought: dict[int, Tensor]) -> Tensor:
-            total = torch.zeros_like(flat)
+            total = torch.zeros_like(debts)
             for rank, share in enumerate(shares):
                 if share:
                     total += brought[rank][0] * share
@@ -164,13 +165,13 @@ class LocalCollective:
 
         try:
             mine = _carried(codec, flat.detach(), carry) if shares[self.rank] else torch.zeros_like(flat)
-            result, left = self._meet(torch.stack([mine, debts]), mean)
+            result, left = self._meet(torch.stack([mine.cpu(), debts]), mean)
         except FloatingPointError:
             self.close()
             raise
         flat.detach().copy_(result)
         self.sent_bytes += sent_bytes(flat.numel(), codec, shares, rank=self.rank)
-        return None if owed is None else (start, left[start:stop].clone())
+        return None if owed is None else (start, left[start:stop].to(flat.device, copy=True))
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""

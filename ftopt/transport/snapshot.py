@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ftopt.streams import Beside, reached
+
 Meta = dict[str, str]
 
 _CHUNK_BYTES = 256 << 10
@@ -53,8 +55,9 @@ class Snapshot:
         self.meta = dict(meta)
         self._blocks: list[memoryview] = []
         offset = 0
+        on_host = _on_host(tensors)
         for name in names:
-            tensor = tensors[name].detach().cpu().contiguous()
+            tensor = on_host[name]
             block = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
             end = offset + block.nbytes
             shape = list(tensor.shape)
@@ -77,6 +80,15 @@ class Snapshot:
             for at in range(first, last, _CHUNK_BYTES):
                 yield block[at : min(at + _CHUNK_BYTES, last)]
             offset += block.nbytes
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous; what lies on a device is copied beside whatever goes on there."""
+    found = dict[str, Tensor]()
+    for device in {tensor.device for tensor in tensors.values()}:
+        with Beside().after(reached(device), device):
+            found |= {name: t.detach().cpu().contiguous() for name, t in tensors.items() if t.device == device}
+    return found
 
 
 class Arriving:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from tests.forkserver import CONTEXT
@@ -153,3 +154,31 @@ def wait_until(true: Callable[[], bool], limit_s: float = 30.0) -> None:
     while not true():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.01)
+
+
+class Late:
+    """A `Staging` that copies as late as the rules allow, whatever the device; until then there is rubbish."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._later: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = self.room(tensor)
+        return lambda: host.copy_(tensor)
+
+    def room(self, tensor: Tensor) -> Tensor:
+        return _spoilt(torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def back(self, host: Tensor, tensor: Tensor) -> None:
+        _spoilt(tensor)
+        self._later.append((host, tensor))
+
+    def join(self) -> None:
+        for host, tensor in self._later:
+            tensor.copy_(host)
+        self._later.clear()
+
+
+def _spoilt(tensor: Tensor) -> Tensor:
+    tensor.view(torch.uint8).fill_(0xA5)
+    return tensor

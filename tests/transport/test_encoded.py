@@ -18,9 +18,10 @@ from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
 from ftopt.transport.encoded import sent_bytes, spans
 from ftopt.transport.gloo import GlooTransport, PeerLost
 from ftopt.transport.local import LocalTransport
+from ftopt.transport.staging import staging_for
 from tests.reference.codecs import mean_encoded
 
-from .helpers import DictOps, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store
+from .helpers import DictOps, Late, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store
 
 CODECS: list[Codec] = [FP32(), BF16(), Int8(), FP4(), TopK(0.05, 3), TopK(0.3, 2)]
 SHARES = {1: [1.0], 2: [0.3, 0.7], 3: [0.25, 0.0, 0.75], 4: [0.1, 0.2, 0.3, 0.4]}
@@ -46,6 +47,9 @@ def test_spans_are_whole_blocks_nearly_alike_and_leave_nothing_out(numel: int, s
     assert all(start % block == 0 or start == numel for start, _ in got)
     blocks = [-(-(stop - start) // block) for start, stop in got]
     assert max(blocks) - min(blocks) <= 1
+
+
+staged = pytest.mark.parametrize("staging", [staging_for, Late], ids=["in place", "staged"])
 
 
 def means(transport: Any, flats: Sequence[Tensor], codec: Codec) -> list[tuple[Tensor, int]]:
@@ -78,9 +82,28 @@ def test_threads_get_what_plain_loops_get_bit_for_bit(codec: Codec, size: int, n
 @pytest.mark.parametrize(
     ("size", "numel", "piece_bytes"), [(2, 30_001, 1000), (3, 5000, 1 << 20), (4, 300, 100), (2, 1, 8), (3, 0, 8)]
 )
-def test_gloo_gets_what_plain_loops_get_bit_for_bit(codec: Codec, size: int, numel: int, piece_bytes: int) -> None:
+@staged
+def test_gloo_gets_what_plain_loops_get_bit_for_bit(
+    codec: Codec, size: int, numel: int, piece_bytes: int, staging: Any
+) -> None:
     flats = payloads(size, numel)
-    check(means(GlooTransport("127.0.0.1", NEVER_S, piece_bytes=piece_bytes), flats, codec), flats, codec)
+    transport = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=piece_bytes, staging=staging)
+    check(means(transport, flats, codec), flats, codec)
+
+
+@pytest.mark.gpu
+@by_name(CODECS)
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+@pytest.mark.parametrize(("size", "piece_bytes"), [(2, 1000), (3, 1 << 20)])
+def test_a_payload_on_a_gpu_has_the_mean_of_the_cpu_bit_for_bit(
+    codec: Codec, transport: str, size: int, piece_bytes: int
+) -> None:
+    flats = payloads(size, 30_001)
+    made: Any = LocalTransport()
+    if transport == "gloo":
+        made = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=piece_bytes)
+    got = means(made, [flat.cuda() for flat in flats], codec)
+    check([(flat.cpu(), sent) for flat, sent in got], flats, codec)
 
 
 def check(got: list[tuple[Tensor, int]], flats: Sequence[Tensor], codec: Codec) -> None:
@@ -118,10 +141,11 @@ def rounds(transport: Any, flats: Sequence[Tensor], codec: Codec, sizes: Sequenc
 
 @by_name([BF16(), Int8(), FP4(), TopK(0.3, 2)])
 @pytest.mark.parametrize("sizes", [[3] * 8, [3, 2, 1, 3, 3, 2]], ids=["a steady quorum", "members come and go"])
-def test_gloo_and_threads_owe_the_same_bits(codec: Codec, sizes: list[int]) -> None:
+@staged
+def test_gloo_and_threads_owe_the_same_bits(codec: Codec, sizes: list[int], staging: Any) -> None:
     flats = payloads(3, 5000)
     expected = rounds(LocalTransport(), flats, codec, sizes)
-    got = rounds(GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1000), flats, codec, sizes)
+    got = rounds(GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1000, staging=staging), flats, codec, sizes)
     for ours, theirs in zip(got, expected, strict=True):
         assert all(torch.equal(flat.view(torch.int32), theirs[0].view(torch.int32)) for flat in [*ours, *theirs])
 

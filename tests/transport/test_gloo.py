@@ -18,8 +18,9 @@ import torch
 
 from ftopt.transport.gloo import GlooCollective, GlooTransport, PeerLost
 from ftopt.transport.sockets import _address
+from ftopt.transport.staging import Copied, staging_for
 
-from .helpers import DictOps, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store, wait_until
+from .helpers import DictOps, Late, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store, wait_until
 
 SOON_S = 5.0
 """Far above what is measured (hundredths of a second), far below the time-outs (60 s): the machine may be busy."""
@@ -38,21 +39,33 @@ def test_a_group_of_one_makes_no_process_group() -> None:
         collective.all_reduce_(flat)
 
 
+@pytest.mark.parametrize("staging", [staging_for, Late, lambda device: Copied()], ids=["in place", "staged", "copied"])
 @pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001])
-def test_pieces_of_every_length_are_summed(numel: int) -> None:
+def test_pieces_of_every_length_are_summed(numel: int, staging: Any) -> None:
+    _sums_are_right(numel, staging, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001, 1_000_003])
+def test_pieces_from_a_gpu_are_summed(numel: int) -> None:
+    _sums_are_right(numel, staging_for, torch.device("cuda"))
+
+
+def _sums_are_right(numel: int, staging: Any, device: torch.device) -> None:
     ops = DictOps()
 
     made: list[GlooCollective] = []  # closed when all are through: who closes while others connect breaks the group
 
     def work(rank: int) -> torch.Tensor:
-        transport = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1024)
+        transport = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1024, staging=staging)
         made.append(collective := transport.connect(key="a", rank=rank, size=2, ops=ops))
-        flat = torch.arange(numel, dtype=torch.float32) * (rank + 1)
-        collective.all_reduce_(flat)
-        return flat
+        flat = torch.arange(numel, dtype=torch.float32, device=device) * (rank + 1)
+        for _ in range(2):
+            collective.all_reduce_(flat)
+        return flat.cpu()
 
     for got in in_threads(2, work):
-        assert torch.equal(got, torch.arange(numel, dtype=torch.float32) * 3)
+        assert torch.equal(got, torch.arange(numel, dtype=torch.float32) * 6)
     for collective in made:
         collective.close()
 

@@ -1,0 +1,130 @@
+"""Payloads between a device and the host's memory, where Gloo works: nothing to do, plain copies, or copies beside.
+
+A reduction is written once, for payloads anywhere: pieces go down to the host (`Staging.begin`), through Gloo, and back
+up (`Staging.back`). On the CPU the host's tensor is the piece itself.
+
+On a CUDA device (`Pinned`) copies in both directions are queued on two streams of their own and done by the device's
+copy engines, while Gloo has other pieces under way. They need page-locked memory, which is dear to get. torch keeps
+what it has once got, and gives memory out again when the last tensor on it is gone and the copies that were queued with
+it are done; so no buffer is in use twice, also not after a reduction that failed and left Gloo writing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_AHEAD = 2
+"""Pieces on their way to the host before they are wanted there."""
+
+
+class Staging(Protocol):
+    """The way of tensors (1-D, contiguous) to the host and back. For one thread at a time."""
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begins to copy it to the host, as the caller has left it. Call the result for the host's tensor: it waits.
+        ``tensor`` must not change before that."""
+
+    def room(self, tensor: Tensor) -> Tensor:
+        """A tensor on the host for as much, with nothing in particular in it."""
+
+    def back(self, host: Tensor, tensor: Tensor) -> None:
+        """Begins to copy ``host`` to ``tensor``; nobody changes ``host`` any more."""
+
+    def join(self) -> None:
+        """What the caller does from here on comes after all copies that were begun."""
+
+
+class OnHost:
+    """The tensors are on the host: nothing to do."""
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return lambda: tensor
+
+    def room(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def back(self, host: Tensor, tensor: Tensor) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+class Copied:
+    """Copies that are done when the call returns: for any device."""
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = self.room(tensor).copy_(tensor)
+        return lambda: host
+
+    def room(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def back(self, host: Tensor, tensor: Tensor) -> None:
+        tensor.copy_(host)
+
+    def join(self) -> None:
+        pass
+
+
+class Pinned:
+    """Copies on two streams of a CUDA device, through page-locked memory.
+
+    Args:
+        device: whose tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._down = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._up = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
+        host = self.room(tensor)
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
+            host.copy_(tensor, non_blocking=True)
+            copied = self._down.record_event()
+
+        def wait() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return wait
+
+    def room(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def back(self, host: Tensor, tensor: Tensor) -> None:
+        self._up.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._up):
+            tensor.copy_(host, non_blocking=True)
+
+    def join(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._down)
+        current.wait_stream(self._up)
+
+
+def staging_for(device: torch.device) -> Staging:
+    """The one for a device."""
+    if device.type == "cpu":
+        return OnHost()
+    return Pinned(device) if device.type == "cuda" else Copied()
+
+
+def ahead(staging: Staging, pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each piece with its host's tensor, while the next ones are on their way there."""
+    coming: deque[tuple[Tensor, Callable[[], Tensor]]] = deque()
+    for piece in pieces:
+        coming.append((piece, staging.begin(piece)))
+        if len(coming) > _AHEAD:
+            first, wait = coming.popleft()
+            yield first, wait()
+    for first, wait in coming:
+        yield first, wait()

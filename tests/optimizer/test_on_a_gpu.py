@@ -1,0 +1,275 @@
+"""Jobs on a CUDA device: the same bits as on the CPU, whatever the streams do, and training that waits for nothing.
+
+What has no mark runs the same code on the CPU, so that it is in order when there is a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from ftopt.connect import local_groups, solo
+from ftopt.events import ignore
+from ftopt.http_state import HttpState
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, Strided, SyncSGD, Torch
+from ftopt.optimizer import OuterOptimizer, pieces, wrap
+from ftopt.sync.client import Client
+from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.local import LocalHub, LocalLink
+from ftopt.sync.loop import LoopThread
+from ftopt.sync.protocol.settings import Sync
+from ftopt.transport.gloo import GlooTransport
+from tests.optimizer.running import PATIENT, together
+from tests.problems import MODELS, flat, pulled
+from tests.test_checkpointing import BIT_EQUAL, run, whole
+
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", patience_s=30)
+CASES: dict[str, dict[str, Any]] = {
+    "diloco": {"method": DiLoCo(sync_every=5)},
+    "diloco, bf16 parameters": {"method": DiLoCo(sync_every=5), "dtype": torch.bfloat16},
+    "diloco, bf16 on the wire": {"method": DiLoCo(sync_every=3), "codec": "bf16", "model": "wide"},
+    "streaming, mixed": {"method": STREAMING},
+    "streaming, rebased": {"method": replace(STREAMING, merge="rebase", delay=3), "codec": "bf16"},
+    "local_sgd": {"method": LocalSGD(sync_every=4)},
+    "sync_sgd": {"method": SyncSGD()},
+}
+ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A replica at its end: parameters, on the CPU, and the digest of anchor and outer state."""
+
+    params: Tensor
+    digest: str
+
+
+def groups_over_the_network(count: int, sync: Sync) -> list[ReplicaGroup]:
+    """Groups of one process that send payloads and states as processes do."""
+    hub, network = LocalHub("local", ignore), LoopThread()
+    return [
+        Client(
+            f"r{number}",
+            "local",
+            sync,
+            link=LocalLink(hub),
+            transport=GlooTransport("127.0.0.1", sync.dead_after_s, piece_bytes=1 << 10),
+            state=HttpState("127.0.0.1", None),
+            network=network,
+            on_event=ignore,
+        )
+        for number in range(count)
+    ]
+
+
+@contextmanager
+def busy(device: str, own_stream: bool) -> Iterator[None]:
+    """On a GPU the host runs far ahead: what does not wait for what it needs finds it undone."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()) if own_stream else nullcontext():  # type: ignore[no-untyped-call]
+        yield
+
+
+def late(device: str) -> None:
+    """Some milliseconds of work before whatever comes."""
+    if device != "cpu":
+        torch.cuda._sleep(5_000_000)
+
+
+def train(
+    device: str,
+    method: Method,
+    *,
+    groups: Sequence[ReplicaGroup] | None = None,
+    codec: str = "fp32",
+    dtype: torch.dtype = torch.float32,
+    model: str = "deep",
+    own_stream: bool = False,
+    steps: int = 20,
+) -> list[Ended]:
+    """Two replicas, each with its own pulls, on one device."""
+    task = pulled(device, model)
+    found = groups or local_groups(2, sync=replace(PATIENT, codec=codec))
+    models = [task.model(0).to(dtype) for _ in range(2)]
+    all_have_looked = threading.Barrier(2, timeout=60.0)
+
+    def replica(m: int) -> Ended:
+        with busy(device, own_stream), wrap(task.inner(models[m].parameters()), models[m], method, group=found[m]) as o:
+            for step in range(steps):
+                o.zero_grad()
+                task.backward(models[m], m, step)
+                late(device)
+                o.step()
+            assert o.settle()
+            ended = Ended(flat(models[m]).cpu(), o.anchor_digest())
+            all_have_looked.wait()  # who leaves sooner hands in its pending steps
+            return ended
+
+    return together([lambda m=m: replica(m) for m in range(2)])
+
+
+def check(got: Sequence[Ended], expected: Sequence[Ended]) -> None:
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.equal(ours.params, theirs.params)
+        assert ours.digest == theirs.digest
+    assert got[0].digest == got[1].digest
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_stream", [False, True], ids=["on the default stream", "on a stream of its own"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_on_a_gpu_has_the_bits_of_one_on_the_cpu(case: str, own_stream: bool) -> None:
+    check(train("cuda", **CASES[case], own_stream=own_stream), train("cpu", **CASES[case]))
+
+
+@ON_BOTH
+@pytest.mark.parametrize("case", ["diloco", "diloco, bf16 on the wire", "streaming, rebased", "sync_sgd"])
+def test_over_the_network_it_has_the_same_bits(device: str, case: str) -> None:
+    sync = replace(PATIENT, codec=CASES[case].get("codec", "fp32"), start_replicas=2)
+    check(train(device, **CASES[case], groups=groups_over_the_network(2, sync)), train("cpu", **CASES[case]))
+
+
+@pytest.mark.gpu
+def test_payloads_of_several_pieces_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_ELSEWHERE", 1 << 14)
+    monkeypatch.setitem(MODELS, "large", _large)
+    for codec in ("fp32", "bf16"):
+        case: dict[str, Any] = {"method": DiLoCo(sync_every=2), "codec": codec, "model": "large", "steps": 7}
+        check(train("cuda", **case), train("cpu", **case))
+
+
+def _large(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(300, 201)
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("method", "inner"),
+    [
+        (DiLoCo(sync_every=5), lambda p: SGD(p, lr=0.05, momentum=0.9)),
+        (DiLoCo(sync_every=5, outer=Torch(cls="torch.optim.Adam", args={"lr": 0.1})), lambda p: AdamW(p, lr=1e-3)),
+        (SyncSGD(), lambda p: AdamW(p, lr=1e-3)),
+        (SyncSGD(), lambda p: AdamW(p, lr=1e-3, fused=True)),
+    ],
+    ids=["diloco", "diloco, outer Adam", "sync_sgd", "sync_sgd, fused"],
+)
+def test_a_newcomer_fetches_the_state_and_goes_on_alike(device: str, method: Method, inner: Any) -> None:
+    groups = groups_over_the_network(2, Sync(grace_s=60.0, dead_after_s=60.0, start_replicas=1))
+    task = pulled(device, inner=inner)
+    models = [task.model(seed) for seed in range(2)]
+    running, joined = threading.Event(), threading.Event()
+    digests: tuple[dict[int, str], dict[int, str]] = ({}, {})
+    all_have_looked = threading.Barrier(2, timeout=60.0)
+
+    def steps(m: int, optimizer: OuterOptimizer, numbers: range) -> None:
+        for step in numbers:
+            optimizer.zero_grad()
+            task.backward(models[m], m, step)
+            late(device)
+            optimizer.step()
+            digests[m][optimizer.versions[0]] = optimizer.anchor_digest()
+
+    def first() -> None:
+        with busy(device, False), wrap(inner(models[0].parameters()), models[0], method, group=groups[0]) as optimizer:
+            steps(0, optimizer, range(10))
+            running.set()
+            assert joined.wait(30)
+            steps(0, optimizer, range(10, 30))
+            all_have_looked.wait()
+
+    def second() -> None:
+        assert running.wait(30)
+        with busy(device, False), wrap(inner(models[1].parameters()), models[1], method, group=groups[1]) as optimizer:
+            assert optimizer.start_step == 10
+            joined.set()
+            steps(1, optimizer, range(20))
+            all_have_looked.wait()
+
+    together([first, second])
+    common = digests[0].keys() & digests[1].keys()
+    assert len(common) >= 3
+    assert all(digests[0][version] == digests[1][version] for version in common)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("case", ["diloco", "streaming with delay, mixed", "sync_sgd", "diloco, error feedback"])
+def test_a_resume_goes_on_bit_for_bit(tmp_path: Path, device: str, case: str) -> None:
+    settings = BIT_EQUAL[case]() | {"task": pulled(device, inner=_adamw)}
+    uninterrupted = run(tmp_path / "a", **settings)
+    there = whole(tmp_path / "a")
+    resumed = run(tmp_path / "b", **settings, resume=there[len(there) // 2 - 1])
+    for a, b in zip(uninterrupted, resumed, strict=True):
+        assert torch.equal(a.params, b.params)
+        assert (a.digest, a.chain, a.rate) == (b.digest, b.chain, b.rate)
+
+
+def _adamw(parameters: Iterator[nn.Parameter]) -> AdamW:
+    return AdamW(parameters, lr=1e-3, fused=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [{}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize(
+    "method",
+    [DiLoCo(sync_every=20), LocalSGD(sync_every=20), StreamingDiLoCo(sync_every=20, fragments=Strided(n=2), delay=2)],
+    ids=lambda method: method.name,
+)
+def test_between_two_outer_steps_no_step_waits_for_the_gpu(method: Method, inner: dict[str, Any]) -> None:
+    model = pulled("cuda").model(0)
+    with wrap(AdamW(model.parameters(), lr=1e-3, **inner), model, method, group=solo()) as optimizer:
+        for step in range(8):
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            with nullcontext() if step < 3 else _no_waiting():
+                optimizer.count(tokens=1, loss=torch.ones((), device="cuda"))
+                optimizer.step()
+        optimizer.close(flush=False)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Operations that wait for the device raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
+    task = pulled("cuda")
+    model, (group,) = task.model(0), local_groups(1, sync=PATIENT)
+    method = StreamingDiLoCo(sync_every=4, fragments=Strided(n=1), delay=3, patience_s=30)
+    with wrap(task.inner(model.parameters()), model, method, group=group) as optimizer:
+        outer = optimizer._core.started()
+        for step in range(12):  # two rounds before: memory and kernels are there
+            optimizer.zero_grad()
+            task.backward(model, 0, step)
+            optimizer.step()
+        assert outer.freezer.under_way, "the third round has begun"
+        torch.cuda._sleep(6_000_000_000)  # seconds
+        trained = torch.cuda.current_stream().record_event()
+        outer.join()
+        deadline = time.monotonic() + 20
+        while outer.fragments[0].state is outer.fragments[0].taken and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert outer.fragments[0].state is not outer.fragments[0].taken
+        assert not trained.query(), "it has waited for training"
