@@ -21,7 +21,8 @@ class Memory:
     """Flat fp32 tensors of memory that others have let go of. Any thread."""
 
     def __init__(self) -> None:
-        # Without a lock: memory may be given back in the middle of anything, also of what a lock would guard here.
+        # Without a lock: memory may be given back in the middle of anything, also of what a lock would guard here. So
+        # nothing goes through it but a list of its keys, during whose making nothing runs.
         self._free: dict[int, Tensor] = {}
 
     def take(self, numel: int, device: torch.device) -> Tensor:
@@ -35,12 +36,15 @@ class Memory:
         return torch.from_numpy(array)
 
     def _near(self, numel: int) -> Tensor:
-        for key, block in list(self._free.items()):
-            if numel <= block.numel() <= _NEAR * numel and self._free.pop(key, None) is not None:
+        for key in list(self._free):
+            block = self._free.get(key)
+            if block is None or not numel <= block.numel() <= _NEAR * numel:
+                continue
+            if self._free.pop(key, None) is not None:
                 return block
         return torch.empty(numel, dtype=torch.float32)
 
     def _give(self, block: Tensor) -> None:
         self._free[id(block)] = block
-        while len(self._free) > _KEPT:
-            self._free.pop(next(iter(self._free)), None)
+        for key in list(self._free)[:-_KEPT]:
+            self._free.pop(key, None)

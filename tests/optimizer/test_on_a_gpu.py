@@ -24,6 +24,8 @@ from ftopt.events import ignore
 from ftopt.http_state import HttpState
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, Strided, SyncSGD, Torch
 from ftopt.optimizer import OuterOptimizer, pieces, wrap
+from ftopt.optimizer.inner_state import device_of
+from ftopt.optimizer.pieces import Measured
 from ftopt.sync.client import Client
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.local import LocalHub, LocalLink
@@ -273,3 +275,23 @@ def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
             time.sleep(0.001)
         assert outer.fragments[0].state is not outer.fragments[0].taken
         assert not trained.query(), "it has waited for training"
+
+
+def test_step_counters_are_put_where_torch_keeps_them() -> None:
+    parameter, count = torch.empty(2, device="meta"), torch.zeros(())
+    assert device_of("step", count, parameter, {"fused": None, "capturable": False}).type == "cpu"
+    assert device_of("step", count, parameter, {"fused": True}).type == "meta"
+    assert device_of("step", count, parameter, {"capturable": True}).type == "meta"
+    assert device_of("exp_avg", torch.zeros(2), parameter, {}).type == "meta"
+
+
+@pytest.mark.gpu
+def test_norms_are_looked_at_once_and_say_what_is_not_finite() -> None:
+    measured = Measured()
+    with _no_waiting():
+        for scale in (1.0, 1e30):
+            measured.see(torch.full((3, 5), scale, device="cuda"))
+    assert measured.finite
+    assert measured.norm == pytest.approx(15**0.5 * 1e30)
+    measured.see(torch.tensor([1.0, float("nan")], device="cuda"))
+    assert not measured.finite
