@@ -24,7 +24,6 @@ killed peer is noticed by all of 3 to 5 members in 10-30 ms on an idle machine; 
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections import deque
@@ -38,6 +37,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
+from ftopt.transport.background import in_background
 from ftopt.transport.encoded import Buffers, Carry, Codec, EncodedMean, Exchange, Owed, alone
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.staging import Staging, ahead, staging_for
@@ -55,10 +55,6 @@ _PROBE_S = 0.5
 """After a time-out, who does not answer within so long is named."""
 _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
 """Who reaches everybody waits so much longer with its complaint: those who are cut from each other name the peer."""
-
-_EXIT_S = 3.0
-_running: set[threading.Thread] = set()
-_unstarted: list[Callable[[], None]] = []
 
 
 class PeerLost(ConnectionError):
@@ -201,7 +197,7 @@ class GlooCollective:
         if size == 1:
             self._opened.set()
         else:
-            _in_background(lambda: self._build(options), f"ftopt-connect-{key}")
+            in_background(lambda: self._build(options), f"ftopt-connect-{key}")
 
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
@@ -372,7 +368,7 @@ class GlooCollective:
         except BaseException:
             pending.clear()  # a work keeps the group's connections
             self.close()
-            _in_background(box.clear, "ftopt-drop-group")
+            in_background(box.clear, "ftopt-drop-group")
             raise
 
     def _finish(self, pending: deque[Work], since_s: float) -> float:
@@ -411,7 +407,7 @@ class GlooCollective:
             shut_down(dict(self._store.values))
             box.clear()
 
-        _in_background(work, "ftopt-drop-group")
+        in_background(work, "ftopt-drop-group")
 
     def _check(self) -> None:
         if self._stopped.is_set():
@@ -432,30 +428,6 @@ def _joined(staging: Staging) -> Iterator[None]:
         yield
     finally:
         staging.join()
-
-
-def _in_background(work: Callable[[], None], name: str) -> None:
-    def run() -> None:
-        try:
-            work()
-        finally:
-            _running.discard(threading.current_thread())
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _running.add(thread)
-    try:
-        thread.start()
-    except RuntimeError:  # no new threads, the interpreter is ending; what `work` holds lives on with it
-        _unstarted.append(work)
-
-
-@atexit.register
-def _finish_background() -> None:
-    """A thread that comes back from Gloo while the interpreter ends would abort the process: waits for it, 3 s."""
-    end_s = time.monotonic() + _EXIT_S
-    for thread in list(_running):
-        if thread.ident is not None:
-            thread.join(max(0.0, end_s - time.monotonic()))
 
 
 def _bare(error: BaseException) -> BaseException:
