@@ -160,10 +160,12 @@ def test_leaving_waits_no_longer_than_it_was_told() -> None:
 def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
     groups = local_groups(2, sync=PATIENT)
     models = [TASK.model(0), TASK.model(1)]
+    both_are_there = threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> tuple[torch.Tensor, dict[int, str]]:
         with wrap(TASK.inner(models[m].parameters()), models[m], LocalSGD(sync_every=2), group=groups[m]) as optimizer:
             start, digests = flat(models[m]), {}
+            both_are_there.wait()  # or the other one starts from a later version
             for step in range(10):
                 _step(optimizer, models[m], step, m)
                 digests[optimizer.versions[0]] = optimizer.anchor_digest()
