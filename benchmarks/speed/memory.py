@@ -25,7 +25,15 @@ GOALS = "SGD, 1 fragment <= 5.5, 8 fragments <= 4.5"
 DRAWN = "peak"
 _INNER = {"SGD": partial(torch.optim.SGD, lr=0.1), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 _STEPS = 4
-WAYS = ("bare", "DiLoCo, 1 fragment", "DiLoCo, 8 fragments", "torchft's DiLoCo, 1 fragment")
+WAYS = (
+    "bare",
+    "DiLoCo, 1 fragment",
+    "DiLoCo, 8 fragments",
+    "DiLoCo, 1 fragment, state on disk",
+    "DiLoCo, 8 fragments, state on disk",
+    "torchft's DiLoCo, 1 fragment",
+)
+_QUICK = WAYS[1], WAYS[3], WAYS[5]
 
 
 def run(quick: bool) -> list[Row]:
@@ -33,7 +41,7 @@ def run(quick: bool) -> list[Row]:
     parameters = 10_000_000 if quick else 50_000_000
     rows = []
     for inner in ("SGD",) if quick else _INNER:
-        for way in WAYS[1::2] if quick else WAYS:
+        for way in _QUICK if quick else WAYS:
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
                 try:
@@ -41,12 +49,12 @@ def run(quick: bool) -> list[Row]:
                     url = stack.enter_context(server)
                 except NoPeerError:
                     continue
-                peaks = together(_peak, 2, parameters, inner, way, url, fresh=True)
+                peaks = together(_peak, 2, parameters, inner, way, url, folder, fresh=True)
             rows.append({"parameters": parameters, "inner": inner, "way": way, "peak": max(peaks)})
     return rows
 
 
-def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str) -> float:
+def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str, folder: Path) -> float:
     """Its peak over the bytes of its parameters."""
     _use_everything()
     if way.startswith("torchft"):
@@ -56,7 +64,7 @@ def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str)
     before = _status("VmRSS")
     model = of_size(parameters)
     with ExitStack() as stack:
-        optimizer = _optimizer(stack, rank, size, model, inner, way, url)
+        optimizer = _optimizer(stack, rank, size, model, inner, way, url, folder)
         for _ in range(3 * _STEPS):
             for p in model.parameters():
                 p.grad = torch.full_like(p, 1e-3)
@@ -67,7 +75,7 @@ def _peak(rank: int, size: int, parameters: int, inner: str, way: str, url: str)
 
 
 def _optimizer(
-    stack: ExitStack, rank: int, size: int, model: torch.nn.Module, inner: str, way: str, url: str
+    stack: ExitStack, rank: int, size: int, model: torch.nn.Module, inner: str, way: str, url: str, folder: Path
 ) -> torch.optim.Optimizer:
     made = _INNER[inner](model.parameters())
     if way == "bare":
@@ -82,7 +90,8 @@ def _optimizer(
         method = ftopt.StreamingDiLoCo(sync_every=_STEPS, delay=0, fragments=ftopt.Balanced(n=fragments), outer=outer)
     sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=60.0)
     group = ftopt.connect(url, f"r{rank}", sync=sync)
-    return stack.enter_context(ftopt.wrap(made, model, method, group=group))
+    state_dir = folder if way.endswith("on disk") else None
+    return stack.enter_context(ftopt.wrap(made, model, method, group=group, state_dir=state_dir))
 
 
 def _use_everything() -> None:

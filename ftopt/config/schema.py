@@ -234,6 +234,7 @@ class Train:
         autocast: ``bf16`` or null.
         accumulate: micro-batches an inner step.
         threads: torch threads a replica.
+        state_dir: folder on each replica's local disk for its committed state, memory-mapped; null (default): in RAM.
     """
 
     inner_steps: int = 600
@@ -243,6 +244,7 @@ class Train:
     autocast: str | None = None
     accumulate: int = 1
     threads: int = 1
+    state_dir: str | None = None
 
     def __post_init__(self) -> None:
         at_least("train", 1, inner_steps=self.inner_steps, accumulate=self.accumulate, threads=self.threads)
@@ -251,6 +253,8 @@ class Train:
             above_zero("train", clip_norm=self.clip_norm)
         if self.autocast not in (None, "bf16"):
             raise ValueError(f"train.autocast={self.autocast!r}; allowed: null, bf16")
+        if self.state_dir == "":
+            raise ValueError("train.state_dir is empty; give a folder, or null")
 
 
 @dataclass(frozen=True, kw_only=True)

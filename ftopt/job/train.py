@@ -66,7 +66,9 @@ class Trainer:
         self._loader = self._sampler()
         model = self._task.model
         self._inner = inner_optimizers(recipe.inner_sections(), model)
-        self.optimizer = self._optimizer = ftopt.wrap(self._inner, model, recipe.method, group=group)
+        self.optimizer = self._optimizer = ftopt.wrap(
+            self._inner, model, recipe.method, group=group, state_dir=recipe.train.state_dir
+        )
         self._checkpoints = self._prepare_checkpoints()
 
     def stop(self) -> None:

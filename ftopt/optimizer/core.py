@@ -22,6 +22,7 @@ from ftopt.optimizer.buffers import averaged, shared_out
 from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.moments import moments
 from ftopt.optimizer.outer_step import OuterStep
 from ftopt.optimizer.replaying import Replays
@@ -47,6 +48,7 @@ class Core:
         method: what is computed; None in a copy.
         group: who takes part; None in a copy: steps are then the inner optimizers' alone.
         clock: seconds, monotonic.
+        memory: where committed states lie. Default: in RAM.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Core:
         *,
         group: ReplicaGroup | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        memory: Memory | None = None,
     ) -> None:
         self.inner = inner
         self.model = model
@@ -69,6 +72,7 @@ class Core:
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self._clock = clock
+        self._memory = memory
         self._before_outer: list[list[Tensor]] | None = None
         self._rounds_taken = 0
         self._ended_at: float | None = None
@@ -272,7 +276,9 @@ class Core:
         if self.group.global_batch is not None:
             self._check_averages_gradients(self.method)
         views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
-        outer = OuterStep(views, self.method, self.group, (self.inner, self.model), clock=self._clock)
+        outer = OuterStep(
+            views, self.method, self.group, (self.inner, self.model), clock=self._clock, memory=self._memory
+        )
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         fetched = self._join(outer, self.model, self.group)

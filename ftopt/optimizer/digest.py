@@ -13,9 +13,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftopt.optimizer.mapped import is_mapped, let_go
+
 BLOCK_BYTES = 64 * 1024
 _WORD_BYTES = 8
 _BLOCK_WORDS = BLOCK_BYTES // _WORD_BYTES
+_AT_A_TIME = 8
+"""Blocks of a tensor in a file that are looked at before their pages are let go of."""
 
 
 def blocks_of(tensor: Tensor) -> int:
@@ -32,8 +36,16 @@ def block_sums(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if out is not None and tensor.device.type == "cpu" and _has_whole_blocks(tensor):
         return torch.sum(tensor.detach().view(torch.int64).view(-1, _BLOCK_WORDS), dim=1, out=out)
-    found = _block_sums(tensor)
+    found = _block_sums_mapped(tensor) if is_mapped(tensor) else _block_sums(tensor)
     return found if out is None else out.copy_(found)
+
+
+def _block_sums_mapped(tensor: Tensor) -> Tensor:
+    sums = []
+    for piece in torch.split(tensor.detach().reshape(-1), _AT_A_TIME * BLOCK_BYTES // tensor.element_size()):
+        sums.append(_block_sums(piece))
+        let_go(piece)
+    return torch.cat(sums)
 
 
 def _has_whole_blocks(tensor: Tensor) -> bool:

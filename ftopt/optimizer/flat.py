@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import Parameter, Span
+from ftopt.optimizer.mapped import behind, is_mapped
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPILED_PREFIX = "_orig_mod."
+_PART = 1 << 17
+"""Elements that are written at a time when they come from a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,11 @@ class FlatView:
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Writes ``flat`` (fp32) into the parameters, rounded to their dtypes."""
-        torch._foreach_copy_(self._locals(), self._views(flat))
+        if is_mapped(flat):
+            for part, where in behind(self.parts(_PART), flat):
+                part.copy_(flat[where].view(part.shape))
+        else:
+            torch._foreach_copy_(self._locals(), self._views(flat))
 
     @torch.no_grad()
     def cast(self, flat: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def adopt(outer: OuterStep, saved: Saved, adopted: Sequence[Saved], newest: Sequ
     outer.tokens += max(sum(work.tokens for work in others) for _, *others in works)
     for fragment, found in zip(outer.fragments, works, strict=True):
         view, trained = fragment.view, slice(0, fragment.view.trained)
-        state = state_of(fragment, newest[fragment.index], saved.held, newest[0].record)
+        state = outer.keep(state_of(fragment, newest[fragment.index], saved.held, newest[0].record))
         if state.meta.version != fragment.state.meta.version:
             fragment.gauge.direction = None
         fragment.state = fragment.taken = fragment.applied = state

@@ -35,6 +35,22 @@ class Memory:
         weakref.finalize(array, self._give, block).atexit = False
         return torch.from_numpy(array)
 
+    # For committed states, which may lie elsewhere (`ftopt.optimizer.mapped`). Here they lie where they are made.
+
+    def check(self, device: torch.device) -> None:
+        """Whether there will be room, once the first states of a model on ``device`` are there. Raises UserError."""
+
+    def over(self, flat: Tensor) -> Tensor:
+        """Where a committed state goes that could lie in the memory of ``flat``."""
+        return flat
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A tensor of a committed state, where those lie. Whoever gives it does not look at it again."""
+        return tensor
+
+    def rest(self) -> None:
+        """Nobody looks at a committed state for a while. Any thread; if somebody does, nothing is wrong."""
+
     def _near(self, numel: int) -> Tensor:
         for key in list(self._free):
             block = self._free.get(key)
@@ -42,6 +58,9 @@ class Memory:
                 continue
             if self._free.pop(key, None) is not None:
                 return block
+        return self._new(numel)
+
+    def _new(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=torch.float32)
 
     def _give(self, block: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ftopt.optimizer.buffers import keep_between
 from ftopt.optimizer.flat import FlatView
+from ftopt.optimizer.mapped import behind
 from ftopt.optimizer.pieces import Measured, piece_of
 
 
@@ -34,7 +35,7 @@ def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice
             base[block] = now[block]
     size = piece_of(start)
     scratch, measured = start.new_empty(min(size, start.numel())), Measured()
-    for part, where in view.parts(size):
+    for part, where in behind(view.parts(size), base, start):
         before, after = base[where].view(part.shape), start[where].view(part.shape)
         if part.dtype == torch.float32 and where.start < view.trained:
             measured.see(part.sub_(before).add_(after))

@@ -43,6 +43,7 @@ from ftopt.optimizer.gauge import Gauge, Tally, means_of
 from ftopt.optimizer.gradients import Gradients, Live
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.mean import in_pieces
+from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.merge import mixed, rebase_
 from ftopt.optimizer.pieces import Measured, piece_of
 from ftopt.optimizer.reduction import Reduction
@@ -94,6 +95,7 @@ class OuterStep(Reduction):
         group: who takes part.
         inner: the inner optimizers and their model, for a method that exchanges gradients.
         clock: seconds, monotonic.
+        memory: where committed states lie. Default: in RAM.
 
     Attributes:
         exchanges_gradients: a backward pass is followed by `accumulate`, and not by a step of the inner optimizers.
@@ -107,8 +109,9 @@ class OuterStep(Reduction):
         inner: tuple[Inner, nn.Module] | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
+        memory: Memory | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, memory)
         self.local_steps = 0
         self.tokens = 0
         self.tally = Tally()
@@ -134,11 +137,12 @@ class OuterStep(Reduction):
             self._add(self._gradients, method.gradients)
         for view in views:
             self._add(view, method)
+        self._kept.check(self._fragments[0].view.device)
 
     def _add(self, view: FlatView, method: Method) -> None:
-        anchor = view.read(view.empty())
+        anchor = self._kept.keep(view.read(view.empty()))
         gauge = Gauge(view, method.uses)
-        outer = method.init(part(anchor, slice(0, view.trained))) | gauge.first()
+        outer = self._keep_all(method.init(part(anchor, slice(0, view.trained))) | gauge.first())
         digest, sums = digest_and_sums(name_tensors(anchor, outer))
         if isinstance(view, Gradients) and self._live is not None:
             digest = self._live.digest()
@@ -593,7 +597,7 @@ class OuterStep(Reduction):
                 return False
             version = state.meta.version
             self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self.inner_step())
-            start = fragment.view.cast(state.anchor)
+            start = self._kept.keep(fragment.view.cast(state.anchor))
             alpha = fragment.method.mix if counted and tau and since == tau else None
             if self.local_steps == fragment.base_step:
                 fragment.view.write(start)
@@ -621,6 +625,7 @@ class OuterStep(Reduction):
                 self.rounds_taken += 1
             else:
                 self.mark(fragment, anew=True)
+        self._kept.rest()
         return True
 
     def _apply(self, fragment: Fragment, view: Gradients, state: State) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ftopt.methods import Method, Mine, Round
 from ftopt.optimizer.digest import BLOCK_BYTES, block_sums, blocks_of
+from ftopt.optimizer.mapped import behind, let_go
 from ftopt.optimizer.memory import Memory
 
 Parts = Iterable[tuple[Tensor, slice]]
@@ -78,7 +79,7 @@ class Measured:
 def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
     """``out <- params``; measures ``start - params``."""
     measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
-    for part, where in parts:
+    for part, where in behind(parts, start):
         kept = out[where].copy_(part.reshape(-1))
         room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
         measured.see(torch.sub(start[where], kept, out=room))
@@ -94,7 +95,7 @@ def payload(method: Method, mine: Mine, parts: Parts, out: Tensor, share: float 
     """
     measured, displaces = Measured(), type(method).payload is Method.payload
     alike = mine.start is mine.anchor
-    for part, where in parts:
+    for part, where in behind(parts, mine.anchor, mine.start):
         anchor, place = mine.anchor[where], out[where]
         start = anchor if alike else mine.start[where]
         if displaces:
@@ -115,7 +116,7 @@ class Steps:
         method: the method.
         anchor: the present one.
         state: the present outer state, the method's own.
-        mean: flat fp32; becomes the next anchor.
+        mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
         round: what is known of the round.
         memory: for the next state.
 
@@ -138,6 +139,7 @@ class Steps:
         self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
         self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
         self._size = piece_of(mean)
+        self._made_anchor = memory.over(mean)
 
     def up_to(self, stop: int) -> None:
         """The whole pieces before ``stop``: so many elements of the mean are there."""
@@ -148,12 +150,12 @@ class Steps:
         """The rest, too.
 
         Returns:
-            The anchor, in the memory of the mean; the state, in memory of its own; and the `block_sums` of both, taken
+            The anchor, in the memory of the mean or as ``memory`` wants it; the state, in memory of its own; and the `block_sums` of both, taken
             while they are in the cache.
         """
         while self.done < self._mean.numel():
             self._step(min(self.done + self._size, self._mean.numel()))
-        return self._mean, self._made, (self._of_anchor, self._of_state)
+        return self._made_anchor, self._made, (self._of_anchor, self._of_state)
 
     @torch.no_grad()
     def _step(self, stop: int) -> None:
@@ -162,9 +164,11 @@ class Steps:
         sums = slice(self.done // block, -(-stop // block))
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
         new_anchor, new = self._method.outer_step(self._anchor[where], own, place, self._round)
+        place = self._made_anchor[where]
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)
         block_sums(place, self._of_anchor[sums])
+        let_go(self._anchor[where], place, *(flat[where] for flat in self._flats.values()))
         for name, tensor in new.items():
             if not tensor.dim():
                 self._made[name] = tensor
@@ -173,6 +177,7 @@ class Steps:
                 self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
                 self._of_state[name] = _room(self._mean)
             block_sums(self._made[name][where].copy_(tensor), self._of_state[name][sums])
+            let_go(self._made[name][where])
         self.done = stop
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,13 +32,15 @@ class Reduction:
 
     Args:
         group: who takes part.
+        memory: where committed states lie. Default: in RAM.
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
+    def __init__(self, group: ReplicaGroup, memory: Memory | None = None) -> None:
         self._group = group
         self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
         self._memory = Memory()
+        self._kept = memory or self._memory
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
         self._fragments: list[Fragment] = []
         self._live: Live | None = None
@@ -71,6 +74,7 @@ class Reduction:
         with self._lock:
             if fragment.state is state:
                 fragment.result = result
+        self._kept.rest()
         return result.digest
 
     def _result(
@@ -88,7 +92,7 @@ class Reduction:
             def begin(mean: Tensor, at: Round) -> Summed | None:
                 if averages or not _can_begin_early(fragment):
                     return None
-                steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, self._memory))
+                steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, self._kept))
                 return steps[0].up_to
 
             work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
@@ -104,7 +108,7 @@ class Reduction:
                 gradient = method.aggregate(mean, at)
                 own = methods_own(state.outer)
                 if method.elementwise:
-                    step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, self._memory)
+                    step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, self._kept)
                     anchor, outer, (of_anchor, of_outer) = step.finish()
                     sums = name_tensors(of_anchor, of_outer)
                 else:
@@ -115,6 +119,7 @@ class Reduction:
             outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
         elif self._shared_out:  # nothing finite in the whole batch
             outer = fragment.method.init(anchor)
+        anchor, outer = self._kept.keep(anchor), self._keep_all(outer)
         return Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
 
     def _look_over(self, state: State) -> None:
@@ -123,6 +128,13 @@ class Reduction:
             at = state.meta
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
             raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
+
+    def keep(self, state: State) -> State:
+        """A state that was not made here, where committed states lie."""
+        return replace(state, anchor=self._kept.keep(state.anchor), outer=self._keep_all(state.outer))
+
+    def _keep_all(self, outer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._kept.keep(tensor) for name, tensor in outer.items()}
 
     def _fresh(self, fragment: Fragment) -> Tensor:
         """A flat tensor of the fragment's length, with nothing in particular in it."""
@@ -182,7 +194,7 @@ class Reduction:
                 held = fragment.state
                 state = State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
             else:
-                state = check_fetched(fragment.state, committed, digest, tensors)
+                state = self.keep(check_fetched(fragment.state, committed, digest, tensors))
         with self._lock:
             fragment.advance(state)
             fragment.reborn = fragment.reborn or reborn

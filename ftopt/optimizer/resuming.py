@@ -138,7 +138,7 @@ def restore(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) ->
     outer.tally, outer.rounds_taken = Tally(**own["tally"]), own["rounds_taken"]
     first = saved.committed[0].record
     for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
-        _put(outer, fragment, state_of(fragment, version, saved.held, first), part)
+        _put(outer, fragment, outer.keep(state_of(fragment, version, saved.held, first)), part)
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
     for name, buffer in buffers(model) if own["buffers"] is not None else []:

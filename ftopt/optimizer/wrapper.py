@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.flat import check_covered
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.mapped import Mapped
 from ftopt.optimizer.resuming import Fallback, Resume
 from ftopt.optimizer.saved import Cut, Saved
 from ftopt.sync.group import Committed, ReplicaGroup
@@ -34,7 +36,12 @@ _FORMAT = 1
 
 
 def wrap(
-    inner: Optimizer | Sequence[Optimizer], model: nn.Module, method: Method, *, group: ReplicaGroup
+    inner: Optimizer | Sequence[Optimizer],
+    model: nn.Module,
+    method: Method,
+    *,
+    group: ReplicaGroup,
+    state_dir: str | Path | None = None,
 ) -> OuterOptimizer:
     """Makes one replica's optimizer take part in a job.
 
@@ -47,14 +54,17 @@ def wrap(
             mixed.
         method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
         group: `ftopt.connect`'s, or `ftopt.solo()`.
+        state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
+            memory-mapped files there, and takes no memory between outer steps (``docs/operations.md``). This replica's
+            own affair; for models on the CPU. Default None: in RAM.
 
     Returns:
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
 
     Raises:
         ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no
-        inner
-            optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold.
+            inner optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold;
+            ``state_dir`` cannot be used. When training starts: it has too little room, or the model is not on the CPU.
     """
     optimizers = [inner] if isinstance(inner, Optimizer) else list(inner)
     if not optimizers:
@@ -71,7 +81,8 @@ def wrap(
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
-    wrapper._adopt(Core(joined, model, method, group=group))
+    memory = Mapped(Path(state_dir)) if state_dir is not None else None
+    wrapper._adopt(Core(joined, model, method, group=group, memory=memory))
     return wrapper
 
 
