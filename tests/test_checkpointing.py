@@ -37,6 +37,7 @@ from ftopt import (
 from ftopt.checkpoint.manifest import NAME
 from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.methods import Method
+from ftopt.optimizer.mapped import is_mapped
 from ftopt.sync.protocol.samples import Samples
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.checkpoint.parts import FullDisk
@@ -73,6 +74,7 @@ def run(
     keep: int = 50,
     on_event: Callable[[Event], None] = lambda event: None,
     dtype: torch.dtype = torch.float32,
+    state_dir: Path | None = None,
 ) -> list[Ended]:
     """Trains each replica until its step, or so many ``more`` after a resume, with a checkpoint at each outer step."""
     models = [task.model(0).to(dtype) for _ in names]
@@ -81,7 +83,7 @@ def run(
 
     def replica(index: int) -> Ended:
         model, number = models[index], int(names[index][1:])
-        optimizer = wrap(task.inner(model.parameters()), model, method, group=groups[index])
+        optimizer = wrap(task.inner(model.parameters()), model, method, group=groups[index], state_dir=state_dir)
         checkpoints = Checkpoints(folder, optimizer, every=every, keep=keep)
         if resume is not None:
             checkpoints.resume(resume, replicas=names)
@@ -89,6 +91,7 @@ def run(
             scheduler = CosineAnnealingLR(optimizer, 100)
             checkpoints.include(scheduler=scheduler)
             first = optimizer._core.started().fragments[-1]
+            assert is_mapped(first.state.anchor) == is_mapped(first.start) == (state_dir is not None)
             pending = first.view.read(first.view.empty()) - first.base
             began = optimizer.committed.inner_step, optimizer.pending_by_fragment
             end = steps if more is None else optimizer.local_steps + more
@@ -135,6 +138,23 @@ def test_a_fault_free_resume_at_half_way_is_the_uninterrupted_run(tmp_path: Path
         assert 0 < b.began[0] < 24, b.began
         assert torch.equal(a.params, b.params)
         assert (a.digest, a.chain, a.rate) == (b.digest, b.chain, b.rate)
+
+
+@pytest.mark.parametrize("method", [DiLoCo(sync_every=5), STREAMING], ids=["diloco", "streaming"])
+def test_committed_states_in_files_are_saved_and_resumed(tmp_path: Path, method: Method) -> None:
+    """As they are from RAM, by all replicas and by fewer."""
+    expected = run(tmp_path / "ram", method)
+    saved = run(tmp_path / "disk", method, state_dir=tmp_path)
+    there = whole(tmp_path / "disk")[1]
+    resumed = run(tmp_path / "again", method, resume=there, state_dir=tmp_path)
+    for a, b, c in zip(expected, saved, resumed, strict=True):
+        assert torch.equal(a.params, b.params) and torch.equal(a.params, c.params)
+        assert a.digest == b.digest == c.digest
+    fewer = [
+        run(tmp_path / f"fewer {where}", method, names=("r0",), resume=there, more=8, state_dir=where)[0]
+        for where in (None, tmp_path)
+    ]
+    assert fewer[0].digest == fewer[1].digest and torch.equal(fewer[0].params, fewer[1].params)
 
 
 def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _STRIDE_BYTES = 512 << 10
 """A sweep leaves so much behind before it lets go of it."""
+_AROUND_BYTES = 64 << 10
+"""Linux brings in pages by so many bytes at a time, from a multiple of it on."""
 
 _maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
 """The files' mappings by the address at which they begin."""
@@ -49,7 +51,7 @@ def let_go(*tensors: Tensor) -> None:
             continue
         begin = tensor.untyped_storage().data_ptr()
         if (mapped := _maps.get(begin)) is not None:
-            first = (tensor.data_ptr() - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            first = (tensor.data_ptr() - begin) // _AROUND_BYTES * _AROUND_BYTES
             mapped.madvise(mmap.MADV_DONTNEED, first, tensor.data_ptr() - begin + tensor.nbytes - first)
 
 
