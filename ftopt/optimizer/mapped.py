@@ -77,6 +77,14 @@ def _behind(parts: Iterable[tuple[Tensor, slice]], flats: list[Tensor]) -> Itera
     let_go(*(flat[start:] for flat in flats))
 
 
+def _is_ram(folder: Path) -> bool:
+    """Whether its file system is one without a disk."""
+    device = folder.stat().st_dev
+    ours = f"{os.major(device)}:{os.minor(device)}"
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return any(fields[2] == ours and fields[fields.index("-") + 1] in ("tmpfs", "ramfs") for fields in mounts)
+
+
 class Mapped(Memory):
     """Flat fp32 tensors in files of one folder.
 
@@ -102,6 +110,8 @@ class Mapped(Memory):
                 f"state_dir={str(folder)!r}: no file can be made in it ({error.strerror}); "
                 "use a folder that this user may write to"
             ) from None
+        if _is_ram(folder):
+            _log.warning("state_dir=%s is on a tmpfs, which is RAM: nothing is saved; name a folder on a disk", folder)
 
     def check(self, device: torch.device) -> None:
         """Looks, once the first states are there, whether the next ones will find room.
