@@ -160,7 +160,7 @@ def test_between_outer_steps_and_in_them_states_need_no_memory(tmp_path: Path, m
 
     def look(*tensors: Tensor) -> None:
         calls.append(None)
-        if len(calls) % 10 == 0:
+        if len(calls) % 30 == 0:
             seen.append(_resident_bytes(tmp_path))
         there(*tensors)
 
@@ -172,8 +172,8 @@ def test_between_outer_steps_and_in_them_states_need_no_memory(tmp_path: Path, m
             for p in model.parameters():
                 p.grad = torch.ones_like(p)
             optimizer.step()
-            assert _resident_bytes(tmp_path) < MANY
-    assert optimizer.versions == (3,) and len(seen) > 5 and 0 < max(seen) < 2 * MANY
+        assert _resident_bytes(tmp_path) < MANY
+    assert optimizer.versions == (3,) and len(seen) > 1 and 0 < max(seen) < 2 * MANY
 
 
 def test_a_peer_fetches_from_files_into_files(tmp_path: Path) -> None:
