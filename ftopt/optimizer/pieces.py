@@ -150,8 +150,8 @@ class Steps:
         """The rest, too.
 
         Returns:
-            The anchor, in the memory of the mean or as ``memory`` wants it; the state, in memory of its own; and the `block_sums` of both, taken
-            while they are in the cache.
+            The anchor, in the memory of the mean or where committed states lie; the state, in memory of its own; and
+            the `block_sums` of both, taken while they are in the cache.
         """
         while self.done < self._mean.numel():
             self._step(min(self.done + self._size, self._mean.numel()))
