@@ -54,8 +54,8 @@ class Mean:
     ) -> tuple[Tensor, Round]:
         """The mean, flat fp32, and what all members know alike of the round.
 
-        ``begin`` is given what is going to be the mean; what it returns is told, while the rest is on the wire, how
-        many leading elements of it are there.
+        ``begin`` is given what is going to be the mean; what it returns is told, while the rest is on the wire, which
+        elements of it are there.
         """
         method, layout, view = fragment.method, fragment.view.layout, fragment.view
         frozen = snapshot.params
@@ -92,15 +92,15 @@ class Mean:
                 payload(method, mine, work, trained=view.trained)
                 if fragment.assumed.share is not None:
                     work.mul_(fragment.assumed.share)
-        exact = work
+        exact, summed = work, begin(work, at)
         if mine.lossy:
             trained = slice(0, fragment.view.trained)
-            self._encoded(attempt, fragment, collective, part(work, trained), shares, method.units(mine))
+            self._encoded(attempt, fragment, collective, part(work, trained), shares, method.units(mine), summed)
             exact = work[fragment.view.trained :]  # What is no direction of descent but a statistic is not rounded.
         if exact.numel():
             if share is not None and mine.lossy:
                 exact.mul_(share)
-            collective.all_reduce_(exact, begin(work, at) if exact is work else None)
+            collective.all_reduce_(exact, summed if exact is work else None)
         if fragment.gauge.learns:
             distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
@@ -116,11 +116,12 @@ class Mean:
         payload: Tensor,
         shares: Sequence[float],
         units: str,
+        summed: Summed | None,
     ) -> None:
         """The mean through the codec. With error feedback: what was left out so far goes along, and what is left out
         now is kept for the next round in which this one is counted."""
         if not self._beta:
-            collective.mean_encoded_(payload, self._codec, shares)
+            collective.mean_encoded_(payload, self._codec, shares, summed=summed)
             return
         before = fragment.residuals.get(units) or Residual(None, (0, payload.new_empty(0)))
         after, feedback = before.own, None
@@ -129,7 +130,7 @@ class Mean:
             feedback = Feedback(self._codec, before.own, self._beta, after)
         first, values = before.owed
         paid = first, values if self._beta == 1.0 else values * self._beta
-        owed = collective.mean_encoded_(payload, self._codec, shares, paid, feedback)
+        owed = collective.mean_encoded_(payload, self._codec, shares, paid, feedback, summed)
         with self._lock:
             if fragment.snapshot is not None and owed is not None:
                 fragment.left_out = {**fragment.residuals, units: Residual(after, owed)}

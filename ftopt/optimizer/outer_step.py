@@ -318,11 +318,15 @@ class OuterStep(Reduction):
                 self._go_on(fragment)
                 acted = True
         except BaseException:
-            self.broken_off = [fragment for fragment, _ in wait if fragment.in_place is not None]
-            for fragment in self.broken_off:
-                self._thaw(fragment)
+            self._break_off()
             raise
         return acted
+
+    def _break_off(self) -> None:
+        """Something was raised before `_go_on`, which is due at the latest when the parameters are to change."""
+        self.broken_off = [fragment for fragment in self._fragments if fragment.in_place is not None]
+        for fragment in self.broken_off:
+            self._thaw(fragment)
 
     def _go_on(self, fragment: Fragment) -> None:
         """Behind a wait. What was frozen in place and is decided is taken up whatever `_tau` is by now: there is no
@@ -382,8 +386,15 @@ class OuterStep(Reduction):
         """
         if not self.settle():
             return False
-        proposed = [fragment for fragment in self._fragments if self.propose_pending(fragment.index, lr=lr)]
-        return self.settle() if proposed else True
+        try:
+            proposed = [each for each in self._fragments if self.propose_pending(each.index, lr=lr, waits=True)]
+            decided = [self._wait(each.index) for each in proposed]
+            for each in proposed:
+                self._go_on(each)
+        except BaseException:
+            self._break_off()
+            raise
+        return self.settle() and all(decided) if proposed else True
 
     def settle(self) -> bool:
         """Waits for what is outstanding or being fetched, and takes it up; False when something stays undecided."""
@@ -393,10 +404,14 @@ class OuterStep(Reduction):
         self.take_over()
         return all(decided)
 
-    def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
+    def propose_pending(self, index: int, *, lr: float, spent: bool = False, waits: bool = False) -> bool:
         """Proposes the pending steps of a fragment if there are any and nothing is outstanding.
 
-        ``spent``: also without steps, if units have been used by steps that were given up: nobody else uses them.
+        Args:
+            index: the fragment's.
+            lr: the inner optimizer's.
+            spent: also without steps, if units have been used by steps that were given up: nobody else uses them.
+            waits: the training thread is going to wait for it, and then to call `_go_on`.
         """
         self.join()
         if self._shared_out or self._group.outstanding(index):
@@ -405,8 +420,8 @@ class OuterStep(Reduction):
         rest = spent and index == 0 and units is not None and bool(units.offer())
         if not (self.pending_steps(index) or self._group.called_in(index) or rest):
             return False
-        self._propose(self._fragments[index], lr)
-        self.join()  # no pass follows to do it behind, and who leaves next must have offered it
+        self._propose(self._fragments[index], lr, waits=waits)
+        self.freezer.join()  # no pass follows to do it behind, and who leaves next must have offered it
         return True
 
     def propose_share(self, share: Share, *, lr: float) -> None:

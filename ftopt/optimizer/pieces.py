@@ -110,7 +110,7 @@ def payload(method: Method, mine: Mine, parts: Parts, out: Tensor, share: float 
 
 
 class Steps:
-    """`Method.outer_step` of an elementwise method, a piece after the other, as the mean comes in.
+    """`Method.outer_step` of an elementwise method, a piece at a time, in the order in which the mean comes in.
 
     Args:
         method: the method.
@@ -119,9 +119,6 @@ class Steps:
         mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
         round: what is known of the round.
         memory: for the next state.
-
-    Attributes:
-        done: so many leading elements.
     """
 
     def __init__(
@@ -133,18 +130,26 @@ class Steps:
         round: Round,
         memory: Memory,
     ) -> None:
-        self.done = 0
         self._method, self._anchor, self._mean, self._round, self._memory = method, anchor, mean, round, memory
         self._scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
         self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
         self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
         self._size = piece_of(mean)
+        self._missing = [piece.numel() for piece in split(mean)]  # elements of each piece; 0: its step is done
         self._made_anchor = memory.over(mean)
 
-    def up_to(self, stop: int) -> None:
-        """The whole pieces before ``stop``: so many elements of the mean are there."""
-        while self.done + self._size <= stop:
-            self._step(self.done + self._size)
+    def there(self, start: int, stop: int) -> None:
+        """These elements of the mean are there, for the first time; the pieces that are whole get their step."""
+        for number in range(start // self._size, -(-stop // self._size)):
+            first = number * self._size
+            self._missing[number] -= min(stop, first + self._size) - max(start, first)
+            if not self._missing[number]:
+                self._step(number)
+
+    def waiting(self) -> Tensor:
+        """What has come in of the mean, from the last piece on that has had no step."""
+        last = max((number for number, missing in enumerate(self._missing) if missing), default=len(self._missing))
+        return self._mean[last * self._size :]
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
         """The rest, too.
@@ -153,15 +158,18 @@ class Steps:
             The anchor, in the memory of the mean or where committed states lie; the state, in memory of its own; and
             the `block_sums` of both, taken while they are in the cache.
         """
-        while self.done < self._mean.numel():
-            self._step(min(self.done + self._size, self._mean.numel()))
+        for number, missing in enumerate(self._missing):
+            if missing:
+                self._missing[number] = 0
+                self._step(number)
         return self._made_anchor, self._made, (self._of_anchor, self._of_state)
 
     @torch.no_grad()
-    def _step(self, stop: int) -> None:
-        where, place = slice(self.done, stop), self._mean[self.done : stop]
-        block = BLOCK_BYTES // place.element_size()
-        sums = slice(self.done // block, -(-stop // block))
+    def _step(self, number: int) -> None:
+        start = number * self._size
+        where = slice(start, min(start + self._size, self._mean.numel()))
+        place, block = self._mean[where], BLOCK_BYTES // self._mean.element_size()
+        sums = slice(start // block, -(-where.stop // block))
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
         new_anchor, new = self._method.outer_step(self._anchor[where], own, place, self._round)
         place = self._made_anchor[where]
@@ -178,7 +186,6 @@ class Steps:
                 self._of_state[name] = _room(self._mean)
             block_sums(self._made[name][where].copy_(tensor), self._of_state[name][sums])
             let_go(self._made[name][where])
-        self.done = stop
 
 
 def _room(flat: Tensor) -> Tensor:

@@ -93,10 +93,10 @@ class Reduction:
                 if averages or not _can_begin_early(fragment):
                     return None
                 steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, self._kept))
-                return steps[0].up_to
+                return steps[0].there
 
             work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
-            fragment.work = work[steps[0].done :] if steps else work
+            fragment.work = steps[0].waiting() if steps else work
             self._group.emit(
                 "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
             )

@@ -87,8 +87,8 @@ class Foreign(ValueError):
     """A checkpoint is sound, and of another job; the message says what differs."""
 
 
-Summed = Callable[[int], None]
-"""Is told how many leading elements of a tensor are summed."""
+Summed = Callable[[int, int], None]
+"""Is told that a tensor's elements from start to stop are summed, in any order, and not of all of them."""
 
 Owed = tuple[int, Tensor]
 """What a member owes of earlier encoded sums: the first element that it is about, and fp32 values."""
@@ -150,6 +150,7 @@ class Collective(Protocol):
         shares: Sequence[float],
         owed: Owed | None = None,
         carry: Carry | None = None,
+        summed: Summed | None = None,
     ) -> Owed | None:
         """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
 
@@ -159,7 +160,7 @@ class Collective(Protocol):
 
         Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
         alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
-        ``carry`` is told of each part of the payload before and after it is encoded.
+        ``carry`` is told of each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
 
         Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
         """

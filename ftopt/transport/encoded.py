@@ -103,24 +103,23 @@ class Exchange:
     received_sizes: list[int]
 
 
-def over(owed: Owed, start: int, stop: int) -> Tensor:
-    """A copy of what is owed for the elements ``start`` to ``stop``.
+def pay_(owed: Owed, part: Tensor, start: int) -> None:
+    """Adds what is owed to ``part``, the elements from ``start`` on.
 
-    What lies outside is given up: another member answers there now, and one rounding of one mean is lost.
+    What is owed for elements of which no part is this member's is given up: another member answers there now, and one
+    rounding of one mean is lost.
     """
     first, values = owed
-    out = values.new_zeros(stop - start)
-    low, high = max(start, first), min(stop, first + values.numel())
+    low, high = max(start, first), min(start + part.numel(), first + values.numel())
     if low < high:
-        out[low - start : high - start] = values[low - first : high - first]
-    return out
+        part[low - start : high - start] += values[low - first : high - first]
 
 
 def paid(owed: Owed | None, flat: Tensor) -> Owed | None:
     """A member alone: ``flat`` (changed) gets all that is owed, nothing is any more."""
     if owed is None:
         return None
-    flat += over(owed, 0, flat.numel())
+    pay_(owed, flat, 0)
     return 0, flat.new_empty(0)
 
 
@@ -163,6 +162,7 @@ class EncodedMean:
         owed: what this member owes of earlier sums; None: nobody pays.
         carry: its error feedback; None: there is none.
         buffers: for the exchanges.
+        summed: is told which elements of the mean are there, start and stop, while others are on the wire.
     """
 
     def __init__(
@@ -176,8 +176,10 @@ class EncodedMean:
         owed: Owed | None = None,
         carry: Carry | None = None,
         buffers: Buffers | None = None,
+        summed: Callable[[int, int], None] | None = None,
     ) -> None:
         self._flat = flat
+        self._summed = summed
         self._carry = carry
         self._buffers = buffers if buffers is not None else Buffers(flat.device)
         self._codec = codec
@@ -194,12 +196,14 @@ class EncodedMean:
         at_once = _AT_ONCE if flat.device.type == "cpu" else _ELSEWHERE
         self._at_once = min(self._step, max(1, at_once // codec.block) * codec.block)
         self._room = flat.new_empty(2, self._at_once)
-        self._owed = over(owed, *self._spans[rank]) if owed is not None else None
+        self._owed = owed
+        start, stop = self._spans[rank]
+        self._left = flat.new_empty(0 if owed is None else stop - start)
 
     @property
     def owed(self) -> Owed | None:
         """What this member owes afterwards."""
-        return None if self._owed is None else (self._spans[self._rank][0], self._owed)
+        return None if self._owed is None else (self._spans[self._rank][0], self._left)
 
     def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> None:
         """All of it: ``start`` puts an exchange on the wire, ``finish`` waits for the one that started first."""
@@ -251,9 +255,10 @@ class EncodedMean:
             if self._owed is None:
                 self._sum_codec.encode(total, encoded)
             else:
-                owed = self._owed[start - first_of_span : stop - first_of_span]
-                self._sum_codec.encode(total.add_(owed), encoded)
-                torch.sub(total, self._sum_codec.decode(encoded, term), out=owed)
+                pay_(self._owed, total, start)
+                self._sum_codec.encode(total, encoded)
+                left = self._left[start - first_of_span : stop - first_of_span]
+                torch.sub(total, self._sum_codec.decode(encoded, left), out=left)
         for place in torch.split(exchange.sent, size)[1:] if size else ():
             place.copy_(mine)
         self._buffers.give(first.sent, first.received)
@@ -262,7 +267,10 @@ class EncodedMean:
     def take(self, piece: int, second: Exchange) -> None:
         """The result, into ``flat``."""
         for rank, encoded in enumerate(torch.split(second.received, second.received_sizes)):
-            self._sum_codec.decode(encoded, self._flat[self._start(rank, piece) : self._stop(rank, piece)])
+            start, stop = self._start(rank, piece), self._stop(rank, piece)
+            self._sum_codec.decode(encoded, self._flat[start:stop])
+            if self._summed is not None and piece + 1 < self.pieces:
+                self._summed(start, stop)
         self._buffers.give(second.sent, second.received)
 
     def _ranks(self) -> range:

@@ -215,14 +215,14 @@ class GlooCollective:
         finally:
             failure = None  # its traceback holds this frame, thus the collective
 
-    def all_reduce_(self, flat: Tensor, summed: Callable[[int], None] | None = None) -> None:
+    def all_reduce_(self, flat: Tensor, summed: Callable[[int, int], None] | None = None) -> None:
         """Sums ``flat`` over the members, in place, in pieces. The result is bit-equal on all members.
 
         Args:
             flat: 1-D, contiguous, fp32 or int64; the same length and dtype on all members. On a CUDA device the sum is
                 there for what is queued on the current stream from here on.
-            summed: is told how many leading elements are there, while others are on the wire: what is done to them
-                then costs no time of its own as long as the wire is slower, and finds them in the cache. On the CPU.
+            summed: is told which elements are there, while others are on the wire: what is done to them then costs no
+                time of its own as long as the wire is slower, and finds them in the cache. On the CPU.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         self.open()
@@ -238,6 +238,7 @@ class GlooCollective:
         shares: Sequence[float],
         owed: Owed | None = None,
         carry: Carry | None = None,
+        summed: Callable[[int, int], None] | None = None,
     ) -> Owed | None:
         """The weighted mean over the members, in place; what travels is encoded, in both hops. See `EncodedMean`.
 
@@ -251,6 +252,7 @@ class GlooCollective:
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
             owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
             carry: its error feedback. A payload that is not looked at has none.
+            summed: as in `all_reduce_`.
 
         Returns:
             What it owes now.
@@ -274,6 +276,7 @@ class GlooCollective:
             owed=owed,
             carry=carry,
             buffers=self._buffers(flat.device),
+            summed=summed if flat.device.type == "cpu" else None,
         )
         under_way: deque[tuple[Exchange, Tensor]] = deque()
         staging = self._staging(flat.device)
@@ -333,7 +336,7 @@ class GlooCollective:
         self._opened.set()
         # A group that comes after close() is dropped here, on this daemon thread.
 
-    def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Callable[[int], None] | None) -> None:
+    def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Callable[[int, int], None] | None) -> None:
         under_way: deque[tuple[Tensor, Tensor]] = deque()
         with self._works() as (box, pending), _joined(staging):
             since_s, done = time.monotonic(), 0
@@ -343,10 +346,10 @@ class GlooCollective:
                 since_s = self._finish(pending, since_s)
                 piece, host = under_way.popleft()
                 staging.back(host, piece)
-                done += piece.numel()
                 if summed is not None and pending:
-                    summed(done)
+                    summed(done, done + piece.numel())
                     since_s = time.monotonic()
+                done += piece.numel()
 
             for piece, host in ahead(staging, pieces):
                 under_way.append((piece, host))

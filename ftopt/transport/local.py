@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.transport.encoded import Carry, Codec, Owed, alone, over, sent_bytes, spans, sum_codec
+from ftopt.transport.encoded import Carry, Codec, Owed, alone, pay_, sent_bytes, spans, sum_codec
 
 
 class _Call:
@@ -103,7 +103,7 @@ class LocalCollective:
         with meeting.changed:
             self._wait(lambda: len(meeting.here) == self.size)
 
-    def all_reduce_(self, flat: Tensor, summed: Callable[[int], None] | None = None) -> None:
+    def all_reduce_(self, flat: Tensor, summed: Callable[[int, int], None] | None = None) -> None:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order.
 
         ``summed`` is told of the first half of the elements, as if the other one were on the wire.
@@ -112,7 +112,7 @@ class LocalCollective:
         flat.detach().copy_(self._meet(flat.detach().cpu(), _sum_in_rank_order))
         self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
         if summed is not None:
-            summed(flat.numel() // 2)
+            summed(0, flat.numel() // 2)
 
     def mean_encoded_(
         self,
@@ -121,6 +121,7 @@ class LocalCollective:
         shares: Sequence[float],
         owed: Owed | None = None,
         carry: Carry | None = None,
+        summed: Callable[[int, int], None] | None = None,
     ) -> Owed | None:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
 
@@ -134,6 +135,7 @@ class LocalCollective:
             shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
             owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
             carry: its error feedback. A payload that is not looked at has none.
+            summed: is told of the third quarter of the elements, then of the first, as if the others were on the wire.
 
         Returns:
             What it owes now.
@@ -151,7 +153,7 @@ class LocalCollective:
         start, stop = spans(flat.numel(), self.size, codec.block)[self.rank]
         debts = torch.zeros_like(flat, device="cpu")
         if owed is not None:
-            debts[start:stop] = over(owed, start, stop)
+            pay_(owed, debts[start:stop], start)
 
         def mean(brought: dict[int, Tensor]) -> Tensor:
             total = torch.zeros_like(debts)
@@ -171,6 +173,10 @@ class LocalCollective:
             raise
         flat.detach().copy_(result)
         self.sent_bytes += sent_bytes(flat.numel(), codec, shares, rank=self.rank)
+        if summed is not None:
+            quarter = flat.numel() // 4
+            summed(2 * quarter, 3 * quarter)
+            summed(0, quarter)
         return None if owed is None else (start, left[start:stop].to(flat.device, copy=True))
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:

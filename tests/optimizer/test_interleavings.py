@@ -15,7 +15,7 @@ from ftopt.connect import local_groups
 from ftopt.methods import DiLoCo, LocalSGD, Method, Mine, Round, SlowMo, StreamingDiLoCo, Strided
 from ftopt.methods.method import OuterState
 from ftopt.methods.triggers import Progress
-from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer import OuterOptimizer, pieces, wrap
 from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.freezer import Freezer
 from ftopt.optimizer.outer_step import OuterStep
@@ -139,6 +139,46 @@ def test_an_interrupted_wait_loses_no_step(decided: bool, monkeypatch: pytest.Mo
 
     through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
     assert torch.equal(through[0], broken_off[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "undecided"])
+def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = StreamingDiLoCo(sync_every=100, delay=0, fragments=Strided(n=2))
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup, interrupts: bool) -> Tensor:
+        def interrupted(self: OuterStep, index: int, timeout_s: float | None = None) -> bool:
+            if not group.outstanding(index):
+                return True
+            if decided:
+                group.wait(index)
+            raise KeyboardInterrupt
+
+        with _start(method, model, group) as optimizer:
+            for step in range(6):
+                _step(optimizer, model, m, step)
+                if step == 3 and interrupts:
+                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                        patch.setattr(OuterStep, "_wait", interrupted)
+                        optimizer.sync()
+                    optimizer._core.capture(Copies())
+                if step % 2:
+                    optimizer.sync()
+            assert optimizer.pending_steps == 0 and optimizer.versions == (3, 3)
+            return _flat(anchor(optimizer, model))
+
+    through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
+    assert torch.equal(through[0], broken_off[0])  # type: ignore[arg-type]
+
+
+def test_a_sync_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "copy", lambda *_: pytest.fail("a copy"))
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> bool:
+        with _start(DiLoCo(sync_every=100), model, group) as optimizer:
+            _step(optimizer, model, m, 0)
+            return optimizer.sync()
+
+    assert _run(2, replica) == [True, True]
 
 
 def test_who_leaves_has_offered_what_was_being_frozen(monkeypatch: pytest.MonkeyPatch) -> None:

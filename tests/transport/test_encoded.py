@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -89,6 +90,38 @@ def test_gloo_gets_what_plain_loops_get_bit_for_bit(
     flats = payloads(size, numel)
     transport = GlooTransport("127.0.0.1", NEVER_S, piece_bytes=piece_bytes, staging=staging)
     check(means(transport, flats, codec), flats, codec)
+
+
+@pytest.mark.parametrize("transport", ["local", "gloo"])
+@by_name([BF16(), FP4()])
+def test_what_is_told_to_be_there_is_the_mean_and_may_be_changed(codec: Codec, transport: str) -> None:
+    size, numel = 3, 30_001
+    flats, told, ops = payloads(size, numel), list[list[tuple[int, int]]]([[] for _ in range(size)]), DictOps()
+    (expected, _), *_ = means(LocalTransport(), flats, codec)
+    made: Any = LocalTransport() if transport == "local" else GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1000)
+    collectives = [made.connect(key="a", rank=rank, size=size, ops=ops) for rank in range(size)]
+
+    def work(rank: int) -> Tensor:
+        flat = flats[rank].clone()
+
+        def summed(start: int, stop: int) -> None:
+            told[rank].append((start, stop))
+            assert torch.equal(flat[start:stop], expected[start:stop])
+            flat[start:stop].neg_()
+
+        collectives[rank].mean_encoded_(flat, codec, SHARES[size], summed=summed)
+        return flat
+
+    for rank, flat in enumerate(in_threads(size, work)):
+        places = sorted(told[rank])
+        assert places and all(stop <= start for (_, stop), (start, _) in pairwise(places))
+        changed = expected.clone()
+        for start, stop in places:
+            changed[start:stop].neg_()
+        assert torch.equal(flat, changed)
+        assert sum(stop - start for start, stop in places) < numel, "there is no use in waiting for the last ones"
+    for collective in collectives:
+        collective.close()
 
 
 @pytest.mark.gpu
