@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.pieces import piece_of
 from ftopt.optimizer.state import Fragment, Snapshot, State
 from ftopt.sync.group import Attempt, Collective, Summed
+from ftopt.sync.rows import bits, floats
 
 
 class Mean:
@@ -74,9 +74,9 @@ class Mean:
         scalars = method.scalars(of(mine, slice(0, view.trained)) if method.looks_at_whole else mine)
         shares = list[float]()
         if scalars or mine.lossy:
-            rows = [_floats(row) for row in collective.exchange(_bits([attempt.weight, *scalars]))]
-            shares = [row[0] / attempt.total_weight for row in rows]
-            taken = [(share, row[1:]) for share, row in zip(shares, rows, strict=True) if share > 0]
+            shares = [floats(row)[1] / attempt.total_weight for row in collective.told()]
+            rows = [floats(row) for row in collective.exchange(bits(scalars))] if scalars else [()] * len(shares)
+            taken = [(share, row) for share, row in zip(shares, rows, strict=True) if share > 0]
             at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not mine.alone else None
         fragment.assumed = Assumed(None if mine.lossy else share, mine.alone, mine.averages)
@@ -104,7 +104,7 @@ class Mean:
         if fragment.gauge.learns:
             distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
-            found = [seen_of(_floats(row)) for row in collective.exchange(_bits(pack(told)))]
+            found = [seen_of(floats(row)) for row in collective.exchange(bits(pack(told)))]
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))
         return work, at
 
@@ -139,13 +139,3 @@ class Mean:
 def in_pieces(fragment: Fragment) -> bool:
     """Whether its payload can be computed a piece after the other."""
     return fragment.method.elementwise and fragment.view.trained == fragment.view.numel
-
-
-def _bits(values: Sequence[float]) -> list[int]:
-    """fp64 values as int64, to be exchanged exactly."""
-    return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
-
-
-def _floats(row: Sequence[int]) -> tuple[float, ...]:
-    """The reverse of `_bits`."""
-    return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))

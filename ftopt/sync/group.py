@@ -165,8 +165,14 @@ class Collective(Protocol):
         Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
         """
 
+    def tell(self, row: Sequence[int]) -> None:
+        """Begins to exchange a row of int64 (the same length everywhere), beside what follows."""
+
+    def told(self) -> list[list[int]]:
+        """The rows that all members have told, in rank order, once all have."""
+
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Every member's row of int64 (the same length everywhere), in rank order."""
+        """`tell` and `told` in one, with a row of its own."""
 
     def stop(self) -> None:
         """Ends a call in progress within milliseconds; all later calls raise InterruptedError."""
@@ -185,6 +191,7 @@ class Host(Protocol):
     def reduce(self, attempt: Attempt, collective: Collective) -> str:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
+        Each member has begun to `Collective.tell` the last step of its contribution and its weight (`rows.bits`).
         Called again for a retry, with the same contribution. Returns the digest (hex) of the result and of the scrubbed
         part of the committed state. Raises what ``collective`` raises, and `Damaged`.
         """

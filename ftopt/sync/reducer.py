@@ -14,6 +14,7 @@ from ftopt.sync.group import Attempt, Collective, Damaged, Host
 from ftopt.sync.ports import Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
+from ftopt.sync.rows import bits
 
 _log = logging.getLogger(__name__)
 
@@ -134,8 +135,9 @@ class Reducer:
             owner.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
             group = self._group(q)
             before = group.sent_bytes
-            rows = group.exchange([start.contribution.last_step])
+            group.tell([start.contribution.last_step, *bits([attempt.weight])])
             digest = owner.host.reduce(attempt, group)
+            rows = [row[:1] for row in group.told()]
             self._sent_bytes += group.sent_bytes - before
             data = {"wire_bytes": self._sent_bytes}
             owner.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)

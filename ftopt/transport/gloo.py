@@ -187,6 +187,8 @@ class GlooCollective:
         self._piece_bytes = piece_bytes
         self._staging = cache(staging)
         self._buffers = cache(Buffers)
+        self._telling: deque[Work] = deque()
+        self._rows = torch.empty(0, 0, dtype=torch.int64)
         self._lock = threading.Lock()  # guards _group and _closed
         self._group: Any = None
         self._closed = False
@@ -298,12 +300,34 @@ class GlooCollective:
             mean.run(start, finish)
         return mean.owed
 
+    def tell(self, row: Sequence[int]) -> None:
+        """Begins to exchange a row of int64 (the same length everywhere): it is on its way while what follows is, and
+        costs no turn of its own on a network that is far."""
+        self.open()
+        self._rows = self._row(row)
+        if self.size > 1:
+            with self._works() as (box, _):
+                self._telling.append(box[0].allreduce([self._rows.view(-1)]))
+
+    def told(self) -> list[list[int]]:
+        """The rows that all members have told, in rank order; waits for them."""
+        if self._telling:
+            with self._works():
+                self._finish(self._telling, time.monotonic())
+        self._check()
+        return cast(list[list[int]], self._rows.tolist())
+
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""
-        rows = torch.zeros(self.size, len(row), dtype=torch.int64)
-        rows[self.rank] = torch.tensor(list(row), dtype=torch.int64)
+        rows = self._row(row)
         self.all_reduce_(rows.view(-1))
         return cast(list[list[int]], rows.tolist())
+
+    def _row(self, row: Sequence[int]) -> Tensor:
+        """A matrix of the members' rows, with this one's; the sum of all of them has all rows."""
+        rows = torch.zeros(self.size, len(row), dtype=torch.int64)
+        rows[self.rank] = torch.tensor(list(row), dtype=torch.int64)
+        return rows
 
     def stop(self) -> None:
         """Ends a call in progress within milliseconds, `open` too; later calls raise InterruptedError."""
@@ -318,6 +342,7 @@ class GlooCollective:
                 return
             self._closed = True
             box, self._group = [self._group], None
+        self._telling.clear()  # a work keeps the group's connections
         self._put_away(box)
 
     def _build(self, options: Any) -> None:
@@ -378,11 +403,13 @@ class GlooCollective:
         """Waits for the oldest piece; returns the time. (No local name for it: a traceback would keep it.)"""
         while True:
             self._check()
-            done = pending[0].is_completed()
             try:
+                done = pending[0].is_completed()
                 pending[0].wait(_SLICE)
                 pending.popleft()
                 return time.monotonic()
+            except IndexError:  # what was told, when the collective is closed by another thread
+                raise InterruptedError("the reduction was stopped") from None
             except RuntimeError as error:
                 if done:  # then it is the work's own error, not the end of the slice
                     raise self._explain(error, "was lost in a reduction") from None

@@ -96,6 +96,8 @@ class LocalCollective:
         self._forget = forget
         self._calls = 0
         self._stopped = False
+        self._row: Sequence[int] = ()
+        self._rows: list[list[int]] | None = None
 
     def open(self) -> None:
         """Waits until all members have joined."""
@@ -178,6 +180,16 @@ class LocalCollective:
             summed(2 * quarter, 3 * quarter)
             summed(0, quarter)
         return None if owed is None else (start, left[start:stop].to(flat.device, copy=True))
+
+    def tell(self, row: Sequence[int]) -> None:
+        """Begins to exchange a row of int64 (the same length everywhere)."""
+        self._row, self._rows = row, None
+
+    def told(self) -> list[list[int]]:
+        """The rows that all members have told, in rank order; waits for them."""
+        if self._rows is None:
+            self._rows = self.exchange(self._row)
+        return self._rows
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         """Every member's row of int64 (the same length everywhere), in rank order."""

@@ -35,6 +35,11 @@ class Lonely:
         self.all_reduce_(flat)
         return owed
 
+    def tell(self, row: Any) -> None: ...
+
+    def told(self) -> list[list[int]]:
+        raise NotImplementedError("only for codecs")
+
     def exchange(self, row: Any) -> list[list[int]]:
         return [list(row)]
 

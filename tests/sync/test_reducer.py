@@ -21,12 +21,17 @@ class Alone:
     rank, size, sent_bytes, replica = 0, 1, 0, "r0"
 
     def __init__(self) -> None:
-        self.told: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
 
     def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> Collective:
         return self
 
     def all_reduce_(self, flat: Tensor, summed: Any = None) -> None: ...
+
+    def tell(self, row: Sequence[int]) -> None: ...
+
+    def told(self) -> list[list[int]]:
+        return [[0, 0]]
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
         return [list(row)]
@@ -43,12 +48,12 @@ class Alone:
         return "digest"
 
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
-        self.told.put(("reduced", attempt))
+        self.heard.put(("reduced", attempt))
 
     def damaged(self, fragment: int, attempt: int, reason: str) -> None: ...
 
     def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
-        self.told.put(("failed", attempt))
+        self.heard.put(("failed", attempt))
 
     def send(self, message: m.FromReplica) -> None: ...
 
@@ -81,7 +86,7 @@ def test_attempts_that_are_over_leave_nothing_behind() -> None:
     reducer.start()
     for attempt in range(1, 51):
         reducer.begin(start_reduce(attempt, attempt % 2), 4 * attempt)
-        assert alone.told.get(timeout=30.0) == ("reduced", attempt)
+        assert alone.heard.get(timeout=30.0) == ("reduced", attempt)
         reducer.abort(attempt)  # too late, as when another member has failed
     reducer.stop()
     assert len(reducer._aborted) <= 2, "one a fragment"
@@ -96,6 +101,6 @@ def test_an_attempt_that_is_aborted_while_it_waits_for_its_turn_is_not_reduced()
     reducer.abort(1)
     reducer.begin(start_reduce(2, 1), 4)
     reducer.start()
-    assert alone.told.get(timeout=30.0) == ("failed", 1)
-    assert alone.told.get(timeout=30.0) == ("reduced", 2)
+    assert alone.heard.get(timeout=30.0) == ("failed", 1)
+    assert alone.heard.get(timeout=30.0) == ("reduced", 2)
     reducer.stop()

@@ -145,6 +145,55 @@ def _refused(address: tuple[str, int]) -> bool:
         return probe.connect_ex(address) == errno.ECONNREFUSED
 
 
+def test_what_is_told_comes_beside_a_reduction() -> None:
+    ops, transport = DictOps(), GlooTransport("127.0.0.1", NEVER_S, piece_bytes=1024)
+    collectives = [transport.connect(key="a", rank=rank, size=3, ops=ops) for rank in range(3)]
+
+    def work(rank: int) -> list[object]:
+        found: list[object] = []
+        for turn in range(5):
+            flat = torch.ones(1000)
+            collectives[rank].tell([rank, turn, 2**62])
+            collectives[rank].all_reduce_(flat)
+            found += [collectives[rank].told(), collectives[rank].exchange([turn]), float(flat.sum())]
+        return found
+
+    expected: list[object] = []
+    for turn in range(5):
+        expected += [[[rank, turn, 2**62] for rank in range(3)], [[turn]] * 3, 3000.0]
+    assert in_threads(3, work) == [expected] * 3
+    for collective in collectives:
+        collective.close()
+
+
+@pytest.mark.parametrize("how", ["stopped", "closed"])
+def test_who_waits_for_what_the_others_tell_can_be_stopped(how: str) -> None:
+    ops, transport = DictOps(), GlooTransport("127.0.0.1", NEVER_S)
+    idle = transport.connect(key="a", rank=0, size=2, ops=ops)
+    collective = transport.connect(key="a", rank=1, size=2, ops=ops)
+    collective.tell([1])
+    threading.Timer(0.05, {"stopped": collective.stop, "closed": collective.close}[how]).start()
+    before_s = time.monotonic()
+    with pytest.raises(InterruptedError):
+        collective.told()
+    assert time.monotonic() - before_s < SOON_S
+    idle.close()
+
+
+def test_what_was_told_and_never_asked_for_keeps_no_group() -> None:
+    ops, transport = DictOps(), GlooTransport("127.0.0.1", NEVER_S)
+    idle = transport.connect(key="a", rank=0, size=2, ops=ops)
+    collective = transport.connect(key="a", rank=1, size=2, ops=ops)
+    collective.tell([1])
+    idle.open()
+    collective.close()
+    with pytest.raises(ConnectionError):
+        idle.all_reduce_(torch.zeros(1_000_000))
+    left = weakref.ref(collective)
+    del collective
+    wait_until(lambda: left() is None)
+
+
 def test_a_peer_that_brings_no_piece_is_a_timeout() -> None:
     ops = DictOps()
     transport = GlooTransport("127.0.0.1", 0.3)

@@ -49,6 +49,19 @@ def test_rows_are_exchanged_in_rank_order() -> None:
     assert rows == [[[0, 2**62], [1, 2**62], [2, 2**62]]] * 3
 
 
+def test_what_is_told_waits_for_nobody_until_it_is_asked_for() -> None:
+    transport = LocalTransport()
+
+    def work(rank: int) -> tuple[list[list[int]], float]:
+        collective, flat = transport.connect(key="a", rank=rank, size=3), torch.ones(1)
+        collective.tell([rank, 2**62])
+        collective.all_reduce_(flat)
+        assert collective.told() == collective.told()
+        return collective.told(), float(flat)
+
+    assert in_threads(3, work) == [([[0, 2**62], [1, 2**62], [2, 2**62]], 3.0)] * 3
+
+
 def test_a_member_that_never_comes_is_a_timeout() -> None:
     collective = LocalTransport(timeout_s=0.05).connect(key="a", rank=0, size=2)
     with pytest.raises(TimeoutError, match="2 members"):
