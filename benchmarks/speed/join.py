@@ -37,11 +37,11 @@ DRAWN = "committed, s"
 def run(quick: bool) -> list[Row]:
     """A row a size."""
     if quick:
-        return [_measure(10 * MILLION, 2)]
+        return [_measure(10 * MILLION, 2, warm=0)]
     return [_measure(millions * MILLION, FEWER_REPETITIONS) for millions in (10, 50)]
 
 
-def _measure(parameters: int, repetitions: int) -> Row:
+def _measure(parameters: int, repetitions: int, *, warm: int = 1) -> Row:
     told = {"parameters": parameters, "sync": asdict(SYNC), "step_s": STEP_S, "sync_every": EVERY}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ftopt-bench-")))
@@ -49,7 +49,7 @@ def _measure(parameters: int, repetitions: int) -> Row:
         there = [told | {"replica": f"r{i}", "started_s": time.time()} for i in range(2)]
         others = stack.enter_context(crew("benchmarks.speed.joiner", there))
         others.all("first")
-        found = [_join(others, told | {"replica": f"n{i}"}, parameters) for i in range(repetitions + 1)][1:]
+        found = [_join(others, told | {"replica": f"n{i}"}, parameters) for i in range(warm + repetitions)][warm:]
     return {"parameters": f"{parameters // MILLION}M", **{key: Spread.of([x[key] for x in found]) for key in found[0]}}
 
 

@@ -193,9 +193,9 @@ def run(quick: bool) -> list[Row]:
         jobs: dict[str, Job] = {way: Ours(stack.enter_context(_ours(method))) for way, method in METHODS.items()}
         once: dict[str, Future[Row]] = {}
         with suppress(NoPeerError):
-            jobs["torchft"] = Theirs(stack.enter_context(_theirs(THEIRS)))
-            if not quick:  # they do nothing but wait
-                pool = stack.enter_context(ThreadPoolExecutor(len(AT_DEFAULTS)))
+            if not quick:
+                jobs["torchft"] = Theirs(stack.enter_context(_theirs(THEIRS)))
+                pool = stack.enter_context(ThreadPoolExecutor(len(AT_DEFAULTS)))  # they do nothing but wait
                 once = {name: pool.submit(_at_defaults, name) for name in AT_DEFAULTS}
         rows = _in_turns(jobs, cases, 2 if quick else FEWER_REPETITIONS)
         rows += [each.result() for each in once.values()]
