@@ -18,8 +18,7 @@ from ftopt.optimizer.gauge import pack, seen_of
 from ftopt.optimizer.memory import Memory
 from ftopt.optimizer.pieces import piece_of
 from ftopt.optimizer.state import Fragment, Snapshot, State
-from ftopt.sync.group import Attempt, Collective, Summed
-from ftopt.sync.rows import bits, floats
+from ftopt.sync.group import Attempt, Collective, Summed, bits, floats
 
 
 class Mean:

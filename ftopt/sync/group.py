@@ -13,6 +13,7 @@ Tensors stay with the host. Versions, chain, ``counted`` and the committed ``inn
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -124,6 +125,16 @@ class Carry(Protocol):
         """It was encoded like that; None: it goes as it is."""
 
 
+def bits(values: Sequence[float]) -> list[int]:
+    """fp64 values as a row of int64, to be exchanged exactly."""
+    return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
+
+
+def floats(row: Sequence[int]) -> tuple[float, ...]:
+    """The reverse of `bits`."""
+    return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
+
+
 class Collective(Protocol):
     """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
 
@@ -191,7 +202,7 @@ class Host(Protocol):
     def reduce(self, attempt: Attempt, collective: Collective) -> str:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
-        Each member has begun to `Collective.tell` the last step of its contribution and its weight (`rows.bits`).
+        Each member has begun to `Collective.tell` the last step of its contribution and its weight (as `bits`).
         Called again for a retry, with the same contribution. Returns the digest (hex) of the result and of the scrubbed
         part of the committed state. Raises what ``collective`` raises, and `Damaged`.
         """

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ftopt.sync.group import Attempt, Collective, Damaged, Host
+from ftopt.sync.group import Attempt, Collective, Damaged, Host, bits
 from ftopt.sync.ports import Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol import replica as p
-from ftopt.sync.rows import bits
 
 _log = logging.getLogger(__name__)
 

@@ -188,6 +188,7 @@ def test_what_was_told_and_never_asked_for_keeps_no_group() -> None:
     idle.open()
     collective.close()
     with pytest.raises(ConnectionError):
+        idle.exchange([0])  # members do the same things in the same order
         idle.all_reduce_(torch.zeros(1_000_000))
     left = weakref.ref(collective)
     del collective
@@ -204,22 +205,31 @@ def test_a_peer_that_brings_no_piece_is_a_timeout() -> None:
     idle.close()
 
 
-def test_a_member_that_closes_ends_the_others_reductions() -> None:
-    ops = DictOps()
-    transport = GlooTransport("127.0.0.1", NEVER_S)
-
-    def work(rank: int) -> None:
-        collective = transport.connect(key="a", rank=rank, size=4, ops=ops)
+def close_or_reduce(pipe: Connection, rank: int, size: int, port: int) -> None:
+    """Rank 0 closes and stays; the others tell how long their reductions then took to fail."""
+    collective = GlooTransport("127.0.0.1", NEVER_S).connect(key="a", rank=rank, size=size, ops=TcpOps(port))
+    collective.open()
+    pipe.send("open")
+    pipe.recv()
+    before_s = time.monotonic()
+    try:
         collective.exchange([rank])
         if rank == 0:
             collective.close()
         else:
             collective.all_reduce_(torch.zeros(100))
+    except PeerLost:
+        pipe.send(time.monotonic() - before_s)
+    pipe.recv()
 
-    before_s = time.monotonic()
-    _, *others = in_threads(4, work)
-    assert time.monotonic() - before_s < SOON_S
-    assert [type(error) for error in others] == [PeerLost] * 3
+
+def test_a_member_that_closes_ends_the_others_reductions() -> None:
+    with tcp_store() as port, members(4, close_or_reduce, port) as started:
+        for member in started:
+            assert member.receive() == "open"
+        for member in started:
+            member.pipe.send("go on")
+        assert all(member.receive() < SOON_S for member in started[1:])
 
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
