@@ -1,7 +1,7 @@
 """What ftopt costs: ``python -m benchmarks run [NAME ...] [--quick]``.
 
 Prints a table for each name, and writes ``benchmarks/results/speed/NAME.json``, a picture and what the processes have
-logged beside it, and the tables of ``docs/performance.md``. With ``--quick`` all of it takes 3 minutes at most, is
+logged beside it, and the tables of ``docs/performance.md``. With ``--quick`` all of it takes 2 to 5 minutes, is
 written to ``benchmarks/results/quick``, and leaves the page as it is.
 """
 
@@ -31,7 +31,7 @@ from ftopt.cli.output import complain, say
 def add(parser: argparse.ArgumentParser) -> None:
     """[NAME ...] [--quick]"""
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="few repetitions, small models: 3 minutes in all")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, small models: a few minutes in all")
 
 
 def run(arguments: argparse.Namespace) -> int:
