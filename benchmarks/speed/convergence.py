@@ -54,8 +54,8 @@ ABOUT = (
     "Streaming in 3 fragments, its delay is 5 steps. Loss: of the committed parameters, in nats a byte, after equal "
     "tokens. *when the first is done*: the loss that each has by then."
 )
-_QUICK = "SyncSGD", "DiLoCo", "+ fp4"
 GOALS = "to SyncSGD, as in docs/methods.md: LocalSGD <= 1.17, DiLoCo and the ways of Streaming <= 1.175"
+_QUICK = "SyncSGD", "DiLoCo", "+ fp4"
 
 
 def run(quick: bool) -> list[Row]:

@@ -394,7 +394,7 @@ class OuterStep(Reduction):
         except BaseException:
             self._break_off()
             raise
-        return self.settle() and all(decided) if proposed else True
+        return all(decided) and (not proposed or self.settle())
 
     def settle(self) -> bool:
         """Waits for what is outstanding or being fetched, and takes it up; False when something stays undecided."""

@@ -39,6 +39,10 @@ Owed = tuple[int, Tensor]
 """What a member owes of earlier sums: the first element that it is about, and fp32 values in the mean's units."""
 
 
+Summed = Callable[[int, int], None]
+"""Is told that the elements from start to stop of a result are there, in any order, and not of all of them."""
+
+
 class Codec(Protocol):
     """What of a codec is needed here. `ftopt.codecs.Codec` says what holds for one."""
 
@@ -176,7 +180,7 @@ class EncodedMean:
         owed: Owed | None = None,
         carry: Carry | None = None,
         buffers: Buffers | None = None,
-        summed: Callable[[int, int], None] | None = None,
+        summed: Summed | None = None,
     ) -> None:
         self._flat = flat
         self._summed = summed

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
 from ftopt.transport.background import in_background
-from ftopt.transport.encoded import Buffers, Carry, Codec, EncodedMean, Exchange, Owed, alone
+from ftopt.transport.encoded import Buffers, Carry, Codec, EncodedMean, Exchange, Owed, Summed, alone
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.staging import Staging, ahead, staging_for
 from ftopt.transport.store import RendezvousStore, StoreOps
@@ -217,7 +217,7 @@ class GlooCollective:
         finally:
             failure = None  # its traceback holds this frame, thus the collective
 
-    def all_reduce_(self, flat: Tensor, summed: Callable[[int, int], None] | None = None) -> None:
+    def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """Sums ``flat`` over the members, in place, in pieces. The result is bit-equal on all members.
 
         Args:
@@ -240,7 +240,7 @@ class GlooCollective:
         shares: Sequence[float],
         owed: Owed | None = None,
         carry: Carry | None = None,
-        summed: Callable[[int, int], None] | None = None,
+        summed: Summed | None = None,
     ) -> Owed | None:
         """The weighted mean over the members, in place; what travels is encoded, in both hops. See `EncodedMean`.
 
@@ -361,7 +361,7 @@ class GlooCollective:
         self._opened.set()
         # A group that comes after close() is dropped here, on this daemon thread.
 
-    def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Callable[[int, int], None] | None) -> None:
+    def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Summed | None) -> None:
         under_way: deque[tuple[Tensor, Tensor]] = deque()
         with self._works() as (box, pending), _joined(staging):
             since_s, done = time.monotonic(), 0

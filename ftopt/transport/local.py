@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.transport.encoded import Carry, Codec, Owed, alone, pay_, sent_bytes, spans, sum_codec
+from ftopt.transport.encoded import Carry, Codec, Owed, Summed, alone, pay_, sent_bytes, spans, sum_codec
 
 
 class _Call:
@@ -105,7 +105,7 @@ class LocalCollective:
         with meeting.changed:
             self._wait(lambda: len(meeting.here) == self.size)
 
-    def all_reduce_(self, flat: Tensor, summed: Callable[[int, int], None] | None = None) -> None:
+    def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order.
 
         ``summed`` is told of the first half of the elements, as if the other one were on the wire.
@@ -123,7 +123,7 @@ class LocalCollective:
         shares: Sequence[float],
         owed: Owed | None = None,
         carry: Carry | None = None,
-        summed: Callable[[int, int], None] | None = None,
+        summed: Summed | None = None,
     ) -> Owed | None:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
 

@@ -19,7 +19,7 @@ from ftopt.optimizer import OuterOptimizer, pieces, wrap
 from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.freezer import Freezer
 from ftopt.optimizer.outer_step import OuterStep
-from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.group import Attempt, Collective, ReplicaGroup
 from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import problem
 
@@ -168,6 +168,38 @@ def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.Mo
 
     through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
     assert torch.equal(through[0], broken_off[0])  # type: ignore[arg-type]
+
+
+def test_a_sync_that_stays_undecided_waits_once_and_what_it_offered_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reduce, goes_on = OuterStep.reduce, threading.Event()
+
+    def reduces_late(self: OuterStep, attempt: Attempt, collective: Collective) -> str:
+        assert goes_on.wait(10.0)
+        return reduce(self, attempt, collective)
+
+    monkeypatch.setattr(OuterStep, "reduce", reduces_late)
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> tuple[int, list[bool], int]:
+        waited = list[int]()
+
+        def cut_off(self: OuterStep, index: int, timeout_s: float | None = None) -> bool:
+            waited.extend([index] if group.outstanding(index) else [])
+            return not group.outstanding(index)
+
+        with _start(DiLoCo(sync_every=100), model, group) as optimizer:
+            _step(optimizer, model, m, 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(OuterStep, "_wait", cut_off)
+                decided = [optimizer.sync()]
+            _step(optimizer, model, m, 1)
+            goes_on.set()
+            decided.append(optimizer.sync())
+            assert optimizer.pending_steps == 0
+            return len(waited), decided, optimizer.inner_step
+
+    assert _run(1, replica) == [(1, [False, True], 2)]
 
 
 def test_a_sync_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
