@@ -20,8 +20,9 @@ from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.wire import MessageError as MessageError
 from ftopt.sync.protocol.wire import build, parse, shallow
 
-PROTOCOL = 1
-"""Version of this protocol. A replica and a coordinator with different ones refuse each other."""
+PROTOCOL = 2
+"""Version of this protocol, and of what members send each other in a reduction. A replica and a coordinator with
+different ones refuse each other."""
 
 Mark = tuple[str, int]
 T = typing.TypeVar("T")
