@@ -15,7 +15,7 @@ from typing import Any
 
 from ftopt.cli.output import say
 from ftopt.faults.spec import COORDINATOR, Fault
-from tests.sync.processes import FAST, TinyJob, tiny_job
+from tests.sync.processes.job import FAST, TinyJob, tiny_job
 
 SYNC = replace(FAST, grace_s=0.5, forget_s=60.0)
 POINTS = ("inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply")

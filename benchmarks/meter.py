@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.sync.processes import TinyJob
+from tests.sync.processes.job import TinyJob
 
 QUIET_S = 4.0
 """Calm begins so long after the last trouble: a dropped process group is gone after 2.5 s at most (Gloo's time-out)."""

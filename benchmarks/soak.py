@@ -23,7 +23,7 @@ import ftopt
 from benchmarks.meter import TROUBLE, Calm, Growth, Meter
 from ftopt.cli.output import say
 from ftopt.faults.spec import COORDINATOR, Fault
-from tests.sync.processes import FAST, NOW, TinyJob, tiny_job
+from tests.sync.processes.job import FAST, NOW, TinyJob, tiny_job
 
 REPLICAS = 6
 KEPT = ("r0", "r1")

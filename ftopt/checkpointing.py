@@ -1,6 +1,6 @@
 """`Checkpoints`: what a training loop says so that its job can go on after all of it has died.
 
-Puts together what the optimizer gives (`ftopt.optimizer.saved`), what the loop has besides, and files
+Puts together what the optimizer gives (`ftopt.optimizer.recovery.capture`), what the loop has besides, and files
 (`ftopt.checkpoint`).
 """
 
@@ -20,15 +20,15 @@ from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.reader import Version as StoredVersion
 from ftopt.checkpoint.writer import Writer
 from ftopt.errors import UserError
-from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.inner_state import restore_groups
-from ftopt.optimizer.layout import layout
-from ftopt.optimizer.resuming import Resume, newcomer
-from ftopt.optimizer.saved import Cut, Saved, Version
+from ftopt.optimizer.recovery.capture import Cut, Saved, Version
+from ftopt.optimizer.recovery.layout import layout
+from ftopt.optimizer.recovery.restore import Resume, newcomer
+from ftopt.optimizer.tensors.pool import Copies
 from ftopt.optimizer.wrapper import OuterOptimizer
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.resumed import another_life, returning
+from ftopt.sync.protocol.replica.resumed import another_life, returning
 from ftopt.sync.protocol.wire import plain
 
 _log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Checkpoints:
         return True
 
     def newest(self) -> Position | None:
-        """See `ftopt.optimizer.resuming.Fallback`."""
+        """See `ftopt.optimizer.recovery.restore.Fallback`."""
         if not whole(self._folder):
             return None
         try:
@@ -127,7 +127,7 @@ class Checkpoints:
             return Position(0, 0, "")
 
     def go_on(self, incarnation: int) -> Resume:
-        """See `ftopt.optimizer.resuming.Fallback`."""
+        """See `ftopt.optimizer.recovery.restore.Fallback`."""
         checkpoint, mark = find(self._folder), (self._group.replica, incarnation)
         _log.warning("%s: nobody holds the job's state any more; going on from %s", mark[0], checkpoint.path)
         return self._read(checkpoint, lambda: _as_another_life(checkpoint, mark))

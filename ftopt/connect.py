@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ftopt.doors.tls import Tls, find_tls, is_public
-from ftopt.doors.token import find_token
 from ftopt.errors import UserError
 from ftopt.events import Event, OnEvent, ignore
+from ftopt.net.tls import Tls, find_tls, is_public
+from ftopt.net.token import find_token
 from ftopt.sync.protocol.limits import wrong_name
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
@@ -67,9 +67,9 @@ def connect(
     """
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
     from ftopt.http_state import HttpState
-    from ftopt.sync.client import Client
-    from ftopt.sync.loop import LoopThread
-    from ftopt.sync.websocket import WebSocketLink
+    from ftopt.sync.replica.client import Client
+    from ftopt.sync.replica.loop import LoopThread
+    from ftopt.sync.replica.websocket import WebSocketLink
     from ftopt.transport.gloo import GlooTransport
 
     url = (url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
@@ -140,9 +140,9 @@ def local_groups(
     """
     if n < 1:
         raise UserError(f"local_groups({n}); must be at least 1")
-    from ftopt.sync.client import Client
     from ftopt.sync.local import LocalHub, LocalLink, LocalState, LocalStates
-    from ftopt.sync.loop import LoopThread
+    from ftopt.sync.replica.client import Client
+    from ftopt.sync.replica.loop import LoopThread
     from ftopt.transport.local import LocalTransport
 
     sync = sync or Sync()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from ftopt.doors.tls import Tls
-from ftopt.doors.token import for_state
+from ftopt.net.tls import Tls
+from ftopt.net.token import for_state
 from ftopt.sync.ports import Meta, Provider
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch

@@ -17,10 +17,10 @@ CONTEXT.set_forkserver_preload(
         "torch",
         "torch._dynamo",  # an inner optimizer imports it: seconds for each process
         "torch.distributed",
-        "tests.sync.processes",
+        "tests.sync.processes.job",
         "tests.transport.helpers",
         "ftopt.transport.gloo",
-        "ftopt.sync.client",
+        "ftopt.sync.replica.client",
         "aiohttp",
     ]
 )

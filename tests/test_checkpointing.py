@@ -37,7 +37,7 @@ from ftopt import (
 from ftopt.checkpoint.manifest import NAME
 from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.methods import Method
-from ftopt.optimizer.mapped import is_mapped
+from ftopt.optimizer.tensors.mapped import is_mapped
 from ftopt.sync.protocol.samples import Samples
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.checkpoint.parts import FullDisk
@@ -186,7 +186,7 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
 
 
 def _resume_of(optimizer: Any) -> Any:
-    from ftopt.optimizer.resuming import Resume
+    from ftopt.optimizer.recovery.restore import Resume
 
     saved = copy.deepcopy(optimizer.capture())
     saved = replace(saved, held=replace(saved.held, roster={"r0": 1}))

@@ -16,8 +16,8 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
+from tests.optimizer.outer.test_global_batch import FAST, Points, inner, model, plain, same
 from tests.optimizer.running import together
-from tests.optimizer.test_global_batch import FAST, Points, inner, model, plain, same
 from tests.test_restoring import lives
 
 SAMPLES = Samples(samples=49, batch_size=2, global_batch=16, epochs=4)

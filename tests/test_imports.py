@@ -14,7 +14,7 @@ import pytest
 import ftopt
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-TYPES = {"doors", "errors", "events", "rng", "streams", "tree"}
+TYPES = {"net", "errors", "events", "rng", "streams", "tree"}
 ASSEMBLERS = {"connect", "checkpointing", "http_state", "config", "cli", "job", "__init__", "__main__"}
 """Parts that put others together; everybody else is held to `ALLOWED`."""
 
@@ -41,10 +41,10 @@ IN_ONE_FILE = {
     "torchdata": "data/workers.py",
 }
 AIOHTTP = {
-    "doors/http.py",
-    "sync/connection.py",
-    "sync/coordinator.py",
-    "sync/websocket.py",
+    "net/http.py",
+    "sync/server/connection.py",
+    "sync/server/coordinator.py",
+    "sync/replica/websocket.py",
     "transport/state_server.py",
     "transport/state_transfer.py",
 }
@@ -156,7 +156,7 @@ def test_verbs_that_compute_nothing_do_without_torch(verb: str) -> None:
 
 
 def test_status_and_the_coordinator_do_without_torch() -> None:
-    assert "torch" not in loaded_after("import ftopt.cli.status, ftopt.cli.coordinator, ftopt.sync.coordinator")
+    assert "torch" not in loaded_after("import ftopt.cli.status, ftopt.cli.coordinator, ftopt.sync.server.coordinator")
 
 
 def test_every_public_name_is_there_now_or_later() -> None:

@@ -14,8 +14,8 @@ from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, Strided, UserEr
 from ftopt.checkpoint.reader import Checkpoint, whole
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
-from ftopt.sync.loop import LoopThread
 from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.replica.loop import LoopThread
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem

@@ -17,7 +17,7 @@ from benchmarks.speed.theirjob import TheirJob, their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read
-from tests.sync.processes import TinyJob, tiny_job
+from tests.sync.processes.job import TinyJob, tiny_job
 
 REPLICAS = 4
 EVERY = 20

@@ -114,7 +114,7 @@ def _optimizer(
 
 def _use_everything() -> None:
     """What a first use imports is no memory of the model's: torch.optim's first step alone brings in 100 MB."""
-    import ftopt.sync.client
+    import ftopt.sync.replica.client
     import ftopt.transport.gloo
     import ftopt.transport.state_server
 

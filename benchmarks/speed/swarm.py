@@ -17,12 +17,12 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.speed.orders import Crew, answer, crew
-from ftopt.sync.link import Channel
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol import replica as p
-from ftopt.sync.protocol.holding import agree
+from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.protocol.replica.fragment import agree
 from ftopt.sync.protocol.settings import Sync
-from ftopt.sync.websocket import WebSocketLink
+from ftopt.sync.replica.link import Channel
+from ftopt.sync.replica.websocket import WebSocketLink
 
 _START_S = 240.0
 

@@ -1,6 +1,6 @@
 """A whole job of torchft's: its lighthouse, and replicas that train the tiny model while they die, hang and come back.
 
-It is asked the same things as `tests.sync.processes.TinyJob`, and its replicas do the same work.
+It is asked the same things as `tests.sync.processes.job.TinyJob`, and its replicas do the same work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.speed.theirs import TimeOuts, diloco, lighthouse, manager
 from ftopt.faults.spec import Fault
 from ftopt.telemetry.jsonl import JsonLines, Tail
 from tests.forkserver import CONTEXT, die_with_parent
-from tests.sync.processes import tiny_model
+from tests.sync.processes.job import tiny_model
 
 LIMIT_S = 150.0
 """Nothing lasts longer: it is beyond two of torchft's time-outs at their defaults."""

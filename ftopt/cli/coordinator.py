@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.doors import add_certificate, add_token, tls_of, token_of
+from ftopt.cli.net import add_certificate, add_token, tls_of, token_of
 from ftopt.cli.output import say
 from ftopt.events import OnEvent, ignore
 
 if TYPE_CHECKING:
-    from ftopt.sync.coordinator import CoordinatorServer
+    from ftopt.sync.server.coordinator import CoordinatorServer
 
 _REPLICAS_LEAVE_S = 5.0
 """When the runner is killed, replicas and coordinator hear of it at once; the replicas need it to leave."""
@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    from ftopt.sync.coordinator import run_coordinator
+    from ftopt.sync.server.coordinator import run_coordinator
 
     if arguments.supervised:
         from ftopt.job.supervised import FinishUp, terminate_self

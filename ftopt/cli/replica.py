@@ -8,7 +8,7 @@ import socket
 import time
 from pathlib import Path
 
-from ftopt.cli.doors import add_ca, add_certificate, add_token, tls_of, token_of
+from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
 from ftopt.errors import UserError
 
 

@@ -11,11 +11,11 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ftopt.cli.doors import add_ca, add_token, tls_of, token_of
+from ftopt.cli.net import add_ca, add_token, tls_of, token_of
 from ftopt.cli.output import say
-from ftopt.doors.tls import why_not
-from ftopt.doors.token import authorization
 from ftopt.errors import Unreachable, UserError
+from ftopt.net.tls import why_not
+from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
 _FRAGMENTS_SHOWN = 4

@@ -332,7 +332,7 @@ class Recipe:
         if isinstance(self.model, Convnet) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
         from ftopt.codecs import codec_named  # here: it brings torch, which `ftopt ls` does without
-        from ftopt.optimizer.moments import check_exact
+        from ftopt.optimizer.tensors.moments import check_exact
 
         try:
             codec = codec_named(self.sync.codec)

@@ -12,7 +12,7 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class Share(Protocol):
-    """This replica's share of one global batch after the other: `ftopt.sync.global_batch.GlobalBatch`."""
+    """This replica's share of one global batch after the other: `ftopt.sync.replica.global_batch.GlobalBatch`."""
 
     def more(self) -> bool:
         """Waits for the next batch; False when the data have ended."""

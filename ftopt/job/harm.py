@@ -16,8 +16,8 @@ import ftopt
 from ftopt.events import Event
 from ftopt.faults.injector import Action
 from ftopt.faults.spec import GRADIENT_KINDS, Fault
-from ftopt.optimizer.state import Fragment
-from ftopt.sync.client import Client
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.sync.replica.client import Client
 
 _BIT = 1 << 22
 """The highest bit of a float's mantissa: the number changes by up to a half."""

@@ -9,12 +9,12 @@ import torch
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
-from ftopt.doors.tls import Tls
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import Harm
 from ftopt.job.subscribers import StepLog, StepRecord, fan_out
 from ftopt.job.supervised import FinishUp, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
+from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 from ftopt.telemetry.wandb import WandbMirror, resolve

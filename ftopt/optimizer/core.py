@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from ftopt.codecs import Codec, codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
-from ftopt.optimizer.accumulation import Accumulation
-from ftopt.optimizer.buffers import averaged, shared_out
-from ftopt.optimizer.copies import Copies
-from ftopt.optimizer.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.memory import Memory
-from ftopt.optimizer.moments import moments
-from ftopt.optimizer.outer_step import OuterStep
-from ftopt.optimizer.replaying import Replays
-from ftopt.optimizer.resuming import Fallback, Resume, check, restore
-from ftopt.optimizer.reverting import Undone, revert
-from ftopt.optimizer.saved import Cut, Saved, capture, cut_of
-from ftopt.optimizer.step_log import record_steps
-from ftopt.optimizer.uncount import LastStep
+from ftopt.optimizer.outer.micro_batches import Accumulation
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.recovery.capture import Cut, Saved, capture, cut_of
+from ftopt.optimizer.recovery.replays import Replays
+from ftopt.optimizer.recovery.restore import Fallback, Resume, check, restore
+from ftopt.optimizer.tensors.buffers import averaged, shared_out
+from ftopt.optimizer.tensors.flat import FlatView, check_covered, parameters
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.tensors.moments import moments
+from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.undo.in_job import LastStep
+from ftopt.optimizer.undo.record import record_steps
+from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.streams import used_here
 from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftopt.optimizer.copies import Copies
-from ftopt.optimizer.flat import trainable
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.tensors.flat import trainable
+from ftopt.optimizer.tensors.pool import Copies
 
 Tree = dict[str, Any]
 """Nested dicts, lists and tuples of numbers, strings, None and tensors."""

@@ -22,13 +22,13 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_PRE
 from ftopt.codecs import codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
-from ftopt.optimizer.copies import Copies
 from ftopt.optimizer.core import Core
-from ftopt.optimizer.flat import check_covered
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.mapped import Mapped
-from ftopt.optimizer.resuming import Fallback, Resume
-from ftopt.optimizer.saved import Cut, Saved
+from ftopt.optimizer.recovery.capture import Cut, Saved
+from ftopt.optimizer.recovery.restore import Fallback, Resume
+from ftopt.optimizer.tensors.flat import check_covered
+from ftopt.optimizer.tensors.mapped import Mapped
+from ftopt.optimizer.tensors.pool import Copies
 from ftopt.sync.group import Committed, ReplicaGroup
 
 STATE_KEY = "ftopt"

@@ -1,4 +1,4 @@
-"""A modelled training thread of a gradient method: what ``ftopt.sync.global_batch`` does, with a list for the sum.
+"""A modelled training thread of a gradient method: ``ftopt.sync.replica.global_batch`` with a list for the sum.
 
 It computes the units of its share one after the other, offers their sum, and computes what it inherits while the fate
 of the batch is open. The network thread brings plans at any moment; what is offered reaches it a moment later.
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ftopt.simulate.saving import give
 from ftopt.sync.protocol.intervals import union
+from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.messages import Contribution
-from ftopt.sync.protocol.plans import Portion
 
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from ftopt.simulate.host import Content
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.effects import Decided
+from ftopt.sync.protocol.coordinator.effects import Decided
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
 
 if TYPE_CHECKING:
     from ftopt.simulate.loader import Loader
     from ftopt.simulate.trainer import Process
     from ftopt.simulate.world import Conn, Server, World
-    from ftopt.sync.protocol.coordinator import Coordinator
+    from ftopt.sync.protocol.coordinator.machine import Coordinator
 
 
 class Violation(AssertionError):

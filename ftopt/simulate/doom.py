@@ -7,7 +7,7 @@ import random
 from ftopt.simulate.saving import Checkpoint
 from ftopt.simulate.trainer import Process
 from ftopt.simulate.world import World
-from ftopt.sync.protocol import effects as e
+from ftopt.sync.protocol.coordinator import effects as e
 
 
 def all_die(world: World, chooser: random.Random) -> None:

@@ -90,7 +90,7 @@ class Kept:
 
 @dataclass(slots=True)
 class Shard:
-    """One fragment's variables in a modelled optimizer; the names are those of ``ftopt.optimizer.state``."""
+    """One fragment's variables in a modelled optimizer; the names are those of ``ftopt.optimizer.outer.fragment``."""
 
     content: Content
     record: Record | None = None

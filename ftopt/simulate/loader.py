@@ -1,4 +1,4 @@
-"""A modelled loader: what ``ftopt.sync.units`` does, without threads, and batches that are taken ahead."""
+"""A modelled loader: what ``ftopt.sync.replica.units`` does, without threads, and batches that are taken ahead."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ftopt.sync.protocol.intervals import Ranges, union
-from ftopt.sync.protocol.stock import Stock
+from ftopt.sync.protocol.ledger.unit_queue import Stock
 
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process

@@ -99,7 +99,7 @@ class Neighbour:
         process.act([])
 
     def _take_up(self, copy: Copy) -> None:
-        """What ``ftopt.optimizer.replay.take_up`` does: pending work is this one's, the rest is done again."""
+        """What ``ftopt.optimizer.recovery.replay.take_up`` does: pending work is this one's, the rest is done again."""
         process, world = self._process, self._world
         assert process.loader is not None
         world.coverage["a dead one's steps are done again"] += 1

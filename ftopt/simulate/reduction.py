@@ -14,7 +14,7 @@ from ftopt.simulate.host import Payload, reduce
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
     from ftopt.simulate.world import World
-    from ftopt.sync.protocol.replica import StartReduce
+    from ftopt.sync.protocol.replica.machine import StartReduce
 
 WORD_S = 1.5
 

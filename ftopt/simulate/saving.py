@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ftopt.simulate.host import Kept, Span
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.messages import Mark, Position
-from ftopt.sync.protocol.resumed import Held, another_life, returning
+from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
 
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
@@ -195,7 +195,8 @@ def put(process: Process, coming: Coming) -> None:
 
 
 def _adopt(process: Process, coming: Coming) -> None:
-    """What ``ftopt.optimizer.heirs`` does: the counters go on so far that all fragments have room for the steps."""
+    """What ``ftopt.optimizer.recovery.adopt`` does: the counters go on until all fragments have room for
+    the steps."""
     world, mark = process.world, coming.part.held.mark
     world.coverage["pending work of a missing replica"] += 1
     pending: list[tuple[int, list[Span], int]] = []

@@ -21,8 +21,8 @@ from ftopt.simulate.saving import Coming, put
 from ftopt.simulate.training import InnerSteps
 from ftopt.simulate.world import JOB, Conn, World
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol import replica as r
 from ftopt.sync.protocol.intervals import subtract
+from ftopt.sync.protocol.replica import machine as r
 
 
 class Process:

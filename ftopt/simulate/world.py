@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from ftopt.simulate.check import Checks, Violation
 from ftopt.simulate.saving import Checkpoints
-from ftopt.sync.protocol import effects as e
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import Coordinator
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.samples import Samples
 

@@ -20,18 +20,18 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ftopt.sync.global_batch import GlobalBatch as GlobalBatch
-from ftopt.sync.inheritance import Inherited as Inherited
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
 from ftopt.sync.protocol.messages import Position as Position
 from ftopt.sync.protocol.messages import Reading as Reading
 from ftopt.sync.protocol.messages import Record as Record
-from ftopt.sync.protocol.resumed import Held as Held
+from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
-from ftopt.sync.units import Units as Units
+from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
+from ftopt.sync.replica.inheritance import Inherited as Inherited
+from ftopt.sync.replica.units import Units as Units
 
 
 @dataclass(frozen=True, slots=True)

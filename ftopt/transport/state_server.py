@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from aiohttp import web
 from torch import Tensor
 
-from ftopt.doors.http import guarded, quiet
-from ftopt.doors.tls import HANDSHAKE_S
-from ftopt.doors.token import admits
-from ftopt.doors.waiting_room import WaitingRoom
+from ftopt.net.accept_queue import WaitingRoom
+from ftopt.net.http import guarded, quiet
+from ftopt.net.tls import HANDSHAKE_S
+from ftopt.net.token import admits
 from ftopt.transport.snapshot import Meta, Snapshot
 
 Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]

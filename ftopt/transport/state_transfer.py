@@ -17,7 +17,7 @@ from urllib.parse import quote
 import aiohttp
 from torch import Tensor
 
-from ftopt.doors.token import authorization
+from ftopt.net.token import authorization
 from ftopt.transport.snapshot import Arriving, Meta
 
 _PROBE_BYTES = 64 << 10

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.cli.main import VERBS, main
-from tests.sync import planted
+from tests.sync.planted import rules as planted
 
 
 @pytest.fixture(autouse=True)

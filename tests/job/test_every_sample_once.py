@@ -77,7 +77,7 @@ def as_override(faults: list[Fault]) -> str:
     return f"faults={json.dumps([asdict(fault) for fault in faults])}"
 
 
-@pytest.mark.slow  # by default tests/sync/test_samples_of_processes.py kills
+@pytest.mark.slow  # by default tests/sync/processes/test_samples_of_processes.py kills
 def test_a_killed_replica_s_samples_go_to_others_and_each_is_in_one_commit(tmp_path: Path, start: Start) -> None:
     fault = Fault(replica=1, at_step=15, point="reduce", do="kill", rejoin_s=0.0)
     settings = ["replicas=2", "method.sync_every=10", "data.batch_size=10", as_override([fault])]

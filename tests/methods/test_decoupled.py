@@ -12,7 +12,7 @@ from ftopt.connect import local_groups, solo
 from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, Mine, Round, Span, StreamingDiLoCo, Work
 from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
 from ftopt.optimizer import wrap
-from ftopt.optimizer.flat import parameters
+from ftopt.optimizer.tensors.flat import parameters
 from ftopt.sync.group import Contribution
 from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, flat, problem

@@ -21,7 +21,7 @@ from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, Strided, SyncSGD
-from ftopt.optimizer.flat import parameters
+from ftopt.optimizer.tensors.flat import parameters
 from ftopt.transport.gloo import GlooTransport
 from tests.optimizer.running import Noise, train_and_look
 from tests.problems import Problem, problem

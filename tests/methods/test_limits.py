@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, Strided
-from ftopt.optimizer.flat import parameters
+from ftopt.optimizer.tensors.flat import parameters
 from tests.optimizer.running import train_and_look
 from tests.problems import problem
 from tests.reference.codecs import Mean

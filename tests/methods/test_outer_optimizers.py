@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ftopt.methods import SGD, Adam, ConstantRate, CosineRate, DiLoCo, OuterOptimizerRule, Round, Torch
-from ftopt.optimizer.shares import outer_step
+from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
 from tests.problems import problem

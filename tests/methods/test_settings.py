@@ -11,12 +11,12 @@ from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, DiLoCo, LocalSGD, Mine, Progress, StreamingDiLoCo, Work
 from ftopt.optimizer import wrap
-from ftopt.optimizer.flat import FlatView, parameters
-from ftopt.optimizer.outer_step import OuterStep
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.tensors.flat import FlatView, parameters
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import check
-from ftopt.sync.protocol.holding import Identity
-from ftopt.sync.protocol.replica import Replica, Send
+from ftopt.sync.protocol.replica.fragment import Identity
+from ftopt.sync.protocol.replica.machine import Replica, Send
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import together
 from tests.problems import problem

@@ -33,7 +33,7 @@ from ftopt.methods import (
 )
 from ftopt.methods.divergence import bound
 from ftopt.methods.triggers import Agreed, Means, Number, Numbers, Seen
-from ftopt.optimizer.gauge import dot
+from ftopt.optimizer.outer.trigger_metrics import dot
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
 NO, YES, NOW = Due.NO, Due.YES, Due.NOW

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.network.hosts import Hosts, hosts
-from tests.sync.processes import FAST, TinyJob, assert_nothing_lost, tiny_job
+from tests.sync.processes.job import FAST, TinyJob, assert_nothing_lost, tiny_job
 
 pytestmark = pytest.mark.slow
 

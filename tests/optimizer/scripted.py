@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftopt.optimizer.digest import digest
+from ftopt.optimizer.tensors.digest import digest
 from ftopt.sync.group import Attempt, Committed, Contribution, Fingerprint, Host, Means, Reading
 from ftopt.sync.protocol.settings import Sync
 

@@ -23,14 +23,15 @@ from ftopt.connect import local_groups, solo
 from ftopt.events import ignore
 from ftopt.http_state import HttpState
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, Strided, SyncSGD, Torch
-from ftopt.optimizer import OuterOptimizer, pieces, wrap
+from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.inner_state import device_of
-from ftopt.optimizer.pieces import Measured
-from ftopt.sync.client import Client
+from ftopt.optimizer.tensors import pieces
+from ftopt.optimizer.tensors.pieces import Measured
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.local import LocalHub, LocalLink
-from ftopt.sync.loop import LoopThread
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.replica.client import Client
+from ftopt.sync.replica.loop import LoopThread
 from ftopt.transport.gloo import GlooTransport
 from tests.optimizer.running import PATIENT, together
 from tests.problems import MODELS, flat, pulled

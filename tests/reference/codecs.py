@@ -125,8 +125,8 @@ def mean_and_owed(
 class Mean:
     """The mean of what all replicas bring, as each of them gets it: encoded and with error feedback, if asked for.
 
-    Letters as in `ftopt.optimizer.error_feedback`: a replica brings Delta, offers ``v = beta * e + Delta``, and keeps
-    what was left out as its residual e. Sums run in the order of the replicas, shares first.
+    Letters as in `ftopt.optimizer.outer.error_feedback`: a replica brings Delta, offers ``v = beta * e + Delta``, and
+    keeps what was left out as its residual e. Sums run in the order of the replicas, shares first.
 
     Args:
         codec: by its name.

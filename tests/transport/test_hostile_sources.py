@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from ftopt.doors.tls import Tls
+from ftopt.net.tls import Tls
 from ftopt.transport import state_server, state_transfer
 from ftopt.transport.snapshot import Meta, Snapshot
-from tests.sync.doors import Certificates, no_errors_logged
+from tests.sync.server.doors import Certificates, no_errors_logged
 
 from .test_state_transfer import arrived, get, same, serving, state
 

@@ -1,0 +1,47 @@
+"""The options about token and TLS that several verbs share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ftopt.errors import UserError
+from ftopt.net.tls import Tls, find_tls
+from ftopt.net.token import find_token
+
+
+def add_token(parser: argparse.ArgumentParser) -> None:
+    """[--token-file FILE]."""
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="file with the job's token (default: FTOPT_TOKEN, else none)"
+    )
+    parser.add_argument("--token", help=argparse.SUPPRESS)
+
+
+def add_certificate(parser: argparse.ArgumentParser) -> None:
+    """[--cert FILE --key FILE]."""
+    parser.add_argument("--cert", type=Path, metavar="FILE", help="certificate to serve with (default: FTOPT_CERT)")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="its key (default: FTOPT_KEY)")
+
+
+def add_ca(parser: argparse.ArgumentParser) -> None:
+    """[--ca FILE]."""
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="certificates to trust (default: FTOPT_CA, else the system's)"
+    )
+
+
+def token_of(arguments: argparse.Namespace) -> str | None:
+    """The token that the user has given; raises `UserError`."""
+    if arguments.token is not None:
+        raise UserError(
+            "--token: every user of this machine reads the command lines of all processes; put the token into a file "
+            "and give --token-file FILE, or set FTOPT_TOKEN"
+        )
+    return find_token(file=arguments.token_file)
+
+
+def tls_of(arguments: argparse.Namespace) -> Tls:
+    """The files that the user has given."""
+    given = vars(arguments)
+    return find_tls(given.get("cert"), given.get("key"), given.get("ca"))

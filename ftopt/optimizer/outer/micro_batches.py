@@ -1,0 +1,72 @@
+"""The optimizer's side of a global batch: gradients of micro-batches are added up until the batch is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.step import OuterStep, Share
+from ftopt.sync.group import ReplicaGroup
+
+
+class Accumulation:
+    """Computes a replica's share (`ftopt.sync.replica.global_batch.Computes`). Training thread.
+
+    A contribution is the mean over the replica's samples and weighs as much as there are, so that the members' mean is
+    that over the batch::
+
+        g = sum_m (n_m / N) * (1 / n_m) * sum_u n_u g_u        n_u samples in the unit u, n_m in the replica's units
+
+    Args:
+        outer: the outer step.
+        inner: the inner optimizers.
+        group: who takes part.
+        counted: takes what the user has counted since the last step: tokens and samples.
+    """
+
+    def __init__(
+        self, outer: OuterStep, inner: Inner, group: ReplicaGroup, counted: Callable[[], dict[str, int] | None]
+    ) -> None:
+        self._outer = outer
+        self._inner = inner
+        self._group = group
+        self._counted = counted
+
+    @property
+    def version(self) -> int:
+        return self._outer.fragments[0].taken.meta.version + 1
+
+    @property
+    def whole(self) -> bool:
+        return self._outer.is_whole()
+
+    @property
+    def outstanding(self) -> bool:
+        return self._group.outstanding(0)
+
+    def catch_up(self) -> None:
+        self._outer.take_over()
+
+    def clear(self) -> None:
+        self._inner.zero_grad(set_to_none=True)
+
+    def add(self, unit: int, samples: int, *, mine: bool) -> None:
+        if mine:
+            self._outer.accumulate(float(samples))
+        self.clear()
+        data = {"unit": unit, "samples": samples, "kept": mine}
+        self._group.emit("micro_batch", version=self.version, inner_step=self._outer.inner_step(), data=data)
+
+    def empty(self) -> None:
+        self._outer.empty()
+
+    def offer(self, plan: int, units: tuple[tuple[int, int], ...], samples: int) -> None:
+        if not self._outer.pending_steps():  # otherwise it is the same step, with more in it
+            self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
+            self._outer.count(self._inner.largest_lr, None, None)
+            self._group.emit("stepped", inner_step=self._outer.inner_step(), data=self._counted())
+        self._outer.propose_share(Share(plan, units, samples), lr=self._inner.largest_lr())
+
+    def report(self, state: str, *, unit_s: float) -> None:
+        self._outer.step_s = unit_s
+        self._outer.report(state)

@@ -1,0 +1,190 @@
+"""What triggers want to know of one fragment: norms, the direction of the last outer step, what members agreed on.
+
+Sums of squares are fp64 over fp32 differences: where the replicas' common movement is large, their divergence is the
+small difference of two large numbers, and fp32 would not leave a digit of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ftopt.methods import Method, Mine
+from ftopt.methods.triggers import AT_ROUNDS, Agreed, Means, Number, Numbers, Seen
+from ftopt.optimizer.tensors.buffers import of
+from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.sync.group import Means as Told
+from ftopt.sync.group import Reading
+
+AGREED = "agreed"
+"""The outer state's name for `Agreed`: fp64, one number a field."""
+_NOTHING = Agreed()
+_CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
+"""Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    """``<a, b>`` of flat tensors, summed in fp64, without an fp64 copy of the whole."""
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    size = _CPU_CHUNK if a.device.type == "cpu" else _CHUNK
+    for x, y in zip(torch.split(a, size), torch.split(b, size), strict=True):
+        wide = x.double()
+        total += torch.dot(wide, wide if a is b else y.double())
+    return float(total)
+
+
+class Tally(NamedTuple):
+    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
+    ``seconds`` over ``timed`` ones."""
+
+    losses: float | Tensor = 0.0
+    counted: int = 0
+    rates_square: float = 0.0
+    seconds: float = 0.0
+    timed: int = 0
+
+    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> Tally:
+        """With one step more; its loss, and how long it took, when that is known."""
+        losses, counted = self.losses, self.counted
+        if loss is not None:
+            losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
+        seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
+        return Tally(losses, counted, self.rates_square + lr * lr, seconds, timed)
+
+    def pace(self, since: Tally) -> float | None:
+        """Steps a second after ``since``; None when no time was measured."""
+        seconds = self.seconds - since.seconds
+        return (self.timed - since.timed) / seconds if seconds > 0 else None
+
+    def mean_loss(self, since: Tally) -> float | None:
+        """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""
+        counted = self.counted - since.counted
+        mean = float(self.losses - since.losses) / counted if counted else math.nan
+        return mean if math.isfinite(mean) else None
+
+
+class Gauge:
+    """The measurements of one fragment.
+
+    Args:
+        view: its parameters.
+        uses: what the method's trigger ever wants; nothing else costs anything.
+    """
+
+    def __init__(self, view: FlatView, uses: Number) -> None:
+        self._view = view
+        self._uses = uses
+        self.direction: Tensor | None = None  # xi, of the last outer step; training thread
+        self._read: tuple[object, Agreed] = (None, Agreed())
+
+    @property
+    def learns(self) -> bool:
+        """Whether members tell each other anything at an outer step."""
+        return bool(self._uses & AT_ROUNDS)
+
+    # Between two outer steps. Training thread.
+
+    def look(self, wanted: Number, start: Tensor, out: Tensor) -> Numbers:
+        """What is ``wanted`` of ``u = params - start``.
+
+        Args:
+            start: ``cast(anchor)``.
+            out: flat fp32, overwritten.
+        """
+        u = self._trained(self._view.read(out).sub_(start))
+        along = dot(u, self.direction) if Number.ALONG in wanted and self.direction is not None else None
+        return Numbers(dot(u, u) if Number.SQUARE in wanted else None, along)
+
+    def reading(self, own: Numbers, fragment: int, version: int) -> Reading | None:
+        """What is told of them to the other replicas; None: nothing."""
+        if own.square is None:
+            return None
+        return Reading(fragment, version, (own.square,) if own.along is None else (own.square, own.along))
+
+    def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
+        """Another anchor is taken up, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
+        if Number.ALONG not in self._uses or not versions:
+            return
+        self.direction = None
+        if versions == 1:
+            step = torch.sub(self._trained(after), self._trained(before))
+            norm = math.sqrt(dot(step, step))
+            self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
+
+    def seen(self, steps: int, lr: float, now: Tally, base: Tally) -> Seen:
+        """What a contribution tells the other members, as far as it is known when it is frozen."""
+        gradient = self._view.gradient_norm() if Number.GRADIENT in self._uses else None
+        loss = now.mean_loss(base) if Number.LOSS in self._uses else None
+        pace = now.pace(base) if Number.PACE in self._uses else None
+        return Seen(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
+
+    # At an outer step. Reducer thread.
+
+    def distance(self, method: Method, mine: Mine, mean: Tensor) -> float | None:
+        """The squared distance between what this replica sends and the mean; None when nobody asks."""
+        if Number.DISTANCE not in self._uses:
+            return None
+        mine, mean = of(mine, slice(0, self._view.trained)), self._trained(mean)
+        apart = method.payload(mine, torch.empty_like(mean)).sub_(mean)
+        return dot(apart, apart)
+
+    def _trained(self, flat: Tensor) -> Tensor:
+        """Without the buffers: they move, but not by anything that diverges."""
+        return flat[: self._view.trained]
+
+    def first(self) -> dict[str, Tensor]:
+        """What belongs to the outer state at version 0, beside the method's own."""
+        return {AGREED: _tensor(Agreed())} if self.learns else {}
+
+    def after(self, outer: Mapping[str, Tensor], seen: tuple[Seen, ...]) -> dict[str, Tensor]:
+        """What belongs to the outer state after an outer step in which these were seen."""
+        return {AGREED: _tensor(_agreed(outer[AGREED]).after(seen))} if self.learns else {}
+
+    def agreed(self, outer: Mapping[str, Tensor]) -> Agreed:
+        """What the members of the last outer step agreed on. Training thread; free to call every step."""
+        if not self.learns:
+            return _NOTHING
+        if self._read[0] is not outer:
+            self._read = (outer, _agreed(outer[AGREED]))
+        return self._read[1]
+
+
+def means_of(told: Told | None, version: int) -> Means | None:
+    """What the replicas have told, if it is of that version."""
+    if told is None or told.version != version or not told.values:
+        return None
+    return Means(told.count, Numbers(*told.values[:2]))
+
+
+def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The part of an outer state that is the method's."""
+    return {name: tensor for name, tensor in outer.items() if name != AGREED}
+
+
+def pack(record: Agreed | Seen) -> list[float]:
+    """Its fields as numbers; NaN for None."""
+    return [math.nan if value is None else float(value) for value in astuple(record)]
+
+
+def seen_of(row: Sequence[float]) -> Seen:
+    """The reverse of `pack`."""
+    weight, steps, lr, rates_square, *rest = row
+    return Seen(weight, steps, lr, rates_square, *map(_known, rest))
+
+
+def _tensor(agreed: Agreed) -> Tensor:
+    return torch.tensor(pack(agreed), dtype=torch.float64)
+
+
+def _agreed(tensor: Tensor) -> Agreed:
+    members, *rest = tensor.tolist()
+    return Agreed(members, *map(_known, rest))
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

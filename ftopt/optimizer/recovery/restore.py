@@ -1,0 +1,177 @@
+"""How a replica goes on from a checkpoint: as it was, as an heir of others, or as one that was not there.
+
+Everything is put in before it connects; to the job it is then one that was away
+(`ftopt.sync.protocol.replica.resumed`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ftopt.errors import UserError
+from ftopt.optimizer import inner_state
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State
+from ftopt.optimizer.outer.frozen import Frozen
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.outer.trigger_metrics import Tally, seen_of
+from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
+from ftopt.optimizer.recovery.capture import Saved, Tree, Version, buffers, of_tally
+from ftopt.optimizer.tensors.flat import FlatView, uncompiled
+from ftopt.sync.group import Contribution, Foreign, Held, Position, union
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What one replica goes on from.
+
+    Args:
+        saved: itself; `newcomer` makes one that was not there.
+        adopted: replicas that do not come back and whose pending work this one takes over.
+        newest: the newest version of each fragment in the checkpoint.
+        lines: the fingerprint of the job that wrote the checkpoint.
+        source: the checkpoint, for messages.
+        damaged, foreign: the error to raise for a reason why it cannot be used.
+    """
+
+    saved: Saved
+    adopted: tuple[Saved, ...]
+    newest: tuple[Version, ...]
+    lines: Mapping[str, str]
+    source: str
+    damaged: Callable[[str], UserError]
+    foreign: Callable[[str], UserError]
+
+    @property
+    def held(self) -> Held:
+        """What the group goes on from.
+
+        An heir stands on the newest versions, nothing of it is under way, and what the others' pending steps have used
+        is its own (ADOPT).
+        """
+        held = self.saved.held
+        if not self.adopted:
+            return held
+        used = union(held.used, *(saved.held.used for saved in self.adopted))
+        return replace(held, records=tuple(v.record for v in self.newest), contributions=(), used=used)
+
+
+class Fallback(Protocol):
+    """Checkpoints to fall back on when nobody holds the job's state any more."""
+
+    def newest(self) -> Position | None:
+        """Fragment 0's state in the newest one, its chain "" if that is damaged; None: there is none. Any thread."""
+
+    def go_on(self, incarnation: int) -> Resume:
+        """What this replica goes on from, as that incarnation. Raises UserError."""
+
+
+def newcomer(held: Held, newest: Sequence[Version], peer: Saved) -> Saved:
+    """A replica that was not there: the newest state, nothing pending, and a fresh inner state.
+
+    Args:
+        held: its membership.
+        newest: a version a fragment.
+        peer: one that was there; where the inner state belongs to the committed one, it is this one's.
+    """
+    zero = of_tally(Tally())
+    part = {
+        "params": None, "base_step": 0, "base_tokens": 0, "base_tally": zero, "base_version": 0, "residuals": {},
+        "direction": None, "marked_step": None, "marked_ago_s": 0.0, "snapshot_step": 0, "pace": None, "snapshot": None,
+    }  # fmt: skip
+    own: Tree = {
+        "local_steps": 0, "tokens": 0, "tally": zero, "rounds_taken": 0,
+        "fragments": [{**part, "base_version": version.record.version} for version in newest],
+        "inner": peer.own["inner"] if peer.own["model"] is not None else None,
+        "buffers": None, "model": peer.own["model"],
+    }  # fmt: skip
+    return Saved(replace(held, records=tuple(v.record for v in newest)), tuple(newest), own)
+
+
+def check(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
+    """Refuses what is of another model, method or inner optimizer; warns of other settings.
+
+    Raises:
+        Foreign: says what differs; nothing has changed.
+        ValueError: says what is damaged; nothing has changed.
+    """
+    lines = outer.fingerprint().lines
+    for name in ("method", "model"):
+        if resume.lines.get(name) != lines[name]:
+            raise Foreign(f"it is of another {name}: {resume.lines.get(name)} there, {lines[name]} here")
+    for saved in (resume.saved, *resume.adopted):
+        if len(saved.committed) != len(outer.fragments):
+            raise Foreign(f"it has {len(saved.committed)} fragments, and the method makes {len(outer.fragments)} here")
+        for fragment, version in zip(outer.fragments, saved.committed, strict=True):
+            state_of(fragment, version, saved.held, saved.committed[0].record)
+    _check_own(inner, model, resume.saved.own)
+    other = [f"{k}={resume.lines[k]}" for k in sorted(resume.lines) if k in lines and lines[k] != resume.lines[k]]
+    if other:
+        warnings.warn(f"{resume.source} was written with other settings: {', '.join(other)}", stacklevel=2)
+
+
+def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
+    if own["inner"] is not None:
+        try:
+            inner_state.check(inner, model, own["inner"])
+        except ValueError as error:
+            raise Foreign(str(error)) from None
+    if own["buffers"] is not None:
+        shapes = {uncompiled(name): tuple(buffer.shape) for name, buffer in buffers(model)}
+        got = {name: tuple(buffer.shape) for name, buffer in own["buffers"].items()}
+        if shapes != got:
+            wrong = sorted(n for n in shapes.keys() | got.keys() if shapes.get(n) != got.get(n))
+            raise Foreign(f"buffers are not alike there and here: {', '.join(wrong[:8])}")
+
+
+@torch.no_grad()
+def restore(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
+    """Makes this replica what a checked ``resume`` says, before it starts."""
+    saved, own = resume.saved, resume.saved.own
+    outer.resumed = True
+    outer.local_steps, outer.tokens = own["local_steps"], own["tokens"]
+    outer.tally, outer.rounds_taken = Tally(**own["tally"]), own["rounds_taken"]
+    first = saved.committed[0].record
+    for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
+        _put(outer, fragment, outer.keep(state_of(fragment, version, saved.held, first)), part)
+    if own["inner"] is not None:
+        inner_state.restore(inner, model, own["inner"])
+    for name, buffer in buffers(model) if own["buffers"] is not None else []:
+        buffer.copy_(own["buffers"][uncompiled(name)])
+    if own["model"] is not None:
+        view = FlatView(model)
+        view.write(own["model"].to(view.device))
+    if resume.adopted:
+        adopt(outer, resume.saved, resume.adopted, resume.newest)
+
+
+def _put(outer: OuterStep, fragment: Fragment, state: State, part: Tree) -> None:
+    view, frozen = fragment.view, part["snapshot"]
+    fragment.state = fragment.taken = fragment.applied = state
+    fragment.start = fragment.base = view.cast(state.anchor)
+    fragment.base_step, fragment.base_tokens = part["base_step"], part["base_tokens"]
+    fragment.base_tally, fragment.base_version = Tally(**part["base_tally"]), part["base_version"]
+    fragment.residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
+    fragment.gauge.direction = on(view, part["direction"])
+    fragment.snapshot_step, fragment.pace = part["snapshot_step"], part["pace"]
+    view.write(fragment.start if part["params"] is None else part["params"].to(view.device))
+    if frozen is not None:
+        fragment.snapshot = Snapshot(
+            Contribution(**frozen["contribution"]),
+            Frozen(view, frozen["params"].to(view.device, copy=True)),
+            fragment.start,
+            frozen["tokens"],
+            frozen["lr"],
+            Tally(**frozen["tally"]),
+            seen_of(frozen["seen"]),
+        )
+    if part["marked_step"] is None:
+        outer.mark(fragment, anew=True)
+    else:
+        fragment.marked_step, fragment.marked_s = part["marked_step"], outer.clock() - part["marked_ago_s"]

@@ -1,0 +1,1 @@
+"""Tensors in flat memory: views of parameters, pieces, pools, digests."""

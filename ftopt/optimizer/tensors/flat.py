@@ -1,0 +1,248 @@
+"""The parameters of one fragment, and the buffers that are averaged with them, as one flat fp32 tensor, and back.
+
+A `FlatView` holds references to the parameters and knows where each lies in a flat tensor. Parameters of one
+dtype lie together, so that rounding a whole flat tensor to the parameters' precision is one operation a
+dtype; buffers lie behind them. Flat tensors are fp32 always: exact for fp32, bf16 and fp16 values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.errors import UserError
+from ftopt.methods import Parameter, Span
+from ftopt.optimizer.tensors.mapped import behind, is_mapped
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMPILED_PREFIX = "_orig_mod."
+_PART = 1 << 17
+"""Elements that are written at a time when they come from a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A run of a flat tensor that holds all parameters of one dtype."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that train: tied ones once, frozen ones not, names as before `torch.compile`."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield uncompiled(name), parameter
+
+
+def uncompiled(name: str) -> str:
+    """The name that a parameter, or a buffer, had before `torch.compile`."""
+    return name.replace(_COMPILED_PREFIX, "")
+
+
+def parameters(model: nn.Module) -> list[Parameter]:
+    """What a method may know of the parameters that train, to cut them into fragments."""
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in trainable(model)]
+
+
+def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
+    """Refuses a model and an inner optimizer that do not hold the same parameters.
+
+    Raises:
+        UserError: parameters that train but are in no inner optimizer (named), parameters of the inner
+            optimizer that the model does not have, or a dtype that has no exact place in fp32.
+    """
+    optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    named = dict(trainable(model))
+    left_out = [name for name, p in named.items() if id(p) not in optimized]
+    if left_out:
+        raise UserError(
+            f"{len(left_out)} parameters train but are in no inner optimizer: {_some(left_out)}; "
+            "every trainable parameter must be in one; add them, or freeze them with requires_grad_(False)"
+        )
+    strangers = len(optimized - {id(p) for p in named.values()})
+    if strangers:
+        raise UserError(
+            f"the inner optimizer trains {strangers} parameters that are not in the model; replicas would "
+            "drift apart there; pass wrap() the module that holds them all, e.g. nn.ModuleList([model, head])"
+        )
+    odd = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in _DTYPES]
+    if odd:
+        raise UserError(
+            f"parameters of a dtype that the fp32 anchor cannot hold: {_some(odd)}; "
+            f"allowed: {', '.join(str(d) for d in _DTYPES)}; convert the model with .float()"
+        )
+    if not named:
+        raise UserError("the model has no parameter that trains; nothing to wrap")
+
+
+class FlatView:
+    """References to a fragment's parameters, with their places in a flat fp32 tensor.
+
+    Made when training starts, not before: ``.to(device)`` and FSDP2 wrapping come after an optimizer is
+    built. A sharded parameter (DTensor) stands for its local shard, whose storage `to_local` aliases.
+
+    Args:
+        model: whose trainable parameters are viewed.
+        names: only these. Default: all.
+        buffers: names of the buffers that lie behind them. Default: none.
+        more: further tensors behind these, by name: where each is at the moment. Default: none.
+
+    Attributes:
+        names: of all tensors in their order.
+        layout: where each parameter lies.
+        trained: elements of the parameters; what lies behind are buffers and more.
+        numel: elements of all.
+
+    Raises:
+        UserError: a buffer has a dtype that fp32 cannot hold.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Collection[str] | None = None,
+        *,
+        buffers: Collection[str] = (),
+        more: Sequence[tuple[str, Callable[[], Tensor]]] = (),
+    ) -> None:
+        wanted = [item for item in trainable(model) if names is None or item[0] in names]
+        named = sorted(wanted, key=lambda item: _DTYPES.index(item[1].dtype))
+        embedding = {p.name: p.embedding for p in parameters(model)}
+        self._parameters = [p for _, p in named]
+        self._behind = [*_places(model, buffers), *(source for _, source in more)]
+        self.names: list[str] = [*(name for name, _ in named), *buffers, *(name for name, _ in more)]
+        tensors = self._locals()
+        self._shapes = [t.shape for t in tensors]
+        self._sizes = [t.numel() for t in tensors]
+        self.numel: int = sum(self._sizes)
+        self.trained: int = sum(self._sizes[: len(named)])
+        self.device: torch.device = tensors[0].device
+        self._spans: list[_Span] = []
+        place = 0
+        layout: list[Span] = []
+        for index, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
+            if index < len(named):
+                layout.append(Span(name, place, place + tensor.numel(), embedding[name]))
+            if not self._spans or self._spans[-1].dtype != tensor.dtype:
+                self._spans.append(_Span(tensor.dtype, place, place))
+            place += tensor.numel()
+            self._spans[-1] = _Span(tensor.dtype, self._spans[-1].start, place)
+        self.layout = tuple(layout)
+
+    def empty(self) -> Tensor:
+        """A flat fp32 tensor of the fragment's length, with nothing written to it."""
+        return torch.empty(self.numel, dtype=torch.float32, device=self.device)
+
+    @torch.no_grad()
+    def read(self, out: Tensor) -> Tensor:
+        """Copies the parameters into ``out``, a flat fp32 tensor, exactly; returns it."""
+        torch._foreach_copy_(self._views(out), self._locals())
+        return out
+
+    def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """The parameters in place, in parts of at most ``size`` elements (what is not contiguous as a whole), and where
+        each lies in a flat tensor."""
+        start = 0
+        for tensor in self._locals():
+            for part in torch.split(tensor.view(-1), size) if tensor.is_contiguous() else [tensor]:
+                yield part, slice(start, start := start + part.numel())
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Writes ``flat`` (fp32) into the parameters, rounded to their dtypes."""
+        if is_mapped(flat):
+            for part, where in behind(self.parts(_PART), flat):
+                part.copy_(flat[where].view(part.shape))
+        else:
+            torch._foreach_copy_(self._locals(), self._views(flat))
+
+    @torch.no_grad()
+    def cast(self, flat: Tensor) -> Tensor:
+        """``flat`` rounded to the parameters' dtypes, again as fp32: what `write` leaves in the parameters.
+
+        Returns:
+            ``flat`` itself when all parameters are fp32, else a new tensor.
+        """
+        if all(span.dtype == torch.float32 for span in self._spans):
+            return flat
+        out = flat.clone()
+        for span in self._spans:
+            if span.dtype != torch.float32:
+                out[span.start : span.stop] = flat[span.start : span.stop].to(span.dtype)
+        return out
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float | None:
+        """The L2 norm of the gradients that the parameters have at present; None when no parameter has any."""
+        gradients = [_local(p.grad).float() for p in self._parameters if p.grad is not None]
+        if not gradients:
+            return None
+        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+
+    def clones(self) -> list[Tensor]:
+        """Copies of the parameters in their own dtypes, for `restore`."""
+        return [t.clone() for t in self._locals()]
+
+    @torch.no_grad()
+    def restore(self, clones: Sequence[Tensor]) -> None:
+        """Puts `clones` back, bit for bit."""
+        torch._foreach_copy_(self._locals(), list(clones))
+
+    def places(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
+        """Where each tensor lies, buffers and more included, with its shape and dtype."""
+        spans, start = [], 0
+        for name, tensor in zip(self.names, self._locals(), strict=True):
+            spans.append((Span(name, start, start + tensor.numel(), False), tuple(tensor.shape), tensor.dtype))
+            start += tensor.numel()
+        return spans
+
+    def describe(self) -> str:
+        """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on
+        it."""
+        lines = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(self.names, self._locals(), strict=True)]
+        short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        behind = f", {len(self._behind)} of them beside the parameters" if self._behind else ""
+        return f"{len(self.names)} tensors{behind}, {self.trained:,} parameters, {short}"
+
+    def _locals(self) -> list[Tensor]:
+        # Looked up each time: `.data` of a parameter, or a whole buffer, may have been replaced since.
+        return [_local(t) for t in (*self._parameters, *(source() for source in self._behind))]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _places(model: nn.Module, buffers: Collection[str]) -> list[Callable[[], Tensor]]:
+    """Where each buffer is."""
+    places = {}
+    for module_name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            name = uncompiled(f"{module_name}.{key}" if module_name else key)
+            places[name] = partial(getattr, module, key)
+            if name in buffers and buffer.dtype not in _DTYPES:
+                raise UserError(
+                    f"method.buffers=mean, but buffer {name} is {buffer.dtype}, which the fp32 anchor cannot hold; "
+                    f"allowed: {', '.join(map(str, _DTYPES))}; convert the model with .float(), or use buffers=local"
+                )
+    return [places[name] for name in buffers]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    to_local = getattr(parameter, "to_local", None)
+    with torch.no_grad():
+        return to_local() if to_local is not None else parameter.detach()
+
+
+def _some(names: Sequence[str], limit: int = 8) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,194 @@
+"""Elementwise work on flat tensors, a piece at a time: all operations on a piece find it in the cache.
+
+Ten operations over 50 million elements are ten sweeps through memory; in pieces they are one. Elementwise arithmetic
+gives the same bits either way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ftopt.methods import Method, Mine, Round
+from ftopt.optimizer.tensors.digest import BLOCK_BYTES, block_sums, blocks_of
+from ftopt.optimizer.tensors.mapped import behind, let_go
+from ftopt.optimizer.tensors.memory import Memory
+
+Parts = Iterable[tuple[Tensor, slice]]
+"""Parameters in parts, of any shape and dtype, and where each lies in a flat tensor."""
+
+_ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
+"""Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen of them fit into the cache, and calls
+cost a tenth of the time."""
+
+
+def piece_of(flat: Tensor) -> int:
+    """Elements of a piece of it."""
+    return _ON_CPU if flat.device.type == "cpu" else _ELSEWHERE
+
+
+def split(flat: Tensor) -> Sequence[Tensor]:
+    """Its pieces, as views."""
+    return torch.split(flat, piece_of(flat))
+
+
+class Measured:
+    """The L2 norm of what it has seen, and whether all of it was finite: the norm says so, unless it overflows.
+
+    On a CUDA device the norms stay there, in fp64, until somebody asks: each look waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._squares = 0.0
+        self._finite = True
+        self._there: list[Tensor] = []
+
+    def see(self, piece: Tensor) -> None:
+        """One more piece."""
+        if piece.is_cuda:
+            self._there.append(torch.linalg.vector_norm(piece, dtype=torch.float64))
+            return
+        norm = float(torch.linalg.vector_norm(piece))
+        self._squares += norm * norm
+        self._finite = self._finite and (math.isfinite(norm) or bool(torch.isfinite(piece).all()))
+
+    @property
+    def norm(self) -> float:
+        """Inf if it overflows."""
+        self._look()
+        return math.sqrt(self._squares)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it was."""
+        self._look()
+        return self._finite
+
+    def _look(self) -> None:
+        if self._there:
+            norms = torch.stack(self._there).tolist()
+            self._there.clear()
+            self._squares += sum(norm * norm for norm in norms)
+            self._finite = self._finite and all(map(math.isfinite, norms))
+
+
+def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
+    """``out <- params``; measures ``start - params``."""
+    measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
+    for part, where in behind(parts, start):
+        kept = out[where].copy_(part.reshape(-1))
+        room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
+        measured.see(torch.sub(start[where], kept, out=room))
+    return measured
+
+
+def payload(method: Method, mine: Mine, parts: Parts, out: Tensor, share: float | None) -> Measured:
+    """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
+
+    Args:
+        mine: but for its ``params``, which are not looked at.
+        parts: the parameters.
+    """
+    measured, displaces = Measured(), type(method).payload is Method.payload
+    alike = mine.start is mine.anchor
+    for part, where in behind(parts, mine.anchor, mine.start):
+        anchor, place = mine.anchor[where], out[where]
+        start = anchor if alike else mine.start[where]
+        if displaces:
+            measured.see(torch.sub(start.view(part.shape), part, out=place.view(part.shape)))
+        else:
+            now = part.reshape(-1).float()
+            measured.see(torch.sub(start, now, out=place))
+            method.payload(replace(mine, anchor=anchor, start=start, params=now), place)
+        if share is not None:
+            place.mul_(share)
+    return measured
+
+
+class Steps:
+    """`Method.outer_step` of an elementwise method, a piece at a time, in the order in which the mean comes in.
+
+    Args:
+        method: the method.
+        anchor: the present one.
+        state: the present outer state, the method's own.
+        mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
+        round: what is known of the round.
+        memory: for the next state.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        anchor: Tensor,
+        state: Mapping[str, Tensor],
+        mean: Tensor,
+        round: Round,
+        memory: Memory,
+    ) -> None:
+        self._method, self._anchor, self._mean, self._round, self._memory = method, anchor, mean, round, memory
+        self._scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
+        self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
+        self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
+        self._size = piece_of(mean)
+        self._missing = [piece.numel() for piece in split(mean)]  # elements of each piece; 0: its step is done
+        self._made_anchor = memory.over(mean)
+
+    def there(self, start: int, stop: int) -> None:
+        """These elements of the mean are there, for the first time; the pieces that are whole get their step."""
+        for number in range(start // self._size, -(-stop // self._size)):
+            first = number * self._size
+            self._missing[number] -= min(stop, first + self._size) - max(start, first)
+            if not self._missing[number]:
+                self._step(number)
+
+    def waiting(self) -> Tensor:
+        """What has come in of the mean, from the last piece on that has had no step."""
+        last = max((number for number, missing in enumerate(self._missing) if missing), default=len(self._missing))
+        return self._mean[last * self._size :]
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
+        """The rest, too.
+
+        Returns:
+            The anchor, in the memory of the mean or where committed states lie; the state, in memory of its own; and
+            the `block_sums` of both, taken while they are in the cache.
+        """
+        for number, missing in enumerate(self._missing):
+            if missing:
+                self._missing[number] = 0
+                self._step(number)
+        return self._made_anchor, self._made, (self._of_anchor, self._of_state)
+
+    @torch.no_grad()
+    def _step(self, number: int) -> None:
+        start = number * self._size
+        where = slice(start, min(start + self._size, self._mean.numel()))
+        place, block = self._mean[where], BLOCK_BYTES // self._mean.element_size()
+        sums = slice(start // block, -(-where.stop // block))
+        own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
+        new_anchor, new = self._method.outer_step(self._anchor[where], own, place, self._round)
+        place = self._made_anchor[where]
+        if new_anchor.data_ptr() != place.data_ptr():
+            place.copy_(new_anchor)
+        block_sums(place, self._of_anchor[sums])
+        let_go(self._anchor[where], place, *(flat[where] for flat in self._flats.values()))
+        for name, tensor in new.items():
+            if not tensor.dim():
+                self._made[name] = tensor
+                continue
+            if name not in self._made:
+                self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
+                self._of_state[name] = _room(self._mean)
+            block_sums(self._made[name][where].copy_(tensor), self._of_state[name][sums])
+            let_go(self._made[name][where])
+
+
+def _room(flat: Tensor) -> Tensor:
+    """For its `block_sums`: allocated at once, since small blocks between the temporaries of pieces would leave holes
+    that the next ones do not fit into."""
+    return torch.empty(blocks_of(flat), dtype=torch.int64)

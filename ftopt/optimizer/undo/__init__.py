@@ -1,0 +1,1 @@
+"""Taking the last step of an optimizer back."""

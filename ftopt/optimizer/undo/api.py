@@ -1,0 +1,80 @@
+"""`undo_step`: the last step of an optimizer, taken back without a copy of the parameters."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from ftopt.errors import UserError
+from ftopt.optimizer.undo.record import INVERTIBLE, record_steps
+from ftopt.optimizer.undo.revert import Undone, revert
+from ftopt.optimizer.wrapper import OuterOptimizer
+
+
+def undo_step(optimizer: Optimizer) -> Undone:
+    r"""Takes back the last ``step()``, or what was done of one that raised, from parameters, gradients and state.
+
+    For `torch.optim.SGD` (momentum, dampening, Nesterov), `torch.optim.Adam` and `torch.optim.AdamW`, weight decay and
+    ``maximize`` included, for-loop, foreach and fused alike, and for an `ftopt.OuterOptimizer` around one or several of
+    them. Parameters, moments and step counts are what they were, up to rounding; moments that began with the step are
+    gone again. The gradients stay as they are, so that ``step()`` takes the same step once more. What the backward
+    pass changed (BatchNorm's statistics, the random generators) and what schedulers count is not taken back.
+
+    **Rounding.** With u the unit roundoff of the parameter's dtype (fp32 6e-8, bf16 4e-3, fp64 1e-16), x' what x was
+    after the step, D = \|g\| + wd \|p\|, and U how far the step moved the parameter, weight decay left out::
+
+        |p found - p|  <=  8 u (|p| + U) / (1 - lr wd)
+        |b found - b|  <=  8 u (|b'| + (1 - dampening) D) / momentum      SGD's momentum_buffer
+        |m found - m|  <=  8 u (|m'| + (1 - beta1) D) / beta1             Adam's exp_avg
+        |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq
+
+    A second moment far below the step's squared gradient is thus lost in its rounding. Each cycle of ``undo_step`` and
+    ``step`` adds as much again (``docs/undo.md`` has figures).
+
+    **Without a record** (a bare optimizer for which `undoable` has not been called) the gradients and the groups'
+    settings at hand are taken for the step's, and the state must tell what was stepped: a step of Adam counts as broken
+    off where the step counts, in the order of the groups, fall by one once; of SGD where the momentum buffers
+    of the later groups have not begun. All else counts as a whole step.
+
+    **In a job** (`OuterOptimizer`) the step is no longer counted, and what was given to ``count()`` for it is
+    forgotten. That is possible as long as no contribution holds the step: this replica has not proposed it, and taken
+    up no outer step since. A step that raised was never counted, and can be repaired at any time.
+
+    Args:
+        optimizer: whose step. Call it right after that step: before ``zero_grad``, the next ``backward`` and anything
+            else that changes parameters, gradients or (without a record) rates.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ftopt.errors.UserError: this step cannot be undone, and why: another optimizer, AMSGrad, momentum or betas
+            between 0 and 0.01 (betas of 0 too), lr * wd above 0.5, gradients that are gone or have been changed, NaN or
+            Inf, nothing to undo, a step that is in a contribution. Nothing has changed then.
+
+    Source: SWIFT (arXiv 2302.06173), section 4. Theirs marks each layer's update; here version counters and a few
+    elements of fused tensors tell what was updated.
+    """
+    if isinstance(optimizer, OuterOptimizer):
+        return optimizer._core.undo_step()
+    return revert([optimizer])
+
+
+def undoable(optimizer: Optimizer) -> Optimizer:
+    """Records an optimizer's steps, so that `undo_step` knows the last one for certain. `ftopt.wrap` does so itself.
+
+    The record holds the groups' settings, the tensors' version counters, the gradients until they are cleared and
+    (fused or sharded) a few elements: 0.4 microseconds a tensor each step.
+
+    Args:
+        optimizer: a bare one.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ftopt.errors.UserError: its steps cannot be undone.
+    """
+    if not isinstance(optimizer, OuterOptimizer) and record_steps(optimizer) is None:
+        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in INVERTIBLE)
+        raise UserError(f"undoable({type(optimizer).__name__}): its steps cannot be inverted; allowed: {names}")
+    return optimizer

@@ -1,0 +1,174 @@
+"""One attempt, its number, and what becomes of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Decided
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.intervals import Ranges
+
+
+class Numbers:
+    """Attempt numbers, unique in the job: they grow, and each epoch begins at a million of its own at least.
+
+    Args:
+        epoch: the epoch.
+        used: the highest that is known to be used.
+    """
+
+    def __init__(self, epoch: int, used: int = 0) -> None:
+        self._last = used
+        self.restart(epoch)
+
+    def restart(self, epoch: int) -> None:
+        """An epoch begins. One that has had more than its million must not be repeated by the next."""
+        self._last = max(self._last, epoch * 1_000_000)
+
+    def next(self) -> int:
+        """A number that was never used."""
+        self._last += 1
+        return self._last
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Commit: ``digest`` is the version's."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Abort."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """All have prepared, with different digests. ``majority``: more than half of the members' digest, "" if none."""
+
+    majority: str
+
+
+@dataclass
+class Attempt:
+    """One try of a round by a fixed set of members, ranked by id.
+
+    ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone marks whose
+    COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step. ``reported_s``:
+    when a member has prepared last. ``ranges``: all units that its contributions have used. ``plan``: what they are
+    shares of, 0 without a global batch.
+    """
+
+    attempt: int
+    version: int
+    members: tuple[m.Mark, ...]
+    contributions: dict[str, m.Contribution]
+    drop: tuple[m.Mark, ...]
+    advance: int
+    started_s: float
+    reported_s: float = -math.inf
+    prepared: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    ranges: Ranges = ()
+    plan: int = 0
+    _change: tuple[tuple[m.Mark, ...] | None, tuple[m.Mark, ...], tuple[m.Mark, ...]] = (None, (), ())
+
+    def verdict(self) -> Agreed | Failure | Disagreement | None:
+        """Step 5. None: wait for the members that have not prepared yet."""
+        if missing := sorted(self.lost - self.prepared.keys()):
+            return Failure(f"{missing[0]} was lost before it had prepared")
+        if len(self.prepared) < len(self.members):
+            return None
+        if not self.alive():
+            return Failure("all members were lost")
+        digest, count = Counter(self.prepared.values()).most_common(1)[0]
+        if count == len(self.members):
+            return Agreed(digest)
+        return Disagreement(digest if 2 * count > len(self.members) else "")
+
+    @cached_property
+    def marks(self) -> frozenset[m.Mark]:
+        """The members."""
+        return frozenset(self.members)
+
+    @cached_property
+    def _weight(self) -> tuple[float, int]:
+        """Of the contributions that count: the sum of their weights, and how many they are."""
+        weights = [c.weight for c in self.contributions.values() if c.weight > 0]
+        return math.fsum(weights), len(weights)
+
+    def _since(self, before: tuple[m.Mark, ...]) -> tuple[tuple[m.Mark, ...], tuple[m.Mark, ...]]:
+        """Who is a member that was none, and the other way round. Nearly all members know the same list."""
+        if before is not self._change[0]:
+            known = set(before)
+            self._change = (before, tuple(sorted(self.marks - known)), tuple(sorted(known - self.marks)))
+        return self._change[1:]
+
+    def invitation(
+        self, fragment: int, group: int, rank: int, before: tuple[m.Mark, ...], *, last_step: int, outlier: str
+    ) -> m.Quorum:
+        """What the member of ``rank`` is told; ``before``: the last member list that it knows.
+
+        ``last_step``: its contribution that is meant. ``outlier``: why that one weighs nothing, "" when it does.
+        """
+        (total_weight, contributors), (joined, left) = self._weight, self._since(before)
+        return m.Quorum(
+            fragment=fragment,
+            version=self.version,
+            attempt=self.attempt,
+            group=group,
+            rank=rank,
+            size=len(self.members),
+            last_step=last_step,
+            total_weight=total_weight,
+            contributors=contributors,
+            advance=self.advance,
+            joined=joined,
+            left=left,
+            drop=self.drop,
+            outlier=outlier,
+            ranges=self.ranges,
+            plan=self.plan,
+        )
+
+    def decided(self, at: m.Position, digest: str, inner_step: int, done: Ranges) -> Decided:
+        """Step 5: what a commit on ``at`` is; ``inner_step``: of ``at``."""
+        rows = ((mark, self.contributions[mark[0]]) for mark in self.members)
+        return Decided(
+            fragment=at.fragment,
+            version=self.version,
+            attempt=self.attempt,
+            digest=digest,
+            chain=m.next_chain(at.chain, at.fragment, self.version, digest),
+            inner_step=inner_step + self.advance,
+            members=tuple((*mark, c.steps, c.last_step, c.weight, c.finite) for mark, c in rows),
+            done=done,
+        )
+
+    def silent(self, roster: Roster) -> list[Member]:
+        """Members that are connected and have not prepared."""
+        found = [roster.members.get(replica) for replica, _ in self.members if replica not in self.prepared]
+        return [x for x in found if x is not None and x.conn is not None and x.mark in self.marks]
+
+    def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
+        """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.
+
+        Before anybody has prepared: what rounds take (``usual_s``), and ``patience_s`` more, from the start on. Twice
+        as long for each time that one of them came too late before.
+        """
+        since_s, took_s = self.started_s, usual_s
+        if self.prepared:
+            since_s, took_s = self.reported_s, self.reported_s - self.started_s
+        late = max((x.late for x in self.silent(roster)), default=0)
+        return since_s + (took_s + patience_s) * 2.0 ** min(late, 10)
+
+    def alive(self) -> list[str]:
+        """Members that are connected, by rank."""
+        return [replica for replica, _ in self.members if replica not in self.lost]

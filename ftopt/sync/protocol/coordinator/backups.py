@@ -1,0 +1,99 @@
+"""Which neighbour keeps a copy of what a replica was at the start of its round, coordinator side (``recover: replay``).
+
+A replica says that there is a copy (`Copied`), the coordinator names a neighbour (`Keep`), that one fetches it from the
+replica and says so (`Keeps`). When the replica has died and another process comes under its name, the copy serves to do
+the work again that is in no commit (`Inherit`).
+
+A copy is good as long as no contribution of the replica is in a commit that the copy does not know: what it has done
+since the copy is then uncounted, all of it. Nothing of this is journalled: a coordinator of a new life is told anew,
+and takes whatever is committed by then for counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Effect, Send, Tell
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Of one replica: the newest copy that it has told of, and the one that its keeper has."""
+
+    mark: m.Mark
+    keeper: m.Mark
+    told: m.Copied
+    kept: m.Copied | None = None
+
+
+class Neighbours:
+    """Who keeps whose copy.
+
+    Args:
+        roster: who is there.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._copies: dict[str, _Copies] = {}
+
+    def copied(self, member: Member, message: m.Copied) -> list[Effect]:
+        """A replica has copied itself: its keeper, or a new one, is to fetch that."""
+        before = self._copies.pop(member.replica, None)
+        keeper = self._keeper(member, before)
+        if keeper is None or keeper.conn is None:
+            return []
+        kept = None
+        if before is not None and (before.mark, before.keeper) == (member.mark, keeper.mark):
+            kept = before.kept
+            if kept == before.told == message:  # told again after a reconnection
+                self._copies[member.replica] = before
+                return []
+        self._copies[member.replica] = _Copies(member.mark, keeper.mark, message, kept)
+        return [Send(keeper.conn, m.Keep(member.mark, message.serial, member.address))]
+
+    def keeps(self, member: Member, message: m.Keeps) -> list[Effect]:
+        """A keeper has fetched a copy."""
+        copies = self._copies.get(message.mark[0])
+        if copies is None or (copies.mark, copies.keeper) != (message.mark, member.mark):
+            return []
+        copies.kept = copies.told if copies.told.serial == message.serial else None
+        data = {"keeper": member.replica, "versions": list(copies.told.versions)}
+        return [Tell("kept", *copies.mark, data=data)] if copies.kept else []
+
+    def lost(self, member: Member) -> list[Effect]:
+        """A keeper is away, and drops what it keeps: others are to keep that."""
+        bereft = [r for r, copies in self._copies.items() if copies.keeper == member.mark]
+        effects: list[Effect] = []
+        for replica in bereft:
+            copies, owner = self._copies.pop(replica), self._roster.members.get(replica)
+            if owner is not None and owner.mark == copies.mark and owner.conn is not None:
+                effects += self.copied(owner, copies.told)
+        return effects
+
+    def forget(self, mark: m.Mark) -> None:
+        """It is gone: nobody asks for its copy any more."""
+        self._copies = {r: c for r, c in self._copies.items() if c.mark != mark}
+
+    def source_of(self, member: Member) -> str | None:
+        """Where the copy is from which all of a replica's work can be done again that is in no commit, if there is."""
+        copies = self._copies.get(member.replica)
+        if copies is None or copies.kept is None or copies.mark != member.mark:
+            return None
+        keeper = self._roster.members.get(copies.keeper[0])
+        if keeper is None or keeper.mark != copies.keeper or keeper.conn is None:
+            return None
+        counted = member.counted or {}
+        if any(counted.get(f, 0) > version for f, version in enumerate(copies.kept.versions)):
+            return None
+        return keeper.address
+
+    def _keeper(self, member: Member, before: _Copies | None) -> Member | None:
+        """The one so far, or the next in the order of ids."""
+        others = [x for x in self._roster.connected() if x.replica != member.replica and x.address and not x.leaving]
+        if before is not None and (same := [x for x in others if x.mark == before.keeper]):
+            return same[0]
+        behind = [x for x in others if x.replica > member.replica]
+        return next(iter(behind or others), None)

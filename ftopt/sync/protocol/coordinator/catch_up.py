@@ -1,0 +1,112 @@
+"""Who lacks the current version of a fragment, and when each is told where to fetch it.
+
+A member is told of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
+sources it is told again after a pause that grows to `PAUSE_S`: neither side runs hot while nobody can help.
+
+A fetch goes on with the version that it began with. What took one fetch, the next one will take too: so it is known by
+when a member that the version has overtaken will hold what it fetches now.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Effect, Send
+from ftopt.sync.protocol.coordinator.roster import Roster
+
+PAUSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Of a fetch under way: when it ends if it takes as long as the one before, and if it takes twice as long."""
+
+    usual_s: float
+    latest_s: float
+
+
+@dataclass
+class _Lack:
+    """``told``: the version it was told of last. ``sourced``: with sources, so that it will answer.
+
+    ``since_s``: when the fetch under way began, None without one.
+    """
+
+    heal: bool
+    told: m.Position | None = None
+    sourced: bool = False
+    failures: int = 0
+    due_s: float = 0.0
+    since_s: float | None = None
+
+
+class CatchUp:
+    """One fragment's members that are to fetch it."""
+
+    def __init__(self, fragment: int, roster: Roster) -> None:
+        self.fragment = fragment
+        self._roster = roster
+        self._lacks: dict[str, _Lack] = {}
+        self._took_s: dict[str, float] = {}
+        """How long the last fetch took that was complete, on this connection."""
+
+    def add(self, replica: str, *, heal: bool = False) -> None:
+        """It lacks the current version. ``heal``: although it may hold one of that number."""
+        if heal:
+            self._lacks[replica] = _Lack(heal)
+        else:
+            self._lacks.setdefault(replica, _Lack(heal))
+
+    def failed(self, now: float, replica: str) -> None:
+        """It could not fetch."""
+        lack = self._lacks.setdefault(replica, _Lack(heal=False))
+        lack.sourced, lack.since_s = False, None
+        lack.failures += 1
+        lack.due_s = now + min(PAUSE_S, 0.05 * 2**lack.failures)
+
+    def fetched(self, now: float, replica: str) -> None:
+        """It has fetched a version; if another one is wanted by now it goes on with that."""
+        lack = self._lacks.get(replica)
+        if lack is not None and lack.since_s is not None:
+            self._took_s[replica] = now - lack.since_s
+            lack.since_s = now if lack.sourced else None
+
+    def arrival(self, replica: str) -> Arrival | None:
+        """When it will hold what it fetches; None: nobody knows."""
+        lack, took_s = self._lacks.get(replica), self._took_s.get(replica)
+        if lack is None or lack.since_s is None or took_s is None:
+            return None
+        return Arrival(lack.since_s + took_s, lack.since_s + 2 * took_s)
+
+    def drop(self, replica: str) -> None:
+        """It is away."""
+        self._lacks.pop(replica, None)
+        self._took_s.pop(replica, None)
+
+    def step(self, now: float, at: m.Position) -> list[Effect]:
+        """Tells whoever is to be told now."""
+        effects: list[Effect] = []
+        for replica, lack in sorted(self._lacks.items()):
+            member = self._roster.members.get(replica)
+            if member is None or member.conn is None or member.held.get(self.fragment) == at:
+                del self._lacks[replica]
+                continue
+            news = lack.told != at
+            if not news and (lack.sourced or now < lack.due_s):
+                continue
+            sources = self._roster.sources(at, but=replica)
+            if news or sources:
+                lack.told, lack.sourced = at, bool(sources)
+                if sources:
+                    member.hopes[self.fragment] = at
+                    lack.since_s = now if lack.since_s is None else lack.since_s
+                if not member.heir or member.counted:  # an heir is as far as its predecessor was: no latecomer
+                    member.newcomer.add(self.fragment)
+                effects.append(Send(member.conn, m.Behind(at, sources, lack.heal)))
+        return effects
+
+    def deadline_s(self, now: float) -> float:
+        """When `step` is to be called, if nothing happens before."""
+        return min((x.due_s for x in self._lacks.values() if not x.sourced and x.due_s > now), default=math.inf)

@@ -1,0 +1,215 @@
+"""The phase before a job runs: hellos are kept and nothing is decided, until it is known what the truth is.
+
+- WAIT: if anybody holds a version, until everybody on the roster was heard or is gone, ``recovery_s`` at most (with a
+  journal that knows as much as they do ``dead_after_s``: nothing that it knows can be reversed). A member that may hold
+  more than anybody heard is waited for until it is gone (ROLLBACK).
+- COLD: if nobody holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
+  are unheard that may hold one.
+- RESTORE: in the place of a cold start, if the job has had a state: whoever has the newest checkpoint of it is to
+  restore that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effect, Saved, Send
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.settings import Sync
+
+_NEWS = 32
+"""Of many that come, not every one is worth telling all the others: only when their number has grown by this part."""
+
+
+class Gathering:
+    """Hellos, and what they say together with the journal (``saved``), and what the job has ``lost``: the chain of
+    fragment 0 that nobody holds any more."""
+
+    def __init__(self, roster: Roster, saved: Saved | None = None, *, lost: str = "") -> None:
+        self.hellos: dict[int, m.Hello] = {}
+        self.sync = Sync()
+        self.sent: set[str] = set()
+        """RESTORE: replicas that were told to restore a checkpoint."""
+        self._roster = roster
+        self._decided = saved.decided if saved else ()
+        self._cursor = saved.cursor if saved else 0
+        self.lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
+        self._first_s: float | None = None
+
+    # ------------------------------------------------------------ hellos
+
+    def hear(self, now: float, conn: int, hello: m.Hello) -> list[Effect]:
+        """Keeps a hello; the newest of a replica counts."""
+        if self._first_s is None:
+            self._first_s = now
+        effects: list[Effect] = []
+        for number, other in list(self.hellos.items()):
+            if other.replica == hello.replica:
+                del self.hellos[number]
+                effects.append(Close(number))
+        self.hellos[conn] = hello
+        hold = m.Hold(self.text(now))
+        count = len(self.hellos)
+        told = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
+        return [*effects, *(Send(number, hold) for number in told)]
+
+    def lose(self, conn: int) -> None:
+        """A connection has ended."""
+        self.hellos.pop(conn, None)
+
+    def outlived(self) -> list[tuple[int, m.Hello]]:
+        """Takes out whose incarnation is gone by now: another one has told so."""
+        gone = [
+            (conn, h)
+            for conn, h in self.hellos.items()
+            if h.incarnation and self._roster.is_gone((h.replica, h.incarnation))
+        ]
+        for conn, _ in gone:
+            del self.hellos[conn]
+        return gone
+
+    def heard(self, mark: m.Mark) -> bool:
+        """Whether that incarnation is here."""
+        return any((h.replica, h.incarnation) == mark for h in self.hellos.values())
+
+    def veterans(self) -> list[m.Hello]:
+        """Who holds a version of every fragment."""
+        return [h for h in self.hellos.values() if len(h.positions) == h.fragments]
+
+    def founder(self) -> int:
+        """The connection whose state becomes version 0 at a cold start: the first by id, a fresh one if there is."""
+        return min(self.hellos, key=lambda conn: (not self.hellos[conn].initial, self.hellos[conn].replica))
+
+    def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
+        """RESTORE: who can restore the newest checkpoint of this job, by connection; nobody while somebody holds a
+        state. Who cannot read its newest one is among them: it finds out, and tells its user."""
+        if self.veterans() or not self.lost:
+            return []
+        offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
+        ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
+        newest = max((at.version for _, _, at in ours), default=0)
+        return [x for x in ours if x[2].version == newest or not x[2].chain]
+
+    # ------------------------------------------------------------ when it ends
+
+    def may_end(self, now: float) -> bool:
+        """Whether the truth is known, or was waited for long enough."""
+        if not self.hellos:
+            return False
+        unheard = self._unheard()
+        if self._indispensable(unheard):
+            return False
+        if veterans := self.veterans():
+            unknown = [x for x in unheard if len(x.held) < len(veterans[0].positions)]
+            return not unknown or now >= self.deadline_s()
+        if unheard:
+            return now >= self.deadline_s()
+        wanted = self.sync.start_replicas
+        return (wanted is not None and len(self.hellos) >= wanted) or now >= self.deadline_s()
+
+    def _indispensable(self, unheard: list[Member]) -> list[Member]:
+        """Who may hold what nobody here does, and is waited for until it is gone."""
+        if veterans := self.veterans():
+            best = {p.fragment: _highest(veterans, p.fragment) for p in veterans[0].positions}
+            return [x for x in unheard if x.may_exceed(best)]
+        # What they hold may come back; with a journal we know that it exists.
+        return [x for x in unheard if x.held or x.in_doubt or self._decided]
+
+    def deadline_s(self) -> float:
+        """When waiting ends at the latest, judged by what was heard so far."""
+        if self._first_s is None:
+            return math.inf
+        if self.veterans():
+            return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.recovery_s)
+        if self._unheard():
+            return self._first_s + max(self.sync.start_s, self.sync.recovery_s)
+        return self._first_s + self.sync.start_s
+
+    def text(self, now: float) -> str:
+        """What it waits for."""
+        if self._first_s is None:
+            return "waiting for the first replica"
+        left_s = max(0.0, self.deadline_s() - now)
+        unheard = self._unheard()
+        if awaited := self._indispensable(unheard):
+            names = ", ".join(sorted(x.replica for x in awaited)[:5])
+            return (
+                f"waiting for {names}: what it holds may be newer than all that is here; start it again, or wait for "
+                f"forget_s={self.sync.forget_s:g} s"
+            )
+        if self.veterans() or unheard:
+            names = ", ".join(sorted(x.replica for x in unheard)[:5]) or "nobody"
+            return f"recovering: waiting for {names}, {left_s:.0f} s at most"
+        wanted = self.sync.start_replicas
+        if wanted is None:
+            return (
+                f"{len(self.hellos)} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
+            )
+        if len(self.hellos) >= wanted:
+            return f"all {wanted} replicas are connected"
+        return f"{len(self.hellos)} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
+
+    def _up_to_date(self) -> bool:
+        """Whether the journal knows all that anybody has told: else it is an old copy."""
+        veterans = self.veterans()
+        tops = {d.fragment: d.version for p in veterans[0].positions for d in self.saved(p.fragment)}
+        return all(tops.get(p.fragment, -1) >= p.version for h in veterans for p in h.positions)
+
+    def _unheard(self) -> list[Member]:
+        """Members that may hold something that nobody here has told of."""
+        marks = {(h.replica, h.incarnation) for h in self.hellos.values()}
+        reborn = {h.replica for h in self.hellos.values() if h.incarnation == 0}
+        return [x for x in self._roster.away() if x.mark not in marks and x.replica not in reborn]
+
+    # ------------------------------------------------------------ the truth
+
+    def saved(self, fragment: int) -> list[Decided]:
+        """The journal's decisions of one fragment, oldest first.
+
+        None if all who hold something come from another start of the job: then it is an old copy.
+        """
+        decided = [d for d in self._decided if d.fragment == fragment]
+        chains = [p.chain for h in self.veterans() for p in h.positions if p.fragment == fragment]
+        known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
+        return decided if known else []
+
+    def truth(self, fragment: int) -> tuple[m.Position, int]:
+        """The highest version that the journal or a living replica knows, and its inner step.
+
+        Of several branches the journal's is the truth; without one, that of most replicas.
+        """
+        saved = self.saved(fragment)
+        veterans = self.veterans()
+        reports = [(p, h.inner_step) for h in veterans for p in h.positions if p.fragment == fragment]
+        top = _highest(veterans, fragment)
+        if saved and saved[-1].version >= top:
+            d = saved[-1]
+            return m.Position(fragment, d.version, d.chain), d.inner_step
+        votes = Counter(p for p, _ in reports if p.version == top)
+        at = min(votes, key=lambda p: (-votes[p], p.chain))
+        return at, max(inner_step for p, inner_step in reports if p == at)
+
+    def done(self, at: m.Position) -> Ranges:
+        """Units that are in the committed state ``at`` of fragment 0."""
+        told = [d.done for d in self.saved(0) if d.chain == at.chain]
+        told += [h.done for h in self.hellos.values() if at in h.positions]
+        return told[0] if told else ()
+
+    def shares(self, at: m.Position) -> dict[m.Mark, tuple[int, Ranges]]:
+        """RESTART: the plan and the share of who holds ``at``, as they were told last."""
+        return {
+            (h.replica, h.incarnation): (h.plan, h.units)
+            for h in self.hellos.values()
+            if h.incarnation and at in h.positions and h.units
+        }
+
+    def cursor(self) -> int:
+        """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
+        return max(self._cursor, *(h.cursor for h in self.hellos.values()))
+
+
+def _highest(veterans: list[m.Hello], fragment: int) -> int:
+    return max((p.version for h in veterans for p in h.positions if p.fragment == fragment), default=-1)

@@ -1,0 +1,42 @@
+"""What a coordinator tells of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftopt.sync.protocol.coordinator.machine import Coordinator
+
+
+def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
+    """What ``ftopt status`` shows of one job: JSON values."""
+    gathering = coordinator.gathering
+    return {
+        "job": coordinator.job,
+        "epoch": coordinator.epoch,
+        "phase": "running" if gathering is None else gathering.text(now),
+        "fragments": [
+            {
+                "version": r.at.version,
+                "chain": r.at.chain,
+                "inner_step": r.inner_step,
+                "proposed": sorted(r.proposals),
+                "attempt": r.attempt.attempt if r.attempt else None,
+                "attempts": r.attempts,
+                "attempts_aborted": r.aborted,
+            }
+            for r in coordinator.rounds
+        ],
+        "replicas": [
+            {
+                "replica": x.replica,
+                "incarnation": x.incarnation,
+                "state": x.state if x.conn is not None else "away",
+                "stalled": x.stalled,
+                "inner_step": x.inner_step,
+                "step_s": x.step_s,
+                "versions": [x.held[f].version if f in x.held else None for f in range(len(coordinator.rounds))],
+            }
+            for _, x in sorted(coordinator.roster.members.items())
+        ],
+    }

@@ -1,0 +1,1 @@
+"""The sample ledger: which units are done, leased, or free."""

@@ -1,0 +1,56 @@
+"""What an incarnation holds of the sample ledger, as its machine knows it: granted, and not in the committed state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges, contains, size, subtract, union
+from ftopt.sync.protocol.replica.effects import Effect, Granted, Send, Settled
+
+
+@dataclass
+class Lease:
+    """The lease of one replica's machine; empty for ever in a job without a ledger.
+
+    Args:
+        wants: units to hold after each commit; 0: none.
+        held: all that was granted and is not done (TOTAL): queued, or used by steps that are not counted.
+        cursor: the highest that was told; whoever is reborn keeps it (CURSOR).
+        asked: a question is not answered yet.
+    """
+
+    wants: int = 0
+    held: Ranges = ()
+    cursor: int = 0
+    asked: bool = False
+
+    def granted(self, grant: m.Grant) -> list[Effect]:
+        """More units, or the answer that there are none."""
+        self.cursor = max(self.cursor, grant.cursor)
+        if grant.ranges or grant.dry:
+            self.asked = False
+        self.held = union(self.held, grant.ranges)
+        return [Granted(grant.ranges, grant.dry)]
+
+    def settle(self, record: m.Record, offered: m.Contribution | None = None, *, counted: int = 0) -> list[Effect]:
+        """``record`` is the committed state now; what was ``offered`` is in it if its last step is ``counted``."""
+        if record.fragment or not (record.done or self.held):
+            return []
+        self.held = subtract(self.held, record.done)
+        own = offered.ranges if offered is not None and offered.last_step <= counted else ()
+        return [Settled(record.done, own)]
+
+    def ask(self) -> list[Effect]:
+        """Units run short: as many more as it wants to hold, and as many as it has used in vain so far.
+
+        A replica that trains on without being counted thus asks seldom, and holds few ranges.
+        """
+        if self.asked or not self.wants:
+            return []
+        self.asked = True
+        return [Send(m.Ask(max(self.wants, size(self.held))))]
+
+    def covers(self, ranges: Ranges) -> bool:
+        """Whether all that is held: what is not, another incarnation's or a counted step's, can't be offered."""
+        return contains(self.held, ranges)

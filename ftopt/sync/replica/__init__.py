@@ -1,0 +1,1 @@
+"""The replica's end of the outer-sync layer: threads, sockets and files around the replica machine."""

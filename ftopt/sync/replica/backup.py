@@ -1,0 +1,142 @@
+"""Copies of replicas at the start of their rounds (``recover: replay``): this one's own, and those of neighbours.
+
+All in memory, and all on the network thread. What is in a copy is the optimizer's affair. When a replica has died and
+this process comes in its place, the copy is fetched before training starts, and the units are put in the order in which
+that one would have used them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ftopt.sync.ports import Meta, StateTransfer
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges, in_order
+from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.replica.inheritance import Copy, Inherited
+
+OnEnd = Callable[[asyncio.Task[None]], None]
+
+_KEEP_GONE_S = 60.0
+"""So long a copy is kept of who is gone: its replacement fetches it in that time, if there is one."""
+
+
+class Owner(Protocol):
+    """What it asks of the client."""
+
+    @property
+    def machine(self) -> p.Replica:
+        """The machine."""
+
+    @property
+    def replica(self) -> str:
+        """This replica's id."""
+
+    def run(self, effects: list[p.Effect]) -> None:
+        """Performs what the machine asks for."""
+
+    def inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:
+        """These units are this replica's, in this order; what it goes on from, None when it could not be had."""
+
+    def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
+        """Tells an event."""
+
+
+class Neighbour:
+    """One replica's own copy, and those that it keeps.
+
+    Args:
+        owner: the client.
+        transfer: moves the bytes.
+        timeout_s: seconds without a byte after which a source is given up.
+    """
+
+    def __init__(self, owner: Owner, transfer: StateTransfer, *, timeout_s: float) -> None:
+        self._owner = owner
+        self._transfer = transfer
+        self._timeout_s = timeout_s
+        self._own: Copy | None = None
+        self._serial = 0
+        self._kept: dict[str, Copy] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.inheriting = False
+        """A predecessor's copy is being fetched."""
+
+    def copy_of(self, replica: str) -> tuple[Meta, Mapping[str, Tensor]]:
+        """To be served. LookupError: there is none."""
+        copy = self._own if replica == self._owner.replica else self._kept.get(replica)
+        if copy is None:
+            raise LookupError(f"no copy of {replica}")
+        return copy.meta(), copy.tensors
+
+    def offer(self, copy: Copy) -> None:
+        """This replica's own, to be kept by whom the coordinator chooses."""
+        self._own, self._serial = copy, self._serial + 1
+        self._owner.run(self._owner.machine.copied(self._serial, copy.versions))
+
+    def keep(self, order: m.Keep, on_end: OnEnd) -> None:
+        """Fetches a neighbour's copy."""
+        self._begin(order.mark[0], self._keep(order), on_end)
+
+    def inherit(self, order: m.Inherit, clock: Callable[[], float], on_end: OnEnd) -> None:
+        """Fetches the predecessor's copy."""
+        self.inheriting = True
+        self._begin("", self._inherit(order, clock), on_end)
+
+    def gone(self, marks: tuple[m.Mark, ...]) -> None:
+        """These are gone; their replacements may still ask for the copies."""
+        for mark in marks:
+            if (kept := self._kept.get(mark[0])) is not None and kept.mark[1] <= mark[1]:
+                asyncio.get_running_loop().call_later(_KEEP_GONE_S, self._drop, kept)
+
+    def lost(self) -> None:
+        """The connection has ended: the coordinator counts on none of these any more."""
+        self._kept.clear()
+
+    async def stop(self) -> None:
+        """Ends what is under way."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _begin(self, name: str, work: Coroutine[Any, Any, None], on_end: OnEnd) -> None:
+        if (before := self._tasks.get(name)) is not None:
+            before.cancel()
+        self._tasks[name] = asyncio.create_task(work)
+        self._tasks[name].add_done_callback(on_end)
+
+    def _drop(self, copy: Copy) -> None:
+        if self._kept.get(copy.mark[0]) is copy:
+            del self._kept[copy.mark[0]]
+
+    async def _keep(self, order: m.Keep) -> None:
+        with suppress(ConnectionError, ValueError):  # it may have died meanwhile; the next round brings another one
+            self._kept[order.mark[0]] = await self._fetch(order.mark, order.source)
+            self._owner.run(self._owner.machine.keeps(order))
+
+    async def _inherit(self, order: m.Inherit, clock: Callable[[], float]) -> None:
+        began = clock()
+        inherited: Inherited | None = None
+        try:
+            copy = await self._fetch(order.mark, order.source)
+            inherited = Inherited(copy, order.inner_step, clock() - began)
+        except (ConnectionError, ValueError) as error:
+            self._owner.emit("replay_failed", data={"of": list(order.mark), "reason": str(error)})
+        self.inheriting = False
+        known = (*inherited.copy.used, *inherited.copy.queue) if inherited is not None else ()
+        self._owner.inherit(in_order(order.ranges, known), inherited)
+
+    async def _fetch(self, mark: m.Mark, source: str) -> Copy:
+        def expect(meta: Meta) -> None:
+            if Copy.of(meta, {}).mark != mark:
+                raise ValueError(f"it holds no copy of {mark[0]}, incarnation {mark[1]}")
+
+        meta, tensors = await self._transfer.fetch(
+            [source], f"copy/{mark[0]}", timeout_s=self._timeout_s, expect=expect
+        )
+        return Copy.of(meta, tensors)

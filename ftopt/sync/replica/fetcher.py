@@ -1,0 +1,201 @@
+"""The committed state between replicas: serving one's own to peers, fetching theirs. All on the network thread.
+
+A fetch and the install of what it brought are one affair for the machine. What the training thread proposes in between
+waits here: if the install succeeds it has freed that contribution, otherwise the machine decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ftopt.sync.group import Committed, Contribution, Host
+from ftopt.sync.ports import Meta, StateTransfer
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.replica.backup import Neighbour
+
+_FETCH_AGAIN_S = 0.2
+
+
+class Owner(Protocol):
+    """What the fetcher asks of the client."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether nothing reaches anybody, by fault injection."""
+
+    @property
+    def machine(self) -> p.Replica:
+        """The machine."""
+
+    @property
+    def neighbour(self) -> Neighbour:
+        """The copies that are kept here."""
+
+    @property
+    def host(self) -> Host:
+        """The optimizer's side."""
+
+    def committed(self, record: m.Record) -> Committed:
+        """``record`` as the host sees it."""
+
+    def run(self, effects: list[p.Effect]) -> None:
+        """Performs what the machine asks for."""
+
+    def accept(self, contribution: Contribution) -> None:
+        """Passes a proposal on to the machine."""
+
+    def drop(self, fragment: int, count: int) -> None:
+        """``count`` proposals are void; the training thread may know."""
+
+    def emit(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tells an event."""
+
+
+class Fetcher:
+    """One replica's part in the transfer of committed states.
+
+    Args:
+        owner: the client.
+        transfer: moves the bytes.
+        timeout_s: seconds without a byte after which a source is given up.
+    """
+
+    def __init__(self, owner: Owner, transfer: StateTransfer, *, timeout_s: float) -> None:
+        self._owner = owner
+        self._transfer = transfer
+        self._timeout_s = timeout_s
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._installing: set[int] = set()
+        self._deferred: dict[int, list[Contribution]] = {}
+
+    async def start(self) -> str:
+        """Serves; returns the address for peers."""
+        return await self._transfer.start(self._provide, self._on_serve)
+
+    async def stop(self) -> None:
+        """Ends fetches and serving."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._transfer.stop()
+
+    def begin(self, effect: p.Fetch, on_end: Callable[[asyncio.Task[None]], None]) -> None:
+        """Starts a fetch; the machine asks for one at a time a fragment."""
+        task = asyncio.create_task(self._fetch(effect))
+        self._tasks[effect.position.fragment] = task
+        task.add_done_callback(on_end)
+
+    def defers(self, contribution: Contribution) -> bool:
+        """Whether a proposal has to wait for an install that is under way; it is kept then."""
+        if contribution.fragment not in self._installing:
+            return False
+        self._deferred.setdefault(contribution.fragment, []).append(contribution)
+        return True
+
+    def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
+        if self._owner.cut_off:
+            raise LookupError("cut off")
+        kind, _, name = what.partition("/")
+        if kind == "copy":
+            return self._owner.neighbour.copy_of(name)
+        machine, fragment = self._owner.machine, int(name)
+        if not 0 <= fragment < machine.identity.fragments:
+            raise KeyError(fragment)
+        record = machine.serves(fragment)
+        if record is None:
+            raise LookupError("no committed state yet")
+        digest, tensors = self._owner.host.state(fragment)
+        return {"record": json.dumps(asdict(record), separators=(",", ":")), "digest": digest}, tensors
+
+    def _on_serve(self, what: str, meta: Meta) -> None:
+        kind, _, name = what.partition("/")
+        if kind == "state":
+            self._owner.emit("serve", fragment=int(name), version=_record(meta).version)
+
+    async def _fetch(self, effect: p.Fetch) -> None:
+        machine = self._owner.machine
+        fragment = effect.position.fragment
+        target = machine.latest_fetch(fragment) or effect
+        at = target.position
+        self._owner.emit("fetch", fragment=fragment, version=at.version)
+
+        def expect(meta: Meta) -> None:
+            record = _record(meta)
+            if record.fragment != fragment or "digest" not in meta:
+                raise ValueError(f"it is not the state of fragment {fragment}")
+            if record.position != at and record.version <= at.version:
+                raise ValueError(f"it holds version {record.version}, {at.version} is needed")
+
+        try:
+            try:
+                record = await self._take(fragment, target.sources, expect)
+            except ValueError as error:
+                if len(target.sources) < 2:
+                    raise
+                # Damaged, and nobody knows by whom: each source alone, the preferred one last.
+                self._owner.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
+                record = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
+        except (ConnectionError, ValueError) as error:
+            self._owner.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
+            await asyncio.sleep(_FETCH_AGAIN_S)
+            self._installing.discard(fragment)
+            self._owner.run(machine.fetch_failed(fragment))
+        else:
+            self._installing.discard(fragment)
+            self._owner.emit("fetched", fragment=fragment, version=record.version)
+            # The install has freed what was to be proposed meanwhile.
+            self._owner.drop(fragment, len(self._deferred.pop(fragment, [])))
+            self._owner.run(machine.fetched(record))
+        for contribution in self._deferred.pop(fragment, []):
+            self._owner.accept(contribution)
+
+    async def _take(self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]) -> m.Record:
+        """Fetches and installs; returns what is held by then.
+
+        Raises:
+            ConnectionError: no source gives it, or it is not wanted any more.
+            ValueError: what came is damaged; nothing has changed.
+        """
+        machine = self._owner.machine
+        meta, tensors = await self._transfer.fetch(
+            sources, f"state/{fragment}", timeout_s=self._timeout_s, expect=expect
+        )
+        record = _record(meta)
+        if self._owner.cut_off or not machine.install(record):
+            raise ConnectionError(f"version {record.version} is not wanted any more")
+        self._installing.add(fragment)
+        committed, reborn = self._owner.committed(record), machine.reborn_in(fragment)
+        await asyncio.to_thread(self._owner.host.install, committed, meta["digest"], tensors, reborn=reborn)
+        return record
+
+    async def _take_from_any(self, sources: Sequence[str], fragment: int, expect: Callable[[Meta], None]) -> m.Record:
+        answers = []
+        for source in sources:
+            try:
+                return await self._take(fragment, [source], expect)
+            except (ConnectionError, ValueError) as error:
+                answers.append(f"{source}: {error}")
+        raise ConnectionError("; ".join(answers))
+
+
+def _record(meta: Meta) -> m.Record:
+    try:
+        return m.from_plain(m.Record, json.loads(meta["record"]))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise ValueError(f"the source's answer is no committed state: {error}") from None

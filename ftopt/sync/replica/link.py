@@ -1,0 +1,37 @@
+"""The connection to the coordinator, as the client sees it: `ftopt.sync.replica.websocket`, `ftopt.sync.local`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Bytes of a message: a hello of 1024 fragments whose roster and gone marks are full has 3 MiB."""
+
+
+class Channel(Protocol):
+    """An open connection. All calls on the network thread."""
+
+    def send(self, text: str, sent: Callable[[], None] | None = None) -> None:
+        """Sends in order, without waiting; ``sent`` is called once it has gone out."""
+
+    async def closed(self) -> None:
+        """Returns when the connection has ended."""
+
+    async def close(self) -> None:
+        """Ends it, after what was sent."""
+
+
+class Link(Protocol):
+    """Opens connections to the coordinator."""
+
+    async def open(self, receive: Callable[[str], None]) -> Channel:
+        """A new connection; ``receive`` is called with each message's text.
+
+        Raises:
+            OSError: nobody answers.
+            Refused: whoever answers will never let this replica in (a wrong token, no coordinator).
+        """
+
+    async def end(self) -> None:
+        """No further connection will be opened."""

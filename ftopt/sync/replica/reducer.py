@@ -1,0 +1,215 @@
+"""The reducer thread: builds process groups and reduces, so that a hung trainer keeps nobody waiting (step 3)."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from ftopt.sync.group import Attempt, Collective, Damaged, Host, bits
+from ftopt.sync.ports import Transport
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import machine as p
+
+_log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What the reducer asks of the client."""
+
+    replica: str
+
+    @property
+    def host(self) -> Host:
+        """The optimizer's side."""
+
+    def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
+        """The reduction is done and prepared."""
+
+    def damaged(self, fragment: int, attempt: int, reason: str) -> None:
+        """The host's own committed state is damaged."""
+
+    def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
+        """The reduction failed; ``peer`` is the member that was lost, "" when unknown."""
+
+    def send(self, message: m.FromReplica) -> None:
+        """Sends a message of the rendezvous store. Raises ConnectionError when the coordinator is away."""
+
+    def emit(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tells an event."""
+
+
+class Reducer:
+    """The reducer thread, its process groups, and the rendezvous store that they are built with."""
+
+    def __init__(self, owner: Owner, transport: Transport) -> None:
+        self._owner = owner
+        self._transport = transport
+        self._jobs: queue.SimpleQueue[p.StartReduce | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._attempts: dict[int, Attempt] = {}
+        self._aborted: set[int] = set()
+        self._groups: dict[int, tuple[int, Collective]] = {}
+        self._users: dict[int, Collective] = {}
+        self._values: dict[str, Future[bytes]] = {}
+        self._sent_bytes = 0
+        self._thread = threading.Thread(target=self._work, name="ftopt-reducer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        self.fail_store()
+        self.cut()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5.0)
+
+    def begin(self, start: p.StartReduce, inner_step: int) -> None:
+        """Network thread. ``inner_step``: the fragment's committed one."""
+        q, c = start.quorum, start.contribution
+        attempt = Attempt(
+            fragment=q.fragment,
+            version=q.version,
+            attempt=q.attempt,
+            rank=q.rank,
+            size=q.size,
+            weight=c.weight,
+            total_weight=q.total_weight,
+            contributors=q.contributors,
+            inner_step=inner_step,
+        )
+        with self._lock:
+            self._attempts = {n: a for n, a in self._attempts.items() if a.fragment != q.fragment}
+            self._attempts[q.attempt] = attempt
+            self._aborted &= self._attempts.keys()
+        self._jobs.put(start)
+
+    def cut(self) -> None:
+        """Ends all groups at once, as if the network were gone. Any thread."""
+        with self._lock:
+            groups = [group for _, group in self._groups.values()]
+            self._groups.clear()
+        for group in groups:
+            group.close()
+
+    def started(self, attempt: int) -> Attempt:
+        """The attempt that was begun last under this number."""
+        with self._lock:
+            return self._attempts[attempt]
+
+    def abort(self, attempt: int) -> None:
+        """Network thread: ends a reduction that is under way or queued."""
+        with self._lock:
+            self._aborted.add(attempt)
+            group = self._users.get(attempt)
+        if group is not None:
+            group.stop()
+
+    def _work(self) -> None:
+        while (start := self._jobs.get()) is not None:
+            self._reduce(start)
+            del start
+
+    def _reduce(self, start: p.StartReduce) -> None:
+        owner, q = self._owner, start.quorum
+        with self._lock:
+            attempt = self._attempts.get(q.attempt)
+        if attempt is None:
+            return
+        try:
+            owner.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
+            group = self._group(q)
+            before = group.sent_bytes
+            group.tell([start.contribution.last_step, *bits([attempt.weight])])
+            digest = owner.host.reduce(attempt, group)
+            rows = [row[:1] for row in group.told()]
+            self._sent_bytes += group.sent_bytes - before
+            data = {"wire_bytes": self._sent_bytes}
+            owner.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
+        except InterruptedError as error:
+            self._drop(q.fragment)
+            owner.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], "")  # heeded if it is news
+        except Damaged as error:
+            self._drop(q.fragment)
+            owner.damaged(q.fragment, q.attempt, f"{error}"[:500])
+        except (ConnectionError, TimeoutError) as error:
+            self._drop(q.fragment)
+            rank = getattr(error, "rank", None)
+            peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
+            owner.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], peer)
+        except Exception as error:
+            _log.exception("replica %s: the reduction failed", owner.replica)
+            self._drop(q.fragment)
+            owner.reduce_failed(q.fragment, q.attempt, f"{error!r}"[:500], "")
+        else:
+            owner.reduced(q.fragment, q.attempt, digest, rows)
+        finally:
+            with self._lock:
+                self._users.pop(q.attempt, None)
+                self._aborted.discard(q.attempt)
+
+    def _group(self, q: m.Quorum) -> Collective:
+        with self._lock:
+            if q.attempt in self._aborted or q.attempt not in self._attempts:
+                raise InterruptedError("the attempt was aborted before it began")
+            number, group = self._groups.get(q.fragment, (0, None))
+            if group is not None and number != q.group:
+                del self._groups[q.fragment]
+                group.close()
+                group = None
+            if group is None:
+                key = f"{q.fragment}.{q.group}"
+                group = self._transport.connect(key=key, rank=q.rank, size=q.size, ops=self)
+                self._groups[q.fragment] = (q.group, group)
+            self._users[q.attempt] = group
+        return group
+
+    def _drop(self, fragment: int) -> None:
+        with self._lock:
+            _, group = self._groups.pop(fragment, (0, None))
+        if group is not None:
+            group.close()
+
+    # The rendezvous store: StoreOps, called on the transport's threads.
+
+    def set(self, key: str, value: bytes) -> None:
+        self._owner.send(m.StoreSet(key, base64.b64encode(value).decode()))
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        with self._lock:
+            future = self._values.setdefault(key, Future())
+        self._owner.send(m.StoreGet(key))
+        try:
+            return future.result(timeout=timeout_s)
+        finally:
+            with self._lock:
+                self._values.pop(key, None)
+
+    def store_value(self, key: str, value: bytes) -> None:
+        """Network thread: an answer to `get`."""
+        with self._lock:
+            future = self._values.get(key)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def fail_store(self) -> None:
+        """The coordinator is away: whoever waits for a key learns it at once."""
+        with self._lock:
+            futures = list(self._values.values())
+        for future in futures:
+            if not future.done():
+                future.set_exception(ConnectionError("the coordinator is away"))

@@ -1,0 +1,189 @@
+"""The units of the sample ledger that a replica is granted, for its loader and its optimizer.
+
+Between two threads: the loader and the training loop take and use units, the network thread brings new ones. In the
+fault-free case nobody waits: a replica holds three rounds' worth after each commit, and asks in time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.ledger.unit_queue import Stock
+from ftopt.sync.protocol.samples import Samples
+
+SPARE = 16
+"""Units beside three rounds' worth: what loaders prefetch."""
+FIRST = 8
+"""Units of a round, before one was measured."""
+_IDLE_S = 0.05
+
+
+class Units:
+    """One replica's units. Any thread; `take` blocks.
+
+    Args:
+        samples: what is counted.
+        round_units: units that a round takes: inner steps, times micro-batches a step. None: it is measured; the very
+            first units are then granted as replicas ask, so that two runs are not bit-equal.
+    """
+
+    def __init__(self, samples: Samples, *, round_units: int | None = None) -> None:
+        self.samples = samples
+        self._round = round_units
+        self._measured = FIRST
+        self._changed = threading.Condition()
+        self._stock = Stock()
+        self._dry = False
+        self._ended = False
+        self._closed = False
+        self._ask: Callable[[], None] | None = None
+        self._idle: tuple[threading.Thread, Callable[[], None]] | None = None
+
+    # ------------------------------------------------------------ the loader and the training loop
+
+    def take(self, timeout_s: float | None = None) -> int | None:
+        """The next granted unit, in the order of the grants: for a sampler that prefetches.
+
+        Blocks while there is none. None when the data has ended, or this replica has left; and when there is nothing
+        more to grant for now while units that were taken wait for their inner step: take that step, and try again
+        (`ended` tells one from the other).
+
+        Raises:
+            TimeoutError: none came within ``timeout_s``.
+            RuntimeError: this replica has not joined its job.
+        """
+        ask = self._ask
+        if ask is None:
+            raise RuntimeError(
+                "the job hands out its samples, and this replica has not joined it: put the training loop inside "
+                "`with optimizer:`"
+            )
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                unit = self._stock.take()
+                if unit is not None:
+                    low = self._stock.queued <= self.wants // 6
+                    break
+                if self._ended or self._closed or (self._dry and self._stock.unused):
+                    return None
+                if not self._dry:
+                    ask()
+                left_s = _IDLE_S if deadline_s is None else min(_IDLE_S, deadline_s - time.monotonic())
+                if left_s <= 0:
+                    raise TimeoutError(f"no unit was granted within {timeout_s:g} s")
+                self._changed.wait(left_s)
+                dry = self._dry and not self._stock.queued
+            if dry and self._idle is not None and self._idle[0] is threading.current_thread():
+                self._idle[1]()
+        if low:
+            ask()
+        return unit
+
+    def drawn(self, unit: int) -> bool:
+        """The training loop has this unit's batch, in the order in which it was taken.
+
+        False: this replica was given up meanwhile, and the unit is another one's: leave the batch out.
+        """
+        with self._changed:
+            return self._stock.draw(unit)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
+        return self._ended
+
+    # ------------------------------------------------------------ the optimizer
+
+    def used(self) -> None:
+        """An inner step has used all that was drawn."""
+        with self._changed:
+            self._stock.use()
+
+    def unuse(self) -> None:
+        """That step is undone: what it used counts as drawn again."""
+        with self._changed:
+            self._stock.unuse()
+
+    def offer(self) -> Ranges:
+        """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
+        with self._changed:
+            ranges = self._stock.offer()
+            if self._round is None:
+                self._measured = max(FIRST, sum(stop - start for start, stop in ranges))
+            return ranges
+
+    def redo(self) -> None:
+        """All steps that are not counted yet are void: their units are taken again."""
+        with self._changed:
+            self._stock.redo()
+
+    def when_dry(self, idle: Callable[[], None]) -> None:
+        """While this thread waits in `take` for units that others hold, ``idle`` is called now and then.
+
+        At the end of the data a replica waits for its peers: what it has left must be offered, or nobody could finish.
+        """
+        self._idle = (threading.current_thread(), idle)
+
+    # ------------------------------------------------------------ the client
+
+    @property
+    def wants(self) -> int:
+        """Units to hold after a commit: three rounds' worth, and what is prefetched."""
+        return 3 * (self._round or self._measured) + SPARE
+
+    def begin(self, ask: Callable[[], None], *, round_units: int | None) -> None:
+        """The client starts. ``ask``: called on any thread when units run short."""
+        self._ask = ask
+        self._round = self._round or round_units
+
+    def grant(self, ranges: Ranges, *, dry: bool) -> None:
+        """More units, or the answer that there are none."""
+        with self._changed:
+            self._stock.grant(ranges)
+            self._dry = dry and not ranges
+            self._changed.notify_all()
+
+    def inherit(self, ranges: Ranges) -> None:
+        """Those of a replica that this one replaces, in the order in which they are to be used: before all others."""
+        with self._changed:
+            self._stock.grant_first(ranges)
+            self._changed.notify_all()
+
+    def spend(self, ranges: Ranges) -> None:
+        """Inherited steps have used these."""
+        with self._changed:
+            self._stock.spend(ranges)
+
+    def settle(self, done: Ranges, own: Ranges) -> Ranges:
+        """These are in the committed state; see `Stock.settle`."""
+        with self._changed:
+            twice = self._stock.settle(done, own)
+            self._ended = self.samples.units is not None and done == ((0, self.samples.units),)
+            self._changed.notify_all()
+        return twice
+
+    def kept(self) -> tuple[Ranges, Ranges]:
+        """What a checkpoint keeps: used and not committed, and to be taken again (prefetched ones first)."""
+        with self._changed:
+            return self._stock.kept()
+
+    def put_back(self, used: Ranges, queue: Ranges) -> None:
+        """Goes on with what a checkpoint has kept; before the start."""
+        with self._changed:
+            self._stock.put_back(used, queue)
+
+    def reset(self) -> None:
+        """This incarnation is gone, and what it held."""
+        with self._changed:
+            self._stock.reset()
+            self._dry = self._ended = False
+
+    def close(self) -> None:
+        """This replica has left: nobody waits any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

@@ -1,0 +1,118 @@
+"""The replica's connection to a coordinator elsewhere: a WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+
+import aiohttp
+
+from ftopt.errors import Refused
+from ftopt.net.tls import why_not
+from ftopt.net.token import authorization
+from ftopt.sync.replica.link import MAX_MESSAGE_BYTES, Channel
+
+
+class WebSocketLink:
+    """A WebSocket to ``url`` (``http://host:port`` or ``https://host:port``).
+
+    Args:
+        url: the coordinator's address.
+        token: the job's token, None without.
+        dead_after_s: seconds without an answer to a ping after which the coordinator counts as lost.
+        tls: whom to trust when ``url`` is ``https://``.
+    """
+
+    def __init__(self, url: str, *, token: str | None, dead_after_s: float, tls: ssl.SSLContext | None = None) -> None:
+        self.url = url
+        self._headers = authorization(token)
+        self._tls = tls if tls is not None else True
+        self._heartbeat_s = dead_after_s * 2 / 3  # aiohttp waits half of it for the answer
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self, receive: Callable[[str], None]) -> Channel:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0))
+        try:
+            socket = await asyncio.wait_for(
+                self._session.ws_connect(
+                    f"{self.url}/connect",
+                    headers=self._headers,
+                    heartbeat=self._heartbeat_s,
+                    max_msg_size=MAX_MESSAGE_BYTES,
+                    compress=0,
+                    ssl=self._tls,
+                ),
+                timeout=3.0,
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == 401:
+                raise Refused(
+                    f"the coordinator at {self.url} takes {'another' if self._headers else 'a'} token; give the job's: "
+                    "FTOPT_TOKEN, --token-file or token="
+                ) from None
+            raise Refused(f"{self.url} is no ftopt coordinator: it answers {error.status}; check the address") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise Refused(_tls_message(self.url, error.certificate_error)) from None
+        except aiohttp.ClientConnectorSSLError as error:
+            raise Refused(_tls_message(self.url, error.os_error)) from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ConnectionError(f"{self.url}: {error or 'no answer'}") from None
+        return _WebSocketChannel(socket, receive)
+
+    async def end(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _tls_message(url: str, error: Exception) -> str:
+    return why_not(url, error if isinstance(error, ssl.SSLError) else ssl.SSLError(str(error)))
+
+
+class _WebSocketChannel:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, receive: Callable[[str], None]) -> None:
+        self._socket = socket
+        self._queue: asyncio.Queue[tuple[str, Callable[[], None] | None] | None] = asyncio.Queue()
+        self._ended = False
+        self._reader = asyncio.create_task(self._read(receive))
+        self._writer = asyncio.create_task(self._write())
+
+    def send(self, text: str, sent: Callable[[], None] | None = None) -> None:
+        self._queue.put_nowait((text, sent))
+
+    async def closed(self) -> None:
+        await asyncio.wait([self._reader, self._writer], return_when=asyncio.FIRST_COMPLETED)
+        await self._end()
+
+    async def close(self) -> None:
+        self._queue.put_nowait(None)
+        await asyncio.wait([self._writer], timeout=1.0)
+        await self._end()
+
+    async def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        for task in (self._reader, self._writer):
+            task.cancel()
+        await asyncio.gather(self._reader, self._writer, return_exceptions=True)
+        if not self._socket.closed:
+            # The other side may be frozen: its farewell is not waited for.
+            await asyncio.wait([asyncio.ensure_future(self._socket.close())], timeout=0.2)
+
+    async def _read(self, receive: Callable[[str], None]) -> None:
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
+            receive(message.data)
+
+    async def _write(self) -> None:
+        while (item := await self._queue.get()) is not None:
+            text, sent = item
+            try:
+                await self._socket.send_str(text)
+            except (ConnectionError, aiohttp.ClientError):
+                return
+            if sent is not None:
+                sent()

@@ -1,0 +1,1 @@
+"""The coordinator process: HTTP, WebSockets and the journal around the coordinator machine."""

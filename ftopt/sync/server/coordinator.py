@@ -1,0 +1,340 @@
+"""The coordinator's shell: HTTP and WebSocket on one port, a journal, a timer; the decisions are the machine's.
+
+``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /connect`` is the WebSocket of a replica. A job
+is whatever name a hello carries: each has a machine of its own and knows nothing of the others. Whoever shows no token
+gets 401, whatever was asked for; whoever breaks the protocol or a limit loses the connection, and its job goes on
+(``docs/security.md``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import ssl
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import WSMsgType, web
+
+from ftopt.errors import UserError
+from ftopt.events import OnEvent, ignore
+from ftopt.net.accept_queue import WaitingRoom
+from ftopt.net.http import guarded, quiet
+from ftopt.net.tls import HANDSHAKE_S, Tls
+from ftopt.net.token import admits
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.checks import from_replica
+from ftopt.sync.replica.link import MAX_MESSAGE_BYTES
+from ftopt.sync.server.connection import Connection
+from ftopt.sync.server.job import Job, Peer
+from ftopt.sync.server.journal import Journal
+from ftopt.sync.server.limits import Exceeded, Limits
+from ftopt.sync.server.metrics import CONTENT_TYPE, Exposition, resident_bytes
+
+_log = logging.getLogger(__name__)
+_PING_S = 30.0
+"""A connection that does not answer a ping is closed: also one that its job does not watch yet."""
+_KEEPALIVE_S = 15.0
+_QUIET_S = 10.0
+"""Wrong tokens are logged once in so long: a log that strangers can fill is a door, too."""
+
+
+class CoordinatorServer:
+    """The coordinator of any number of jobs, in the running asyncio loop.
+
+    Args:
+        host: address to listen on.
+        port: port, 0 for a free one.
+        journal: the file of the journal; None: decisions are lost with the process, and replicas that reconnect within
+            ``recovery_s`` tell the next one what they hold.
+        token: what every request must bring; None: anybody may come in.
+        tls: certificate and key to serve with; None: without TLS.
+        open_status: answer ``/status`` and ``/metrics`` without the token, too.
+        limits: what it bears.
+        on_event: is told what happens.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        journal: Path | None = None,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        open_status: bool = False,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        on_event: OnEvent = ignore,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._journal = Journal(journal)
+        self._token = token
+        self._tls = tls
+        self._open = {"/status", "/metrics"} if open_status else set()
+        self._limits = limits
+        self._on_event = on_event
+        self._jobs: dict[str, Job] = {}
+        self._connected = 0
+        self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
+        self._began_s = time.monotonic()
+        self._connections: set[Connection] = set()
+        self._cut_until_s = 0.0
+        self._quiet_until_s = 0.0
+        self._runner: web.AppRunner | None = None
+        self._room: WaitingRoom | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> int:
+        """Listens; returns the port.
+
+        Raises:
+            UserError: the address is in use, or no address of this machine.
+        """
+        app = web.Application(middlewares=[self._authorize])
+        app.router.add_get("/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/connect", self._connect)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=quiet(__name__),
+            shutdown_timeout=0.2,
+            keepalive_timeout=_KEEPALIVE_S,
+            auto_decompress=False,
+        )
+        await self._runner.setup()
+        self._room = WaitingRoom(guarded(self._runner), limit=self._limits.waiting, patience_s=self._limits.patience_s)
+        options: dict[str, Any] = {"ssl_handshake_timeout": HANDSHAKE_S} if self._tls is not None else {}
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                self._room, self._host, self._port, ssl=self._tls, backlog=self._limits.waiting, **options
+            )
+        except OSError as error:
+            await self._runner.cleanup()
+            raise UserError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
+                "end what uses the port, or choose another one (port 0 takes a free one)"
+            ) from None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Ends all connections; the journal stays."""
+        if self._server is not None:
+            self._server.close()
+        if self._room is not None:
+            self._room.close()
+        for job in self._jobs.values():
+            job.end()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._journal.close()
+
+    def cut(self, for_s: float) -> None:
+        """A partition, for fault injection: nobody reaches this coordinator for ``for_s`` seconds. Loop thread."""
+        self._cut_until_s = time.monotonic() + for_s
+        for connection in list(self._connections):
+            connection.abort()
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        if request.path not in self._open and not admits(self._token, request.headers.get("Authorization", "")):
+            self._refused["token"] += 1
+            if time.monotonic() >= self._quiet_until_s:
+                self._quiet_until_s = time.monotonic() + _QUIET_S
+                _log.warning("%s is turned away: no token, or a wrong one", request.remote)
+            refusal = web.HTTPUnauthorized(text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
+            refusal.force_close()
+            raise refusal
+        assert self._room is not None
+        self._room.let_in(request.transport)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        assert self._room is not None
+        shown = Exposition()
+        shown.add("ftopt_uptime_seconds", time.monotonic() - self._began_s)
+        shown.add("ftopt_journal_bytes", self._journal.size())
+        shown.add("ftopt_connections", self._connected)
+        shown.add("ftopt_waiting_connections", len(self._room))
+        if (memory := resident_bytes()) is not None:
+            shown.add("ftopt_resident_memory_bytes", memory)
+        for reason, count in {**self._refused, "door": self._room.turned_away}.items():
+            shown.add("ftopt_refused_connections_total", count, reason=reason)
+        for _, job in sorted(self._jobs.items()):
+            job.show(shown)
+        return web.Response(body=shown.text().encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _connect(self, request: web.Request) -> web.StreamResponse:
+        if time.monotonic() < self._cut_until_s and request.transport is not None:
+            request.transport.abort()
+            return web.Response()
+        if self._connected >= self._limits.connections:
+            self._refused["connections"] += 1
+            _log.warning("%s is turned away: %d replicas are connected", request.remote, self._connected)
+            raise web.HTTPServiceUnavailable(text="too many connections")
+        self._connected += 1
+        try:
+            socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, heartbeat=_PING_S)
+            try:
+                await socket.prepare(request)
+            except ConnectionError:  # gone already
+                return web.Response()
+            connection = Connection(socket, request.transport, self._limits)
+            self._connections.add(connection)
+            try:
+                await self._listen(socket, connection)
+            except (m.MessageError, Exceeded) as error:
+                self._refused["limit" if isinstance(error, Exceeded) else "message"] += 1
+                _log.warning("the connection of %s is closed: %s", request.remote, ascii(str(error))[:300])
+            finally:
+                self._connections.discard(connection)
+                await connection.end()
+        finally:
+            self._connected -= 1
+        return socket
+
+    async def _listen(self, socket: web.WebSocketResponse, connection: Connection) -> None:
+        """Hands a replica's messages to its job, until the connection ends.
+
+        Raises:
+            MessageError: a message is none, or came out of order.
+            Exceeded: a limit.
+        """
+        loop = asyncio.get_running_loop()
+        impatience = loop.call_later(self._limits.patience_s, connection.abort)
+        job: Job | None = None
+        conn, turned_away = 0, False
+        try:
+            async for message in socket:
+                if message.type is WSMsgType.ERROR:
+                    raise m.MessageError(f"{message.data}")
+                if message.type is not WSMsgType.TEXT:
+                    raise m.MessageError("it sends no text")
+                connection.meter(message.data)
+                if turned_away:
+                    continue
+                try:
+                    parsed = from_replica(message.data)
+                    if isinstance(parsed, m.Hello) is not (job is None):
+                        raise m.MessageError("a hello is the first message of a connection, and the only one")
+                except m.MessageError as error:
+                    if job is not None:
+                        raise
+                    # Whoever can't even say hello is told why: it would come again, for ever and to no avail.
+                    turned_away = True
+                    self._refused["message"] += 1
+                    _log.warning("a hello is refused: %s", ascii(str(error))[:300])
+                    connection.send(
+                        m.encode(m.Refused("unreadable", f"the coordinator cannot read the hello: {error}"))
+                    )
+                    connection.close()
+                    continue
+                if job is None:
+                    assert isinstance(parsed, m.Hello)
+                    impatience.cancel()
+                    job = self._job(parsed.job)
+                    conn = job.open(Peer(connection.send, connection.close))
+                job.metrics.message("received", len(message.data))
+                job.receive(conn, parsed)
+        finally:
+            impatience.cancel()
+            if job is not None:
+                job.lost(conn)
+                if job.unused and self._jobs.get(job.name) is job:  # several connections end at a time
+                    self._drop(job)
+
+    def _job(self, name: str) -> Job:
+        """The job of that name. A new one takes the place of one that nobody is connected to, when there are many."""
+        if name in self._jobs:
+            return self._jobs[name]
+        if len(self._jobs) >= self._limits.jobs:
+            idle = next((job for job in self._jobs.values() if not job.connected), None)
+            if idle is None:
+                raise Exceeded(f"more than {self._limits.jobs} jobs")
+            self._drop(idle)
+        self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits)
+        return self._jobs[name]
+
+    def _drop(self, job: Job) -> None:
+        """Forgets a job; what the journal holds of it stays."""
+        job.end()
+        del self._jobs[job.name]
+
+
+def run_coordinator(
+    bind: str,
+    *,
+    journal: Path | None = None,
+    token: str | None = None,
+    tls: Tls | None = None,
+    open_status: bool = False,
+    on_event: OnEvent = ignore,
+    ready: Callable[[str], None] | None = None,
+    made: Callable[[CoordinatorServer], None] | None = None,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C. Blocking.
+
+    Args:
+        bind: ``host:port``; port 0 takes a free one.
+        journal: see `CoordinatorServer`.
+        token: see `CoordinatorServer`.
+        tls: certificate and key; None, or one without them: no TLS.
+        open_status: see `CoordinatorServer`.
+        on_event: see `CoordinatorServer`.
+        ready: called with the address once it listens.
+        made: called with the server before it listens.
+
+    Raises:
+        UserError: ``bind`` is no address, or in use; the journal, the certificate or the key cannot be used.
+    """
+    host, port = parse_address(bind)
+    context = tls.server() if tls is not None else None
+    if token is None and not _is_loopback(host):
+        _log.warning(
+            "listens on %s without a token: whoever reaches the port can join a job, read its model and spoil it; "
+            "give --token-file, or set FTOPT_TOKEN",
+            bind,
+        )
+
+    async def main() -> None:
+        server = CoordinatorServer(
+            host, port, journal=journal, token=token, tls=context, open_status=open_status, on_event=on_event
+        )
+        if made is not None:
+            made(server)
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        taken = await server.start()
+        if ready is not None:
+            shown = f"[{host}]" if ":" in host else host
+            ready(f"{'http' if context is None else 'https'}://{shown}:{taken}")
+        await stop.wait()
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def parse_address(bind: str) -> tuple[str, int]:
+    """``host:port`` as a pair; raises `UserError`."""
+    host, colon, port = bind.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"address {bind!r}; must be HOST:PORT with a port from 0 to 65535, e.g. 0.0.0.0:29400")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,249 @@
+"""One job of a coordinator: performs the machine's effects, keeps its timer, and the rendezvous keys of its groups."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ftopt.events import Event, OnEvent
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.server.journal import Journal, JournalError
+from ftopt.sync.server.limits import Limits
+from ftopt.sync.server.metrics import Exposition, JobMetrics
+from ftopt.sync.server.rendezvous import Rendezvous
+
+_log = logging.getLogger(__name__)
+_TICK_S = 0.02
+"""The timer's resolution; whatever is due is never looked at more often."""
+_HALTED_S = 1.0
+"""A halted job refuses everybody for so long, then starts anew from its journal as soon as that can be written.
+
+Two coordinators of one job must not take turns too quickly.
+"""
+
+
+class Peer:
+    """One connection, as a job sees it. ``send`` and ``close`` come from whoever owns the socket."""
+
+    def __init__(self, send: Callable[[str], None], close: Callable[[], None]) -> None:
+        self.send = send
+        self.close = close
+
+
+class Job:
+    """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups.
+
+    It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL): the machine is then ahead of the
+    disk, so nothing that it knows is told, to members or to ``/status``. All connections are closed, and a new machine
+    takes up what the journal holds. Trainers train on meanwhile.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        journal: Journal,
+        on_event: OnEvent,
+        *,
+        limits: Limits = Limits(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.name = name
+        self._journal = journal
+        self._on_event = on_event
+        self._peers: dict[int, Peer] = {}
+        self._next = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._looks = 0
+        self._limits = limits
+        self.metrics = JobMetrics()
+        self._rendezvous = Rendezvous(limits, self._answer)
+        self._halted = ""
+        self.machine = Coordinator(name)
+        self._take_up()
+
+    @property
+    def halted(self) -> str:
+        """Why it has halted; "" while it runs."""
+        return self._halted
+
+    @property
+    def connected(self) -> int:
+        """Connections that it has."""
+        return len(self._peers)
+
+    @property
+    def unused(self) -> bool:
+        """Nobody is connected, and nobody has defined it: its hellos were refused."""
+        return not self._halted and not self._peers and self.machine.lines is None and not self.machine.roster.members
+
+    def open(self, peer: Peer) -> int:
+        """A new connection; returns its number."""
+        self._next += 1
+        self._peers[self._next] = peer
+        return self._next
+
+    def receive(self, conn: int, message: m.FromReplica) -> None:
+        """A message arrived.
+
+        Raises:
+            Exceeded: a limit; nothing has been changed.
+        """
+        if conn not in self._peers:
+            return  # closed meanwhile
+        if self._halted:
+            self._send(conn, m.Hold(f"the coordinator has halted: {self._halted}"))
+            self._peers.pop(conn).close()
+            return
+        match message:
+            case m.StoreSet() | m.StoreGet() if self.machine.roster.by_conn(conn) is None:
+                return
+            case m.StoreSet(key=key, value=value):
+                self._rendezvous.set(key, value)
+            case m.StoreGet(key=key):
+                self._rendezvous.get(conn, key)
+            case m.Hello() if reason := self._refuses(message):
+                self._send(conn, m.Refused("final", reason))
+                self._peers.pop(conn).close()
+            case _:
+                self._perform(self.machine.receive(time.monotonic(), conn, message))
+
+    def lost(self, conn: int) -> None:
+        """A connection ended."""
+        self._rendezvous.forget(conn)
+        if self._peers.pop(conn, None) is None or self._halted:
+            return
+        self._perform(self.machine.lost(time.monotonic(), conn))
+
+    def end(self) -> None:
+        """Stops the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /status`` tells of the job."""
+        if self._halted:
+            return {
+                "job": self.name,
+                "epoch": None,
+                "phase": f"halted: {self._halted}",
+                "fragments": [],
+                "replicas": [],
+            }
+        return self.machine.status(time.monotonic())
+
+    def show(self, to: Exposition) -> None:
+        """Adds what ``GET /metrics`` tells of the job."""
+        to.add("ftopt_job_halted", bool(self._halted), job=self.name)
+        to.add("ftopt_job_connections", self.connected, job=self.name)
+        self.metrics.show(to, self.status(), time.monotonic())
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._perform(self.machine.tick(time.monotonic()))
+
+    def _perform(self, effects: list[e.Effect]) -> None:
+        if entries := [x for x in effects if isinstance(x, e.Journalled)]:
+            try:
+                self._journal.write(self.name, entries)  # before anybody is told
+            except JournalError as error:
+                self._say(Event("halt", "coordinator", data={"reason": str(error)}))
+                self._halt(str(error))
+                return
+        told, text = None, ""
+        for effect in effects:
+            match effect:
+                case e.Send(conn=conn, message=message):
+                    if message is not told:  # many are told the same, one after another
+                        told, text = message, m.encode(message)
+                    self._send_text(conn, text)
+                case e.Close(conn=conn):
+                    if peer := self._peers.pop(conn, None):
+                        peer.close()
+                case e.Tell():
+                    self._tell(effect)
+                case e.Halt(reason=reason):
+                    self._halt(reason)
+                    return
+        if self.machine.looks != self._looks:  # a heartbeat brings nothing forward
+            self._set_timer()
+
+    def _halt(self, reason: str) -> None:
+        """Turns everybody away for `_HALTED_S`; said once, however long it lasts."""
+        if not self._halted:
+            _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
+        self._halted = reason
+        for peer in list(self._peers.values()):
+            peer.close()
+        self._peers.clear()
+        self.end()
+        self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._take_up)
+
+    def _take_up(self) -> None:
+        """A new machine takes up what the journal holds, as if the process had been started again.
+
+        After a halt its epoch is written first: while that fails, nobody need be let in.
+        """
+        try:
+            saved = self._journal.load(self.name)
+            self.machine = Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
+            self._looks = self.machine.looks
+            if self._halted:
+                self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
+        except JournalError as error:
+            self._halt(str(error))
+            return
+        if self._halted:
+            _log.warning("job %s starts anew from the journal", self.name)
+        self._halted = ""
+
+    def _tell(self, tell: e.Tell) -> None:
+        self._say(
+            Event(
+                tell.event, tell.replica, tell.incarnation, tell.fragment, tell.version, tell.attempt,
+                tell.inner_step if tell.inner_step is not None else self._inner_step(), tell.data,
+            )
+        )  # fmt: skip
+
+    def _say(self, event: Event) -> None:
+        self.metrics.told(event, time.monotonic())
+        self._on_event(event)
+
+    def _inner_step(self) -> int | None:
+        return self.machine.rounds[0].inner_step if self.machine.rounds else None
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._looks = self.machine.looks
+        due_s = self.machine.deadline_s() - time.monotonic()
+        if due_s < 1e6:
+            self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
+
+    def _refuses(self, hello: m.Hello) -> str:
+        """Why there is no room for those whom ``hello`` names, "" when there is."""
+        known = self.machine.roster.members
+        new = {hello.replica, *(replica for replica, _ in hello.roster)} - known.keys()
+        heard = self.machine.gathering.hellos if self.machine.gathering is not None else ()
+        if not new or len(known) + len(heard) + len(new) <= self._limits.replicas:
+            return ""
+        return (
+            f"job {self.name!r} has {len(known) + len(heard)} replicas already, at most {self._limits.replicas} are "
+            "taken; end some, or start another job"
+        )
+
+    def _answer(self, conn: int, key: str, value: str) -> None:
+        self._send(conn, m.StoreValue(key, value))
+
+    def _send(self, conn: int, message: m.FromCoordinator) -> None:
+        self._send_text(conn, m.encode(message))
+
+    def _send_text(self, conn: int, text: str) -> None:
+        if peer := self._peers.get(conn):
+            self.metrics.message("sent", len(text))
+            peer.send(text)

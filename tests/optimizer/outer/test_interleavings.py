@@ -1,0 +1,288 @@
+"""Outer steps that are broken off, decided at odd moments, or weigh nothing: no inner step is lost, none is spoilt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ftopt.connect import local_groups
+from ftopt.methods import DiLoCo, LocalSGD, Method, Mine, Round, SlowMo, StreamingDiLoCo, Strided
+from ftopt.methods.method import OuterState
+from ftopt.methods.triggers import Progress
+from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer.outer.freezer import Freezer
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.tensors import pieces
+from ftopt.optimizer.tensors.pool import Copies
+from ftopt.sync.group import Attempt, Collective, ReplicaGroup
+from tests.optimizer.running import PATIENT, anchor, together
+from tests.problems import problem
+
+TASK = problem("mlp", "sgd")
+DELAYED = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), patience_s=60.0)
+
+
+def _start(method: Method, model: nn.Module, group: ReplicaGroup) -> OuterOptimizer:
+    return wrap(TASK.inner(model.parameters()), model, method, group=group)
+
+
+def _step(optimizer: OuterOptimizer, model: nn.Module, m: int, step: int, *, scale: float = 1.0) -> None:
+    optimizer.zero_grad()
+    TASK.backward(model, m, step)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(scale)
+    optimizer.step()
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _run(n: int, replica: Callable[[int, nn.Module, ReplicaGroup], object], **sync: float) -> list[object]:
+    models, groups = [TASK.model(0) for _ in range(n)], local_groups(n, sync=replace(PATIENT, **sync))
+    return together([lambda m=m: replica(m, models[m], groups[m]) for m in range(n)])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("method", [LocalSGD(sync_every=2), DiLoCo(sync_every=2)], ids=["local_sgd", "diloco"])
+def test_who_weighs_nothing_adds_nothing(method: Method) -> None:
+    """Its payload has been made when it was frozen, for a share that the round then does not give it."""
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup, wild: float) -> Tensor:
+        with _start(method, model, group) as optimizer:
+            before = _flat(anchor(optimizer, model))
+            for step in range(2):
+                _step(optimizer, model, m, step, scale=wild if m == 1 else 1.0)
+            return _flat(anchor(optimizer, model)) - before
+
+    moved = [_run(3, lambda *a, wild=wild: replica(*a, wild), norm_limit=5.0) for wild in (1e3, 1e4)]
+    assert torch.equal(moved[0][0], moved[1][0])  # type: ignore[arg-type]
+    assert float(moved[0][0].norm()) < 1.0  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerStep(LocalSGD):
+    """Its payload goes by more than tensors."""
+
+    pieces: bool = True
+
+    @property
+    def elementwise(self) -> bool:
+        return self.pieces
+
+    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+        return torch.sub(mine.start, mine.params, out=out).div_(mine.steps * mine.lr)
+
+    def outer_step(
+        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.sub(anchor, mean.mul_(0.1)), {}
+
+
+def test_a_payload_that_is_made_early_knows_steps_and_rate() -> None:
+    def replica(m: int, model: nn.Module, group: ReplicaGroup, pieces: bool) -> Tensor:
+        with _start(PerStep(sync_every=3, pieces=pieces), model, group) as optimizer:
+            for step in range(6):
+                _step(optimizer, model, m, step)
+            return _flat(anchor(optimizer, model))
+
+    early, late = (_run(2, lambda *a, pieces=pieces: replica(*a, pieces)) for pieces in (True, False))
+    assert torch.equal(early[0], late[0])  # type: ignore[arg-type]
+
+
+def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others bring more steps than this replica: the averages end (``outer_start_step``) by the commit itself."""
+    averages = OuterStep._averages
+    monkeypatch.setattr(OuterStep, "_averages", lambda self, f: averages(self, f) and f.state is f.taken)
+    method = replace(DELAYED, outer_start_step=3)
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> None:
+        with _start(method, model, group) as optimizer:
+            for step in range(3):
+                _step(optimizer, model, m, step)
+                (fragment,) = optimizer._core.started().fragments
+                assert fragment.state is fragment.taken and fragment.base is fragment.start
+                optimizer._core.capture(Copies())
+            for step in range(3, 9):
+                _step(optimizer, model, m, step)
+
+    _run(1, replica)
+
+
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "undecided"])
+def test_an_interrupted_wait_loses_no_step(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replica(m: int, model: nn.Module, group: ReplicaGroup, interrupts: bool) -> Tensor:
+        def interrupted(self: OuterStep, index: int, timeout_s: float | None = None) -> bool:
+            if decided:
+                group.wait(index)
+            raise KeyboardInterrupt
+
+        with _start(DiLoCo(sync_every=2), model, group) as optimizer:
+            for step in range(6):
+                if step == 3 and interrupts:
+                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                        patch.setattr(OuterStep, "_wait", interrupted)
+                        _step(optimizer, model, m, step)
+                    group.wait(0)
+                    optimizer._core.capture(Copies())
+                else:
+                    _step(optimizer, model, m, step)
+            assert optimizer.pending_steps == 0 and optimizer.versions == (3,)
+            return _flat(anchor(optimizer, model))
+
+    through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
+    assert torch.equal(through[0], broken_off[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("decided", [True, False], ids=["decided", "undecided"])
+def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = StreamingDiLoCo(sync_every=100, delay=0, fragments=Strided(n=2))
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup, interrupts: bool) -> Tensor:
+        def interrupted(self: OuterStep, index: int, timeout_s: float | None = None) -> bool:
+            if not group.outstanding(index):
+                return True
+            if decided:
+                group.wait(index)
+            raise KeyboardInterrupt
+
+        with _start(method, model, group) as optimizer:
+            for step in range(6):
+                _step(optimizer, model, m, step)
+                if step == 3 and interrupts:
+                    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                        patch.setattr(OuterStep, "_wait", interrupted)
+                        optimizer.sync()
+                    optimizer._core.capture(Copies())
+                if step % 2:
+                    optimizer.sync()
+            assert optimizer.pending_steps == 0 and optimizer.versions == (3, 3)
+            return _flat(anchor(optimizer, model))
+
+    through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
+    assert torch.equal(through[0], broken_off[0])  # type: ignore[arg-type]
+
+
+def test_a_sync_that_stays_undecided_waits_once_and_what_it_offered_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reduce, goes_on = OuterStep.reduce, threading.Event()
+
+    def reduces_late(self: OuterStep, attempt: Attempt, collective: Collective) -> str:
+        assert goes_on.wait(10.0)
+        return reduce(self, attempt, collective)
+
+    monkeypatch.setattr(OuterStep, "reduce", reduces_late)
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> tuple[int, list[bool], int]:
+        waited = list[int]()
+
+        def cut_off(self: OuterStep, index: int, timeout_s: float | None = None) -> bool:
+            waited.extend([index] if group.outstanding(index) else [])
+            return not group.outstanding(index)
+
+        with _start(DiLoCo(sync_every=100), model, group) as optimizer:
+            _step(optimizer, model, m, 0)
+            with monkeypatch.context() as patch:
+                patch.setattr(OuterStep, "_wait", cut_off)
+                decided = [optimizer.sync()]
+            _step(optimizer, model, m, 1)
+            goes_on.set()
+            decided.append(optimizer.sync())
+            assert optimizer.pending_steps == 0
+            return len(waited), decided, optimizer.inner_step
+
+    assert _run(1, replica) == [(1, [False, True], 2)]
+
+
+def test_a_sync_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "copy", lambda *_: pytest.fail("a copy"))
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> bool:
+        with _start(DiLoCo(sync_every=100), model, group) as optimizer:
+            _step(optimizer, model, m, 0)
+            return optimizer.sync()
+
+    assert _run(2, replica) == [True, True]
+
+
+def test_who_leaves_has_offered_what_was_being_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    freeze, slow = OuterStep._copy_and_offer, threading.Event()
+
+    def freezes_slowly(self: OuterStep, *arguments: object) -> object:
+        slow.wait(0.2)
+        return freeze(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(OuterStep, "_copy_and_offer", freezes_slowly)
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> int:
+        with _start(replace(DELAYED, sync_every=100), model, group) as optimizer:
+            for step in range(6):
+                _step(optimizer, model, m, step)
+        return optimizer.pending_steps
+
+    assert _run(1, replica) == [0]
+
+
+@pytest.mark.parametrize("looked_at", [False, True], ids=["stepped", "saved in between"])
+def test_steps_behind_parameters_that_were_given_up_are_sound(looked_at: bool) -> None:
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> list[bool]:
+        finite = []
+        with _start(DELAYED, model, group) as optimizer:
+            for step in range(6):
+                _step(optimizer, model, m, step, scale=float("nan") if step == 3 else 1.0)
+                if looked_at:
+                    optimizer._core.capture(Copies())
+                finite.append(all(bool(p.isfinite().all()) for p in model.parameters()))
+        return finite
+
+    assert _run(1, replica) == [[True, True, True, looked_at, True, True]]
+
+
+def test_an_interrupted_join_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    freezer, done, goes_on = Freezer(), list[str](), threading.Event()
+
+    def work() -> Callable[[], None]:
+        assert goes_on.wait(10.0)
+        return lambda: done.append("the rest")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    freezer.begin(torch.device("cpu"), work)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Condition, "wait", interrupted)
+        patch.setattr(threading.Event, "wait", interrupted)
+        patch.setattr(Future, "result", interrupted)
+        freezer.join()
+    goes_on.set()
+    freezer.join()
+    assert done == ["the rest"]
+
+
+def test_a_method_that_is_due_by_more_than_its_period_is_asked_at_each_step() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Sooner(LocalSGD):
+        def steps_until_due(self, progress: Progress) -> int:
+            return 2
+
+    assert LocalSGD(sync_every=8).is_plain and DiLoCo(sync_every=8).is_plain
+    assert not Sooner(sync_every=8).is_plain
+    assert not LocalSGD(sync_every="balanced", round_steps=8).is_plain
+
+
+def test_scalars_of_a_subclass_may_look_at_tensors() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Longer(SlowMo):
+        def scalars(self, mine: Mine) -> tuple[float, ...]:
+            return (mine.lr, float(mine.params.norm()))
+
+    assert not SlowMo(sync_every=8).looks_at_whole and Longer(sync_every=8).looks_at_whole

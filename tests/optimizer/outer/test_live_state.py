@@ -1,0 +1,41 @@
+"""What a replica serves while the model in its hands is not of the version that it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.sync.group import Committed
+
+
+class Silent:
+    sync = ftopt.Sync()
+    units = None
+    global_batch = None
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Listens."""
+
+
+def one(seed: int) -> tuple[nn.Module, OuterStep]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3)
+    inner = Inner([torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
+    return model, OuterStep([], ftopt.SyncSGD(), Silent(), (inner, model))  # type: ignore[arg-type]
+
+
+def test_a_fetched_model_is_served_as_it_came_until_it_is_taken_up() -> None:
+    source, newcomer = one(1)[1], one(2)
+    digest, tensors = source.state(0)
+    newcomer[1].install(Committed(0, 7, 7, 0), digest, tensors, reborn=False)
+    served, copies = newcomer[1].state(0)
+    assert served == digest
+    assert copies.keys() == tensors.keys()
+    assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
+    newcomer[1].take_over()
+    assert newcomer[1].state(0)[0] == digest

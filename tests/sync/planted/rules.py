@@ -1,0 +1,478 @@
+"""Protocol bugs to plant, one a rule: the walks must find each of them.
+
+A bug that a later defence absorbs is planted together with that defence taken out; `Bug.without` says which.
+
+``python -m tests.sync.planted.rules [NAME ...]`` prints the table of ``docs/protocol.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ftopt.simulate import saving
+from ftopt.simulate.walk import History, run
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.attempts import Agreed, Attempt
+from ftopt.sync.protocol.coordinator.catch_up import CatchUp
+from ftopt.sync.protocol.coordinator.grants import Lending
+from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.members import Members
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.startup import Gathering
+from ftopt.sync.protocol.intervals import Ranges, subtract, union
+from ftopt.sync.protocol.ledger.ledger import Ledger
+from ftopt.sync.protocol.ledger.unit_queue import Stock
+from ftopt.sync.protocol.replica.machine import Adopt, Replica, Send, StartReduce
+from tests.sync.planted import copies, plans
+
+LIMIT = 10_000
+"""Histories within which each must be found."""
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``without``: the later defence that is taken out, too. ``slow``: only after many histories, or long ones."""
+
+    rule: str
+    plant: Callable[[Patch], None]
+    without: str = ""
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__
+
+    @property
+    def text(self) -> str:
+        return (self.plant.__doc__ or "").strip().rstrip(".")
+
+
+def find(bug: Bug, patch: Patch) -> tuple[int, History | None]:
+    """Plants it and walks from seed 0; returns after how many histories it was found, and in which."""
+    bug.plant(patch)
+    for seed in range(LIMIT):
+        history = run(seed)
+        if history.failure is not None:
+            return seed + 1, history
+    return LIMIT, None
+
+
+# ---------------------------------------------------------------- contributions
+
+
+def freeze_off(patch: Patch) -> None:
+    """A lost connection frees the contribution; the next one is another."""
+    disconnect = Replica.disconnect
+
+    def mutant(self: Replica) -> Any:
+        for f in self._fragments:
+            f.contribution = None
+        return disconnect(self)
+
+    patch.setattr(Replica, "disconnect", mutant)
+    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+
+
+def changed_retry(patch: Patch) -> None:
+    """An abort frees the contribution; the retry takes another one."""
+    receive = Replica.receive
+
+    def mutant(self: Replica, message: m.FromCoordinator) -> Any:
+        if isinstance(message, m.Abort) and self.welcomed:
+            self._fragments[message.fragment].contribution = None
+        return receive(self, message)
+
+    def quorum(self: Replica, q: m.Quorum) -> Any:
+        f = self._fragments[q.fragment]
+        f.prepared = None
+        f.members = tuple(sorted((set(f.members) - set(q.left)) | set(q.joined)))
+        own = (self.identity.replica, self.incarnation)
+        fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
+        if not fits or f.contribution is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
+            return [Send(m.Failed(q.fragment, q.attempt, "misfit", "")), *self._lacks(q.fragment)]
+        f.quorum, f.called_in, f.released = q, False, False
+        return [StartReduce(q, f.members, f.contribution)]
+
+    patch.setattr(Replica, "receive", mutant)
+    patch.setattr(Replica, "_quorum", quorum)
+
+
+def count_off(patch: Patch) -> None:
+    """Whoever comes back late keeps its contribution, counted or not."""
+    patch.setattr(Replica, "counted_step", lambda self, record: 0)
+    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+
+
+# ---------------------------------------------------------------- decisions
+
+
+_commit = Rounds._commit
+
+
+def commit_early(patch: Patch) -> None:
+    """Commit as soon as one member has prepared."""
+    verdict = Attempt.verdict
+
+    def mutant(self: Attempt) -> Any:
+        if self.prepared and self.alive():
+            return Agreed(next(iter(self.prepared.values())))
+        return verdict(self)
+
+    def commit(self: Rounds, digest: str) -> Any:
+        assert self.attempt is not None
+        for replica, _ in self.attempt.members:
+            self.attempt.prepared.setdefault(replica, "")
+        return _commit(self, digest)
+
+    patch.setattr(Attempt, "verdict", mutant)
+    patch.setattr(Rounds, "_commit", commit)
+
+
+def count_of_the_prepared(patch: Patch) -> None:
+    """COUNT only for a contribution that its holder has seen reduced."""
+    reduced, counted_step = Replica.reduced, Replica.counted_step
+
+    def note(self: Replica, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> Any:
+        c = self.contribution(fragment)
+        if c is not None:
+            vars(self).setdefault("seen", set()).add((fragment, c.last_step))
+        return reduced(self, fragment, attempt, digest, rows)
+
+    def mutant(self: Replica, record: m.Record) -> int:
+        step, c, held = counted_step(self, record), self.contribution(record.fragment), self.record(record.fragment)
+        if c is None or held is None or step != c.last_step or (record.fragment, step) in vars(self).get("seen", ()):
+            return step
+        return counted_step(self, held)
+
+    patch.setattr(Replica, "reduced", note)
+    patch.setattr(Replica, "counted_step", mutant)
+
+
+def commit_early_count_off(patch: Patch) -> None:
+    """Commit as soon as one member has prepared."""
+    commit_early(patch)
+    count_of_the_prepared(patch)
+
+
+def any_digest(patch: Patch) -> None:
+    """A decision names no digest: each member takes up what it has prepared."""
+
+    def commit(self: Rounds, digest: str) -> Any:
+        assert self.attempt is not None
+        self.attempt.prepared = dict.fromkeys(self.attempt.prepared, digest)
+        return _commit(self, digest)
+
+    patch.setattr(Rounds, "_commit", commit)
+
+    def mutant(self: Replica, message: m.Commit) -> Any:
+        f = self._fragments[message.fragment]
+        p = f.prepared
+        if p is None or p.attempt != message.attempt:
+            return []
+        f.record, f.prepared, f.contribution = p.record, None, None
+        return [Adopt(p.attempt, p.record)]
+
+    patch.setattr(Replica, "_commit", mutant)
+
+
+def told_first(patch: Patch) -> None:
+    """A decision is told before it is journalled."""
+    patch.setattr(Rounds, "_commit", lambda self, digest: _commit(self, digest)[::-1])
+
+
+def no_deadline(patch: Patch) -> None:
+    """An attempt is waited for for ever, whoever hangs."""
+    patch.setattr(Attempt, "overdue_s", lambda self, roster, patience_s, usual_s: math.inf)
+
+
+def hung_again(patch: Patch) -> None:
+    """A member whose reducer hangs is tried again in each attempt."""
+    patch.setattr(Member, "busy", lambda self, now, patience_s: False)
+
+
+# ---------------------------------------------------------------- who is known, and what is true
+
+
+def sticky_off(patch: Patch) -> None:
+    """A lost connection takes a member off the roster."""
+    lost = Coordinator.lost
+
+    def mutant(self: Coordinator, now: float, conn: int) -> Any:
+        member = self.roster.by_conn(conn)
+        effects = lost(self, now, conn)
+        if member is not None and member.conn is None and self.roster.members.get(member.replica) is member:
+            del self.roster.members[member.replica]
+        return effects
+
+    patch.setattr(Coordinator, "lost", mutant)
+
+
+def absent_is_dead(patch: Patch) -> None:
+    """Holders of a version that are away count for nothing."""
+    patch.setattr(
+        Member,
+        "may_hold",
+        lambda self, at: self.conn is not None and at in (self.held.get(at.fragment), self.hopes.get(at.fragment)),
+    )
+    patch.setattr(Member, "may_exceed", lambda self, best: False)
+    patch.setattr(Gathering, "_unheard", lambda self: [])
+
+
+def wait_off(patch: Patch) -> None:
+    """A coordinator without memory goes on with the first veteran."""
+    may_end = Gathering.may_end
+    patch.setattr(Gathering, "may_end", lambda self, now: bool(self.veterans()) or may_end(self, now))
+
+
+def cold_off(patch: Patch) -> None:
+    """Whoever comes first starts the job anew."""
+    patch.setattr(Gathering, "may_end", lambda self, now: bool(self.hellos))
+
+
+def rollback_off(patch: Patch) -> None:
+    """The coordinator insists on the highest version when nobody holds it any more."""
+    patch.setattr(Coordinator, "_survives", lambda self, r: True)
+
+
+def forgotten_comes_back(patch: Patch) -> None:
+    """An incarnation that was given up comes back and is let in."""
+    identify = Coordinator._identify
+
+    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
+        if hello.incarnation and self.roster.gone.get(hello.replica) == hello.incarnation:
+            del self.roster.gone[hello.replica]
+        return identify(self, now, conn, hello)
+
+    patch.setattr(Coordinator, "_identify", mutant)
+
+
+# ---------------------------------------------------------------- who votes, who is a source
+
+
+def stale_proposal(patch: Patch) -> None:
+    """A proposal for a version of the past is accepted."""
+
+    def mutant(self: Rounds, member: Member, contribution: m.Contribution, *, now: bool = False) -> Any:
+        self.proposals.setdefault(member.replica, contribution)
+        return []
+
+    patch.setattr(Rounds, "propose", mutant)
+
+
+def stale_state(patch: Patch) -> None:
+    """A fetched state is taken up whatever it is: another version's, another moment's."""
+
+    def mutant(self: Replica, record: m.Record) -> bool:
+        f = self._fragments[record.fragment]
+        f.installing = f.fetching is not None
+        return f.installing
+
+    patch.setattr(Replica, "install", mutant)
+    patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
+
+
+def unhealed_source(patch: Patch) -> None:
+    """A replica whose own state is in doubt is a source of it."""
+    patch.setattr(Replica, "serves", lambda self, fragment: self.record(fragment))
+
+
+def unhealed_votes(patch: Patch) -> None:
+    """Replicas that are behind are named as sources, and vote."""
+    patch.setattr(
+        Roster,
+        "sources",
+        lambda self, at, but, limit=4: tuple(x.address for x in self.connected() if x.replica != but),
+    )
+    patch.setattr(Rounds, "holds", lambda self, member: self.fragment in member.held)
+
+
+# ---------------------------------------------------------------- the sample ledger
+
+
+def suspect_releases(patch: Patch) -> None:
+    """What a member holds that is away is granted to others"""
+    away = Members.away
+
+    def mutant(self: Members, now: float, member: Member, *, close: bool = False) -> Any:
+        if self.lending is not None:
+            self.lending.gone(member.mark)
+        return away(self, now, member, close=close)
+
+    patch.setattr(Members, "away", mutant)
+
+
+def limbo_off(patch: Patch) -> None:
+    """A new coordinator takes for free what it knows nothing of"""
+    ledger_open = Ledger.open
+    patch.setattr(Ledger, "open", lambda self, done, cursor, unheard: ledger_open(self, done, cursor, ()))
+    patch.setattr(Ledger, "expect", lambda self, mark: None)
+
+
+def cursor_of_done(patch: Patch) -> None:
+    """A new coordinator takes the cursor from what is done"""
+    patch.setattr(Gathering, "cursor", lambda self: 0)
+
+
+def dead_not_done(patch: Patch) -> None:
+    """A commit does not mark what a member that died meanwhile has used"""
+    mark_done = Rounds._mark_done
+
+    def mutant(self: Rounds, a: Attempt) -> Any:
+        lost = union(*(c.ranges for r, c in a.contributions.items() if r in a.lost))
+        a.ranges = subtract(a.ranges, lost)
+        return mark_done(self, a)
+
+    patch.setattr(Rounds, "_mark_done", mutant)
+
+
+def claim_adds(patch: Patch) -> None:
+    """What a replica says that it holds is added to what was believed of it"""
+    claim = Ledger.claim
+
+    def mutant(self: Ledger, mark: m.Mark, ranges: Ranges) -> Any:
+        return claim(self, mark, union(ranges, self.leases.get(mark, ())))
+
+    patch.setattr(Ledger, "claim", mutant)
+
+
+def gone_untold(patch: Patch) -> None:
+    """Replicas do not keep the gone marks, and a coordinator without memory lets the gone in"""
+    learn = Replica._learn
+    patch.setattr(Replica, "_learn", lambda self, known, gone: learn(self, known, ()))
+
+
+def hold_off(patch: Patch) -> None:
+    """What an undecided attempt has used is free when its owner is gone"""
+    patch.setattr(Ledger, "hold", lambda self, ranges: None)
+
+
+def taken_is_used(patch: Patch) -> None:
+    """What a loader has taken ahead counts as used"""
+    take = Stock.take
+
+    def mutant(self: Stock) -> Any:
+        unit = take(self)
+        if unit is not None:
+            self._used = union(self._used, ((unit, unit + 1),))
+        return unit
+
+    patch.setattr(Stock, "take", mutant)
+
+
+def void_is_used(patch: Patch) -> None:
+    """A replica that was given up counts what its void steps have used since it came back"""
+    patch.setattr(Stock, "redo", lambda self: None)
+
+
+def tail_off(patch: Patch) -> None:
+    """At the end of the data a replica that hangs is waited for for ever"""
+    patch.setattr(Lending, "waits_since_s", lambda self, mark: math.inf)
+
+
+def asks_once(patch: Patch) -> None:
+    """What was asked for when nothing was free is forgotten"""
+    grant = Lending._grant
+
+    def mutant(self: Lending) -> Any:
+        effects = grant(self)
+        self._asks.clear()
+        return effects
+
+    patch.setattr(Lending, "_grant", mutant)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def life_again(patch: Patch) -> None:
+    """Who restores a checkpoint lives a life again that its state counts"""
+    patch.setattr(saving, "another_life", lambda mark, there, newest: (mark, {}))
+
+
+def resumed_untold(patch: Patch) -> None:
+    """Who goes on from a checkpoint is not told that the data have ended"""
+    welcome = Replica._welcome
+
+    def mutant(self: Replica, message: m.Welcome) -> Any:
+        self._put_back = False
+        return welcome(self, message)
+
+    patch.setattr(Replica, "_welcome", mutant)
+
+
+def grace_alone(patch: Patch) -> None:
+    """Who is overtaken while it fetches is waited for no longer than the grace."""
+    patch.setattr(CatchUp, "arrival", lambda self, replica: None)
+
+
+BUGS = (
+    Bug("FREEZE", freeze_off),
+    Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
+    Bug("COUNT", count_off),
+    Bug("step 5", commit_early_count_off, "COUNT for whoever has not seen the result"),
+    Bug("step 5", any_digest),
+    Bug("step 5", no_deadline, slow=True),
+    Bug("step 5", hung_again),
+    Bug("JOURNAL", told_first),
+    Bug("step 2", grace_alone),
+    Bug("STICKY", sticky_off),
+    Bug("STICKY", absent_is_dead),
+    Bug("STICKY", forgotten_comes_back, slow=True),
+    Bug("WAIT", wait_off),
+    Bug("COLD", cold_off),
+    Bug("ROLLBACK", rollback_off),
+    Bug("I5", stale_proposal),
+    Bug("I5", stale_state, slow=True),
+    Bug("I5", unhealed_source, slow=True),
+    Bug("I5", unhealed_votes),
+    Bug("GONE", suspect_releases),
+    Bug("LIMBO", limbo_off),
+    Bug("CURSOR", cursor_of_done, slow=True),
+    Bug("DONE", dead_not_done, slow=True),
+    Bug("TOTAL", claim_adds),
+    Bug("FENCE", gone_untold, slow=True),
+    Bug("HOLD", hold_off, slow=True),
+    Bug("UNIT", taken_is_used),
+    Bug("UNIT", void_is_used, slow=True),
+    Bug("TAIL", tail_off, slow=True),
+    Bug("TAIL", asks_once, slow=True),
+    Bug("RESTORE", life_again, slow=True),
+    Bug("TAIL", resumed_untold, slow=True),
+    Bug("OWN", plans.own_off),
+    Bug("TIE", plans.tie_off, slow=True),
+    Bug("COVER", plans.any_plan_counts),
+    Bug("COVER", plans.part_of_a_batch, slow=True),
+    Bug("PLAN", plans.plan_in_an_attempt, slow=True),
+    Bug("PLAN", plans.stale_shares, "COVER; that a member compares the quorum's plan with its own", slow=True),
+    Bug("FREEZE", plans.frozen_under_a_plan),
+    Bug("RESTART", plans.all_claims_hold, slow=True),
+    Bug("ADOPT", copies.stale_copy),
+    Bug("ADOPT", copies.heir_in_an_attempt, "HOLD for its units", slow=True),
+    Bug("ADOPT", copies.adopted_and_free),
+)
+
+
+def main(names: list[str]) -> None:
+    """Prints the table, a line as soon as it is known."""
+    sys.stdout.write("| rule | bug | taken out, too | found after | invariant |\n|---|---|---|---|---|\n")
+    for bug in BUGS:
+        if names and bug.name not in names:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            count, history = find(bug, patch)
+        found = f"{count:,} | {history.failure}" if history else f"not in {count:,} |"
+        sys.stdout.write(f"| {bug.rule} | {bug.text} ({bug.name}) | {bug.without} | {found} |\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

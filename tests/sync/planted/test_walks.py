@@ -1,0 +1,69 @@
+"""Random walks of the real machines: 1,100 histories hold I1 to I6; planted bugs don't.
+
+``ftopt simulate --replay n`` runs one history again and prints its trace; ``FTOPT_WALK_HISTORIES=n`` runs more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from ftopt.simulate.check import Checks, Version
+from ftopt.simulate.host import Content
+from ftopt.simulate.tally import Tally
+from ftopt.simulate.walk import run
+from ftopt.simulate.world import Knobs, World
+from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
+
+HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
+
+
+@pytest.mark.timeout(600)
+def test_histories_hold_every_invariant_and_cover_the_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+    tally = Tally()
+    for _ in tally.walk(0, HISTORIES):
+        pass
+    if tally.failed is not None:
+        seed = tally.failed.seed
+        trace = "\n".join(run(seed, trace=True).trace[-200:])
+        text = f"{trace}\n\nseed {seed}: {tally.failed.failure}\nrun it again: ftopt simulate --replay {seed}"
+        pytest.fail(text, pytrace=False)
+    with capsys.disabled():
+        head = f"\n{HISTORIES} histories, {tally.events} events; share of histories with:"
+        sys.stdout.write("\n".join([head, *tally.table(), ""]))
+    assert tally.rare() == {}
+
+
+def test_a_seed_is_one_history() -> None:
+    first, second = run(7, trace=True), run(7, trace=True)
+    assert first.trace == second.trace
+    assert len(first.trace) > 50
+
+
+def test_a_fork_is_excused_where_an_excused_coordinator_has_made_it_and_nowhere_else() -> None:
+    checks = Checks(World(0, Knobs(settings={})))
+    for chain, parent, version, epoch in (
+        ("start", "", 0, 1), ("a", "start", 1, 1), ("a twice", "start", 1, 1), ("b", "start", 1, 2),
+        ("bc", "b", 2, 3), ("bd", "b", 2, 4),
+    ):  # fmt: skip
+        checks.versions[(0, chain)] = Version(parent, version, Content(chain))
+        checks.deciders[(0, chain)] = epoch
+    assert not checks.one_history(0, "a", "b")
+    checks.excuse(2, "it did not hear of a")
+    assert checks.one_history(0, "a", "b")
+    assert checks.one_history(0, "bc", "a")
+    assert checks.one_history(0, "bc", "start")
+    assert not checks.one_history(0, "bc", "bd")
+    checks.excuse(1, "another reason")
+    assert not checks.one_history(0, "a", "a twice")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("bug", [pytest.param(x, id=x.name, marks=[pytest.mark.slow] if x.slow else []) for x in BUGS])
+def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, history = find(bug, monkeypatch)
+    if history is None:
+        pytest.fail(f"{LIMIT:,} histories did not find: {bug.text}")
+    sys.stdout.write(f"{bug.name}: found after {count:,} histories: {history.failure}\n")

@@ -1,0 +1,31 @@
+"""Replicas on CPUs of different kinds agree bit for bit: what all compute alike uses plain elementwise arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import ftopt
+from tests.sync.processes.job import FAST, assert_nothing_lost, tiny_job
+
+
+def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_path: Path) -> None:
+    outer = ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)
+    with tiny_job(
+        tmp_path,
+        method=ftopt.DiLoCo(sync_every=10, outer=outer),
+        environ={"r1": {"ATEN_CPU_CAPABILITY": "default"}},
+        threads={"r0": 1, "r1": 1, "r2": 2},
+        width=4000,  # enough elements for a second thread to get some
+        step_s=0.001,
+        sync=replace(FAST, grace_s=20.0),  # nobody is called in early
+    ) as job:
+        job.start_all()
+        summary = job.end()
+        kernels = {e["replica"]: e["data"] for e in job.events("kernels")}
+        alarms = [e for e in job.events() if e["event"] in ("mismatch", "damaged", "put_out", "fork", "abort")]
+    assert kernels["r1"]["cpu_capability"] == "DEFAULT" != kernels["r0"]["cpu_capability"]
+    assert [kernels[name]["threads"] for name in ("r0", "r1", "r2")] == [1, 1, 2]
+    assert summary["outer_steps"] >= 10
+    assert alarms == []
+    assert_nothing_lost(summary)

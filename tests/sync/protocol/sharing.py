@@ -1,0 +1,248 @@
+"""A table whose replicas compute the gradients of a global batch together, by hand or at random."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.ledger.plans import Portion
+from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.samples import Samples
+from tests.sync.protocol.table import Seat, Table
+
+SAMPLES = Samples(samples=1000, batch_size=1, global_batch=6)
+
+
+class Worker:
+    """A replica at the table: its machine's seat, and the training thread's sum of gradients as a list of units."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.portion = Portion()
+        self.sum: list[int] = []
+        self.frozen: dict[int, list[int]] = {}
+        """What each reduction that was started would add up, by attempt."""
+        self.computed = 0
+        self._dropped = 0
+        self._computing: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.seat.name
+
+    @property
+    def frozen_now(self) -> m.Contribution | None:
+        return self.seat.machine.contribution(0)
+
+    def take(self) -> None:
+        """What has arrived; the plans in it reach the training thread, reductions begin with what is frozen."""
+        self.seat.take()
+        for effect in [x for x in self.seat.asked if isinstance(x, r.Planned | r.Reborn)]:
+            self.seat.asked.remove(effect)
+            if isinstance(effect, r.Planned):
+                self.portion.assign(effect.version, effect.plan, effect.units)
+            else:
+                self.portion.drop()
+        for start in [x for x in self.seat.asked if isinstance(x, r.StartReduce)]:
+            self.frozen.setdefault(start.quorum.attempt, list(self.sum))
+
+    def begin(self) -> None:
+        """A unit's gradients are being computed."""
+        unit = self.portion.next()
+        self._computing = None if unit is None else (self.portion.version, unit)
+
+    def end(self) -> None:
+        """They are there."""
+        if self._computing is not None:
+            (version, unit), self._computing = self._computing, None
+            self.computed += 1
+            mine = self.portion.add(version, unit)
+            self._empty()
+            if mine:
+                self.sum.append(unit)
+
+    def offer(self) -> None:
+        """Offers the sum if the share is done and nothing is outstanding."""
+        record, p = self.seat.machine.record(0), self.portion
+        self._empty()
+        if record is None or self.frozen_now is not None or p.version != record.version + 1 or p.kept != p.units:
+            return
+        last = self.seat.machine.counted_step(record) + 1
+        c = m.Contribution(0, record.version, 1, last, float(len(self.sum)), ranges=p.kept, plan=p.plan)
+        self.seat.do(self.seat.machine.propose(c))
+
+    def work(self) -> None:
+        """Computes its whole share, and offers it."""
+        self.take()
+        while self.portion.next() is not None:
+            self.begin()
+            self.end()
+        self.offer()
+
+    def reduce(self) -> bool:
+        """Reduces what it has been asked to last; False when nothing."""
+        self.take()
+        starts = [x for x in self.seat.asked if isinstance(x, r.StartReduce)]
+        rounds = self.seat.table.coordinator.rounds
+        attempt = rounds[0].attempt if rounds else None
+        if not starts or attempt is None or attempt.attempt != starts[-1].quorum.attempt:
+            return False
+        self.seat.reduce()
+        return True
+
+    def _empty(self) -> None:
+        if self._dropped != self.portion.dropped:
+            self._dropped, self.sum = self.portion.dropped, []
+
+
+class Batches:
+    """A job of such replicas. ``check``: every commit is its batch, each unit once."""
+
+    def __init__(self, *names: str, samples: Samples = SAMPLES, **settings: float) -> None:
+        self.samples = samples
+        self.table = Table(samples=samples, **({"start_replicas": len(names), "heartbeat_s": 1.0} | settings))
+        self.workers = {seat.name: Worker(seat) for seat in self.table.start(*names)}
+        self.checked = 0
+        self.dead: list[Worker] = []
+        for worker in self.workers.values():
+            worker.take()
+
+    def __getitem__(self, name: str) -> Worker:
+        return self.workers[name]
+
+    def join(self, name: str) -> Worker:
+        """A newcomer, or the successor of one that is dead; it has fetched."""
+        old = self.workers.get(name)
+        seat = old.seat.die() if old is not None else Seat(self.table, name)
+        self.workers[name] = worker = Worker(seat)
+        seat.open()
+        worker.take()
+        return worker
+
+    def fetch(self, worker: Worker) -> bool:
+        """Does the fetch that its machine has asked for; False when there is none, or nobody to fetch from."""
+        worker.take()
+        wanted = [x for x in worker.seat.asked if isinstance(x, r.Fetch)]
+        if not wanted:
+            return False
+        for x in self.workers.values():
+            record = x.seat.machine.serves(0)
+            if x is not worker and x.seat.conn is not None and record is not None:
+                latest = worker.seat.machine.latest_fetch(0)
+                if latest is not None and record.position == latest.position:
+                    worker.seat.asked.remove(wanted[-1])
+                    worker.seat.end_fetch(record)
+                    worker.take()
+                    return True
+        worker.seat.asked.remove(wanted[-1])
+        worker.seat.do(worker.seat.machine.fetch_failed(0))
+        return False
+
+    def work(self, names: Iterable[str]) -> None:
+        """These do their shares."""
+        for name in names:
+            self[name].work()
+
+    def reduce(self, names: Iterable[str]) -> None:
+        """These take part in the attempt; then all hear what became of it."""
+        for name in names:
+            self[name].reduce()
+        for worker in self.workers.values():
+            if worker.seat.conn is not None:
+                worker.take()
+        self.check()
+
+    def check(self) -> None:
+        """Of each commit since the last call: what its members' sums were."""
+        decided = self.table.events("decide")
+        for tell in decided[self.checked :]:
+            assert tell.version is not None and tell.attempt is not None
+            sums = [x.frozen[tell.attempt] for x in self.everybody() if tell.attempt in x.frozen]
+            added = Counter(unit for units in sums for unit in units)
+            assert added == Counter(one_by_one(self.samples.batch(tell.version))), (tell.version, sums)
+        self.checked = len(decided)
+
+    def everybody(self) -> list[Worker]:
+        """The dead too."""
+        return [*self.workers.values(), *self.dead]
+
+    @property
+    def version(self) -> int:
+        return self.table.version
+
+    @property
+    def shares(self) -> dict[str, Ranges]:
+        """Of the newest plan, by name."""
+        sharing = self.table.coordinator.members.sharing
+        assert sharing is not None and sharing.plan is not None
+        return {mark[0]: units for mark, units in sharing.plan.shares.items()}
+
+
+def one_by_one(ranges: Ranges) -> list[int]:
+    return [x for start, stop in ranges for x in range(start, stop)]
+
+
+def walk(seed: int, *, journal: bool, steps: int = 200) -> int:
+    """Plays at random, then lets everybody work until batches are committed again; returns how many were.
+
+    Raises:
+        AssertionError: a commit is not its batch, or nothing is committed any more.
+    """
+    chance = random.Random(seed)
+    job = Batches("a", "b", "c")
+    table = job.table
+    for _ in range(steps):
+        worker = chance.choice(list(job.workers.values()))
+        match chance.randrange(16):
+            case 0 | 1 | 2:
+                worker.take()
+            case 3 | 4:
+                worker.begin()
+            case 5 | 6:
+                worker.end()
+            case 7 | 8:
+                worker.end()
+                worker.offer()
+            case 9 | 10:
+                worker.reduce()
+            case 11:
+                job.fetch(worker)
+            case 12 if chance.random() < 0.3 and worker.seat.conn is not None:
+                worker.seat.cut()
+            case 13 if worker.seat.conn is None:
+                worker.seat.open()
+            case 14:
+                match chance.randrange(12):
+                    case 0:
+                        job.dead.append(worker)
+                        job.join(worker.name)
+                    case 1 if journal or all(x.seat.conn is not None for x in job.workers.values()):
+                        table.restart(journal=journal)
+                    case 2:
+                        table.wait(chance.choice([0.5, 3.5]))
+            case 15:
+                table.wait(0.1)
+        job.check()
+    before = job.version if table.coordinator.rounds else 0
+    for _ in range(20):
+        for worker in job.workers.values():
+            if worker.seat.conn is None:
+                worker.seat.open()
+            worker.end()
+            worker.work()
+            job.fetch(worker)
+        for worker in job.workers.values():
+            worker.reduce()
+            worker.take()
+        table.tick(1.0)
+        job.check()
+    assert job.version > before + 3, f"from {before} to {job.version}"
+    return job.version
+
+
+def journalled(table: Table) -> list[e.Decided]:
+    return [x for x in table.journal if isinstance(x, e.Decided)]

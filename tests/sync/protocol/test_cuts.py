@@ -1,0 +1,161 @@
+"""Two members that cannot reach each other for long, while both reach the coordinator."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftopt.simulate.trainer import Process
+from ftopt.simulate.world import Knobs, World
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.partitions import PAUSES, Cuts, Seats
+from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.replica import machine as r
+from tests.sync.protocol.table import SETTINGS, Seat, Table
+
+DEAD_AFTER_S = 3.0
+
+
+def fail(table: Table, a: Seat, peer: str) -> None:
+    """The attempt that waits in ``a``'s inbox fails since ``a`` cannot reach ``peer``."""
+    a.take()
+    attempt = a.pop(r.StartReduce).quorum.attempt
+    a.do(a.machine.reduce_failed(0, attempt, reason="no piece for 3 s", peer=peer))
+    table.wait(0.5)
+
+
+def play_round(table: Table, seats: list[Seat], step: int) -> list[str]:
+    """Everybody proposes, the members reduce, the others fetch; returns who was a member."""
+    version = table.version
+    for seat in seats:
+        seat.propose(step)
+    members = [seat for seat in seats if seat.got(m.Quorum)]
+    for seat in members:
+        seat.reduce()
+    assert table.version == version + 1
+    for seat in members:
+        seat.take()
+    for seat in [x for x in seats if x not in members]:
+        seat.fetch(members[-1])
+    return [seat.name for seat in members]
+
+
+def parted() -> tuple[Table, list[Seat]]:
+    """A job of A, B and C after a round in which A and B failed twice to reach each other; C was fine."""
+    table = Table(start_replicas=3)
+    a, b, c = seats = table.start("a", "b", "c")
+    for seat in seats:
+        seat.propose(5)
+    fail(table, a, "b")
+    fail(table, b, "a")
+    a.reduce()
+    c.reduce()
+    a.take()
+    c.take()
+    b.fetch(c)
+    assert a.record.counted == b.record.counted == (("a", 1, 5), ("c", 1, 5))
+    return table, list(seats)
+
+
+def test_a_pair_that_is_cut_takes_turns_and_fails_no_more() -> None:
+    table, seats = parted()
+    assert [play_round(table, seats, step) for step in (10, 15, 20)] == [["b", "c"], ["a", "c"], ["b", "c"]]
+    assert len(table.events("abort")) == 2
+    assert seats[0].record.counted == (("a", 1, 15), ("b", 1, 20), ("c", 1, 20))  # nothing is lost
+
+
+def test_it_is_tried_again_and_forgotten_when_it_goes_through() -> None:
+    table, seats = parted()
+    table.tick(DEAD_AFTER_S)
+    assert play_round(table, seats, 10) == ["a", "b", "c"]
+    for seat in seats:
+        seat.propose(15)
+    fail(table, seats[0], "b")  # it counts from the beginning
+    assert all(seat.got(m.Quorum)[-1].size == 3 for seat in seats)
+
+
+def test_each_failure_makes_the_pause_before_the_next_try_longer() -> None:
+    cuts, a, b, c = Cuts(), ("a", 1), ("b", 1), ("c", 1)
+    now, pauses = 0.0, []
+    cuts.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
+    for _ in range(8):
+        assert not cuts.parted(now, [a, b, c])
+        cuts.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
+        cuts.failed(now, b, a, dead_after_s=DEAD_AFTER_S)  # another fragment's attempt, begun before
+        since = now
+        while cuts.parted(now, [a, b, c]):
+            now += 0.5
+        pauses.append((now - since) / DEAD_AFTER_S)
+    assert pauses == [1, 2, 4, 8, 16, PAUSES, PAUSES, PAUSES]
+
+
+def test_a_new_incarnation_is_tried_at_once() -> None:
+    _, (a, b, c) = parted()
+    again = b.die()
+    again.connect()
+    again.fetch(c)
+    for seat, step in ((a, 10), (again, 3), (c, 10)):
+        seat.propose(step)
+    assert again.got(m.Quorum)[0].size == 3
+
+
+def test_who_reaches_nobody_has_its_turn_and_stops_the_others_seldom() -> None:
+    roster, cuts = Roster(), Cuts()
+    marks = [(name, 1) for name in "abcdef"]
+    for mark in marks:
+        roster.know(mark, 0.0)
+    for mark in marks[1:]:
+        for _ in range(2):
+            cuts.failed(0.0, marks[0], mark, dead_after_s=DEAD_AFTER_S)
+    seats, members = Seats(cuts, roster), [roster.members[name] for name, _ in marks]
+    alone = 0
+    for _ in range(30):
+        chosen = [x.mark for x in seats.choose(1.0, members)]
+        assert chosen in (marks[:1], marks[1:])
+        alone += chosen == marks[:1]
+        seats.taken(chosen, [x.replica for x in members])
+    assert 5 <= alone <= 7  # of thirty rounds; the five others share the rest
+
+
+def test_three_that_reach_nobody_take_turns() -> None:
+    roster, cuts = Roster(), Cuts()
+    marks = [(name, 1) for name in "abc"]
+    for mark in marks:
+        roster.know(mark, 0.0)
+    for pair in ((0, 1), (0, 2), (1, 2)):
+        for _ in range(2):
+            cuts.failed(0.0, marks[pair[0]], marks[pair[1]], dead_after_s=DEAD_AFTER_S)
+    seats, members = Seats(cuts, roster), [roster.members[name] for name, _ in marks]
+    order = []
+    for _ in range(6):
+        (member,) = seats.choose(1.0, members)
+        order.append(member.replica)
+        seats.taken([member.mark], [x.replica for x in members])
+    assert order == ["a", "b", "c"] * 2
+
+
+def play(count: int, seconds: float, *, cut: bool) -> World:
+    """A job of ``count`` replicas with steps of 0.4 s, 5 a round; r0 and r1 cut from each other, or not."""
+    settings = SETTINGS | {"start_replicas": count}
+    world = World(5, Knobs(settings=settings, sync_every=5))
+    for index in range(count):
+        process = world.processes[f"r{index}"] = Process(world, f"r{index}", initial="init", step_s=0.4)
+        world.at(0.0, process.spawn)
+    world.server.start()
+    if cut:
+        world.cuts[frozenset(("r0", "r1"))] = ""
+    world.run(world.now + seconds)
+    return world
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_cut_of_two_minutes_costs_a_few_failed_attempts_and_not_two_a_round(count: int) -> None:
+    """When it was learnt anew in each round, 8 rounds (of three replicas) and 5 (of five) were left of 52."""
+    whole, cut = play(count, 120.0, cut=False), play(count, 120.0, cut=True)
+    rounds = [world.server.machine.rounds[0] for world in (whole, cut) if world.server.machine is not None]
+    assert rounds[0].at.version >= 50
+    assert rounds[1].at.version >= 35
+    assert rounds[1].aborted <= 2 + 7  # twice to learn it; then after 3, 6, 12, 24, 48 and 60 s
+    at = rounds[1].at
+    counted = cut.checks.versions[(0, at.chain)].content.steps
+    behind = {p.name: p.local_steps - counted[p.mark] for p in cut.processes.values()}
+    assert max(behind.values()) <= 15, behind  # nobody starves: three rounds

@@ -1,0 +1,181 @@
+"""A member's reducer that hangs while its heartbeats go on: the others wait for it for a while, and once."""
+
+from __future__ import annotations
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import machine as r
+from tests.sync.protocol.table import Seat, Table
+
+PATIENCE_S = 2.0 + 3.0
+"""grace_s and dead_after_s of the table."""
+
+
+def hang(seat: Seat) -> r.StartReduce:
+    """Its reducer takes the attempt up, and is not heard of again."""
+    seat.hangs = True
+    seat.take()
+    return seat.pop(r.StartReduce)
+
+
+def hung() -> tuple[Table, Seat, Seat, Seat, r.StartReduce]:
+    """A and B have prepared version 1 with C, whose reducer hangs, and have committed it without C."""
+    table = Table(start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b, c):
+        seat.propose(5)
+    stuck = hang(c)
+    offered = a.machine.contribution(0), b.machine.contribution(0), c.machine.contribution(0)
+    a.reduce()
+    b.reduce()
+    table.tick(PATIENCE_S - 1.0)
+    assert not table.events("abort")
+    table.tick(1.0)
+    assert "c: no result" in table.events("abort")[0].data["reason"]
+    starts = [a.reduce(), b.reduce()]  # at once, without C
+    assert [x.quorum.size for x in starts] == [2, 2]
+    assert [x.contribution for x in starts] == list(offered[:2])  # FREEZE
+    a.take()
+    b.take()
+    assert a.record.version == 1
+    assert a.record.counted == (("a", 1, 5), ("b", 1, 5))  # COUNT
+    assert c.machine.contribution(0) == offered[2]
+    return table, a, b, c, stuck
+
+
+def test_who_has_prepared_waits_for_a_reducer_that_hangs_and_goes_on_without_it() -> None:
+    table, a, b, c, _ = hung()
+    for step in (10, 15):  # the next rounds wait for nobody
+        c.fetch(a)
+        assert c.machine.counted_step(c.record) == 0  # its steps are pending
+        for seat in (a, b, c):
+            seat.propose(step)
+        assert not c.got(m.Quorum)
+        a.reduce()
+        b.reduce()
+        a.take()
+        b.take()
+    assert table.version == 3
+    assert len(table.events("abort")) == 1
+
+
+def test_it_takes_part_again_with_all_its_steps_once_its_reducer_is_free() -> None:
+    table, a, b, c, stuck = hung()
+    c.fetch(a)
+    c.hangs = False
+    c.do(c.machine.reduced(0, stuck.quorum.attempt, "late", [[5]] * 3))  # it comes to an end: of what is long over
+    assert table.version == 1
+    for seat in (a, b, c):
+        seat.propose(10)
+    for seat in (a, b, c):
+        seat.reduce()
+    a.take()
+    assert a.record.counted == (("a", 1, 10), ("b", 1, 10), ("c", 1, 10))
+
+
+def test_who_only_comes_late_is_given_twice_as_long_the_next_time() -> None:
+    table, a, b, c, stuck = hung()
+    c.fetch(a)
+    c.hangs = False
+    c.do(c.machine.reduced(0, stuck.quorum.attempt, "late", [[5]] * 3))
+    for seat in (a, b, c):
+        seat.propose(10)
+    a.reduce()
+    b.reduce()
+    table.tick(2 * PATIENCE_S - 1.0)
+    c.reduce()
+    assert table.version == 2
+    assert len(table.events("abort")) == 1
+
+
+def test_a_result_that_takes_long_for_all_is_waited_for_as_long_again() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    a.propose(5)
+    b.propose(5)
+    table.tick(40.0)
+    a.reduce()
+    table.tick(40.0 + PATIENCE_S - 1.0)
+    b.reduce()
+    assert table.version == 1
+    assert not table.events("abort")
+
+
+def test_a_reducer_that_hangs_before_anybody_could_reduce_fails_two_attempts_and_no_more() -> None:
+    """The others time out and can name nobody, since its host answers."""
+    table = Table(start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b, c):
+        seat.propose(5)
+    for _ in range(2):
+        hang(c)
+        a.take()
+        b.take()
+        table.tick(3.0)
+        a.do(a.machine.reduce_failed(0, a.pop(r.StartReduce).quorum.attempt, reason="no piece for 3 s"))
+        b.take()
+        table.tick(1.0)
+    a.reduce()
+    b.reduce()
+    a.take()
+    assert a.record.counted == (("a", 1, 5), ("b", 1, 5))
+
+
+def test_members_that_stop_at_an_abort_are_free_for_the_next_attempt() -> None:
+    """However long that takes to come: they have said so."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    a.propose(5)
+    b.propose(5)
+    for _ in range(8):
+        table.tick(2.0)
+        a.take()
+        b.take()
+        a.do(a.machine.reduce_failed(0, a.pop(r.StartReduce).quorum.attempt, reason="cable"))
+        b.take()
+    table.tick(2.0)
+    assert a.reduce().quorum.size == 2
+    b.reduce()
+    assert table.version == 1
+
+
+def test_a_lone_member_whose_reducer_hangs_blocks_nobody_who_comes_after_it() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    a.propose(5)
+    table.tick(3.0)  # B is busy with something else
+    assert hang(a).quorum.size == 1
+    table.tick(60.0)
+    assert not table.events("abort")  # nobody else has anything to offer
+    b.propose(9)
+    table.tick(1.0)
+    start = b.reduce()
+    assert start.quorum.size == 1
+    b.take()
+    assert b.record.counted == (("b", 1, 9),)
+    a.fetch(b)
+    assert a.machine.counted_step(a.record) == 0
+
+
+def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_them() -> None:
+    table = Table(start_replicas=3, forget_s=20.0)
+    a, b, c = table.start("a", "b", "c")
+    a.propose(5)
+    b.propose(5)
+    table.tick(3.0)
+    for seat in (a, b):
+        assert hang(seat).quorum.size == 2
+    c.propose(9)
+    table.tick(20.0)
+    assert len(table.events("abort")) == 1
+    assert c.reduce().quorum.size == 1
+    c.take()
+    assert c.record.counted == (("c", 1, 9),)
+    for seat in (a, b):
+        seat.fetch(c)
+        seat.propose(12)
+    table.tick(3.0)
+    assert a.got(m.TrainOn) and b.got(m.TrainOn)
+    assert len(table.events("quorum")) == 2
+    c.propose(20)
+    assert c.reduce().quorum.size == 1
+    assert table.version == 2

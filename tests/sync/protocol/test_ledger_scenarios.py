@@ -1,0 +1,400 @@
+"""What goes wrong with samples when a rule of the ledger is missing, played by hand with the real machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import intersect
+from ftopt.sync.protocol.ledger.ledger import STRIDE
+from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica.resumed import Held
+from ftopt.sync.protocol.samples import Samples
+from tests.sync.protocol.table import Seat, Table
+
+ENDLESS = Samples(samples=1000, batch_size=1)
+
+
+def job(*names: str, samples: Samples = ENDLESS, wants: int = 10, **settings: Any) -> tuple[Table, list[Seat]]:
+    """A job whose members hold ``wants`` units each: ``names[0]`` the first ones, and so on."""
+    table = Table(samples=samples, wants=wants, start_replicas=len(names), **settings)
+    return table, table.start(*names)
+
+
+def commit(*seats: Seat, units: int, last_step: int) -> None:
+    """An outer step in which each uses so many units."""
+    for seat in seats:
+        seat.use(units)
+    for seat in seats:
+        seat.propose(last_step)
+    for seat in seats:
+        seat.reduce()
+    for seat in seats:
+        seat.take()
+
+
+def test_members_are_granted_what_they_have_used_in_the_order_of_their_ids() -> None:
+    table, (a, b) = job("a", "b")
+    assert (a.machine.lease.held, b.machine.lease.held) == (((0, 10),), ((10, 20),))
+    b.use(2)
+    a.use(4)
+    b.propose(2)  # a slow one has used less, and gets less
+    a.propose(4)
+    b.reduce()
+    a.reduce()
+    a.take()
+    b.take()
+    assert a.record.done == b.record.done == ((0, 4), (10, 12))
+    assert a.machine.lease.held == ((4, 10), (20, 24))
+    assert b.machine.lease.held == ((12, 20), (24, 26))
+    (decided,) = table.events("decide")
+    assert decided.data["ranges"] == {"a": [(0, 4)], "b": [(10, 12)]}
+    assert decided.data["done_to"] == 4
+
+
+def test_whoever_runs_short_asks_and_is_not_granted_twice() -> None:
+    _, (a, b) = job("a", "b")
+    a.use(9)
+    a.do(a.machine.ask())
+    a.do(a.machine.ask())
+    a.take()
+    assert a.machine.lease.held == ((0, 10), (20, 30))
+    assert b.machine.lease.held == ((10, 20),)
+
+
+def test_gone_alone_releases_what_a_suspect_holds() -> None:
+    table, (a, b) = job("a", "b", forget_s=20.0)
+    a.use(3)
+    a.cut()
+    b.use(10)
+    b.do(b.machine.ask())
+    b.take()
+    assert b.machine.lease.held == ((10, 30),)
+    a.connect()
+    a.propose(3)
+    b.propose(10)
+    a.reduce()
+    b.reduce()
+    assert table.ledger.done == ((0, 3), (10, 20))
+    b.take()
+    a.cut()
+    table.tick(21.0)
+    b.do(b.machine.ask())
+    b.take()
+    assert b.stock.queued == 20
+    assert b.machine.lease.held[0] == (3, 10), "what is released is granted first"
+
+
+def test_a_gone_one_comes_back_without_its_units() -> None:
+    table, (a, b) = job("a", "b", forget_s=20.0)
+    a.use(3)
+    a.cut()
+    table.tick(21.0)
+    a.open()
+    a.take()
+    assert a.pop(r.Reborn)
+    assert (a.stock.queued, a.stock.offer(), a.machine.lease.held) == (0, (), ())
+    a.connect()
+    assert a.machine.incarnation == 2
+    assert a.machine.lease.held == (), "nobody holds units before it holds a state"
+    a.fetch(b)
+    assert not set(a.machine.lease.held) & set(b.machine.lease.held)
+    assert a.machine.lease.held == ((0, 10),), "they were free by then"
+
+
+def test_limbo_a_new_coordinator_grants_nothing_that_one_who_is_not_heard_may_hold() -> None:
+    table, (a, b) = job("a", "b")
+    table.restart(journal=True)
+    b.open()
+    table.tick(4.0)
+    b.take()
+    assert table.coordinator.running
+    b.use(10)
+    b.do(b.machine.ask())
+    b.take()
+    assert b.machine.lease.held == ((10, 20), (20 + STRIDE, 30 + STRIDE))
+    a.connect()
+    assert table.ledger.leases[a.machine.identity.replica, 1] == ((0, 10),)
+    assert table.ledger.free() == ((20, 20 + STRIDE),)
+    b.do(b.machine.ask())
+    b.take()
+    assert b.machine.lease.held == ((10, 40), (20 + STRIDE, 30 + STRIDE)), "now it is known that nobody has these"
+
+
+def test_cursor_a_new_coordinator_goes_on_behind_all_that_was_ever_granted() -> None:
+    for journal in (True, False):
+        table, (a, b) = job("a", "b")
+        commit(a, b, units=5, last_step=5)
+        told = b.machine.lease.cursor
+        assert told == 20 + STRIDE
+        table.restart(journal=journal)
+        b.open()
+        table.tick(4.0 if journal else 31.0)  # A is away; without the journal B's word counts
+        b.take()
+        b.use(10)
+        b.do(b.machine.ask())
+        b.take()
+        assert b.machine.lease.held[-1] == (told, told + 10)
+
+
+def test_done_is_also_what_a_member_has_used_that_died_after_it_had_prepared() -> None:
+    table, (a, b) = job("a", "b", forget_s=20.0)
+    for seat in (a, b):
+        seat.use(5)
+        seat.propose(5)
+    a.reduce()
+    a.cut()
+    b.reduce()
+    b.take()
+    assert b.record.done == table.ledger.done == ((0, 5), (10, 15))
+    table.tick(21.0)
+    assert table.ledger.free() == ((5, 10),)
+
+
+def test_total_a_grant_that_was_lost_with_its_connection_is_free_again() -> None:
+    table, (a, b) = job("a", "b")
+    a.use(9)
+    a.do(a.machine.ask())
+    a.cut()  # before the grant has come
+    assert table.ledger.leases["a", 1] == ((0, 10), (20, 30))
+    a.connect()
+    assert a.machine.lease.held == table.ledger.leases["a", 1] == ((0, 10),)
+    b.do(b.machine.ask())
+    b.take()
+    assert b.machine.lease.held == ((10, 30),)
+
+
+def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() -> None:
+    """Without its journal a new coordinator learns from B that A is gone: A's claim is not heard."""
+    table, (a, b) = job("a", "b", forget_s=20.0)
+    a.use(3)
+    a.cut()
+    table.tick(21.0)
+    b.use(10)
+    b.do(b.machine.ask())
+    kinds = [type(x) for x in b.inbox if isinstance(x, m.Roster | m.Grant)]
+    assert kinds == [m.Roster, m.Grant]
+    b.take()
+    assert b.machine.lease.held == ((0, 20),)
+    table.restart(journal=False)
+    a.open()
+    b.open()
+    table.tick(1.0)
+    a.take()
+    assert a.pop(r.Reborn)
+    assert table.ledger.leases["b", 1] == ((0, 20),)
+
+
+def test_hold_what_an_undecided_attempt_has_used_is_not_granted_when_its_owner_is_gone() -> None:
+    table, (a, b, c) = job("a", "b", "c", forget_s=4.0)
+    for seat in (a, b):
+        seat.use(5)
+        seat.propose(5)
+    table.tick(3.0)  # C is at work, and not waited for any longer
+    a.reduce()
+    a.cut()
+    table.tick(4.0)
+    assert table.events("gone")
+    assert table.coordinator.rounds[0].attempt is not None
+    assert table.ledger.free() == ((5, 10),)
+    c.use(10)
+    c.do(c.machine.ask())
+    c.take()
+    assert c.machine.lease.held == ((5, 10), (20, 35))
+    b.reduce()
+    b.take()
+    assert b.record.done == ((0, 5), (10, 15))
+
+
+def test_source_nobody_takes_up_done_marks_of_a_history_that_was_rolled_back() -> None:
+    table, (a, b, c) = job("a", "b", "c", forget_s=20.0)
+    a.use(5)
+    a.propose(5)
+    table.tick(3.0)  # B and C hang
+    a.reduce()
+    a.take()
+    served = a.machine.serves(0)
+    assert served is not None and served.done == ((0, 5),)
+    a.cut()
+    for seat in (b, c):
+        seat.take()
+        assert seat.pop(r.Fetch).position.version == 1
+    c.do(c.machine.fetch_failed(0))
+    table.tick(21.0)  # A is gone; B may have version 1 by now
+    b.cut()
+    b.open()  # it has not, and its fetch goes on
+    assert table.events("rollback")
+    b.connect()
+    c.connect()
+    table.tick(1.0)
+    b.take()
+    assert not b.machine.install(served)
+    assert table.ledger.done == ()
+    assert table.ledger.free() != ()
+    assert table.ledger.free()[0] == (0, 10), "what the lost version had used is used again"
+
+
+def test_what_a_void_or_spoilt_contribution_has_used_is_not_handed_on() -> None:
+    """A batch that gives no number would give none to the next one, either."""
+    _, (a, b) = job("a", "b")
+    a.use(5)
+    b.use(5)
+    spoilt = m.Contribution(0, 0, 5, 5, 0.0, finite=False, ranges=a.stock.offer())
+    a.do(a.machine.propose(spoilt))
+    b.propose(5)
+    a.reduce()
+    b.reduce()
+    a.take()
+    assert a.record.done == ((0, 5), (10, 15))
+    assert a.stock.offer() == ()
+
+
+def test_an_outlier_keeps_what_it_has_used_with_its_steps() -> None:
+    table, seats = job("a", "b", "c")
+    for seat, norm in zip(seats, (1.0, 1.0, 1e6), strict=True):
+        seat.use(5)
+        offer = m.Contribution(0, 0, 5, 5, 5.0, norm=norm, ranges=seat.stock.offer())
+        seat.do(seat.machine.propose(offer))
+    for seat in seats:
+        seat.reduce()
+    for seat in seats:
+        seat.take()
+    assert table.events("outlier")
+    assert seats[2].record.done == ((0, 5), (10, 15))
+    assert seats[2].stock.offer() == ((20, 25),)
+
+
+def test_a_leaver_gives_back_what_it_has_not_used() -> None:
+    table, (a, b) = job("a", "b")
+    a.use(5)
+    b.use(5)
+    a.do(a.machine.leave())
+    a.propose(5)
+    b.propose(5)
+    a.reduce()
+    b.reduce()
+    a.take()
+    a.say(m.Bye())
+    b.take()
+    assert table.ledger.free() == ((5, 10),)
+    assert b.record.done == ((0, 5), (10, 15))
+
+
+def test_at_the_end_of_the_data_the_rest_of_one_who_is_away_is_waited_for_and_then_granted() -> None:
+    samples = Samples(samples=20, batch_size=1, epochs=1)
+    table, (a, b) = job("a", "b", samples=samples, tail_s=5.0)
+    commit(a, b, units=8, last_step=8)
+    b.cut()
+    a.use(2)
+    a.propose(10)
+    a.reduce()
+    a.do(a.machine.ask())
+    a.take()
+    assert (a.stock.queued, a.machine.lease.held) == (0, ())
+    table.tick(4.0)
+    assert not table.events("gone")
+    table.tick(4.0)
+    assert [x.replica for x in table.events("gone")] == ["b"]
+    a.take()
+    assert a.machine.lease.held == ((18, 20),)
+    a.use(2)
+    a.propose(12)
+    a.reduce()
+    a.take()
+    assert a.record.done == ((0, 20),)
+    assert [x.data["epoch"] for x in table.events("epoch_done")] == [0]
+    assert len(table.events("data_ended")) == 1
+
+
+def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:
+    """Without a journal, beyond recovery_s, of one whose name nobody had kept: nothing can be promised."""
+    table, (a, b) = job("a", "b")
+    a.use(4)
+    table.restart(journal=False)
+    b.machine.roster.clear()
+    b.machine.lease.cursor = 0
+    b.machine.lease.held = ()
+    b.stock.reset()
+    b.connect()
+    assert b.machine.lease.held == ((0, 10),)
+    a.connect()
+    (told,) = table.events("held_twice")
+    assert told.data["ranges"] == ((0, 10),)
+    b.use(2)
+    b.propose(2)
+    table.tick(5.0)
+    b.reduce()
+    b.take()
+    a.fetch(b)
+    assert a.twice == ((0, 2),)
+    assert a.stock.offer() == ((2, 4),)
+
+
+def test_the_last_units_are_done_also_when_no_step_that_used_them_was_finite() -> None:
+    """Nobody has any weight, so nothing would ever come of the round; and without units nobody trains on."""
+    table, (a,) = job("a", samples=Samples(samples=4, batch_size=1, epochs=1), wants=4)
+    commit(a, units=2, last_step=2)
+    a.use(1)
+    weightless = m.Contribution(0, 1, 0, 3, 0.0, finite=False, ranges=a.stock.offer())
+    a.do(a.machine.propose(weightless))
+    a.take()
+    assert a.record.version == 1, "there is another unit to train on"
+    a.use(1)
+    a.do(a.machine.propose(m.Contribution(0, 1, 0, 4, 0.0, finite=False, ranges=a.stock.offer())))
+    a.reduce()
+    a.take()
+    assert a.record.done == ((0, 4),)
+    assert len(table.events("data_ended")) == 1
+
+
+def test_one_whose_last_steps_were_not_finite_still_waits_for_no_hung_one() -> None:
+    """It has nothing left to use: that somebody holds the rest and does nothing with it must be seen."""
+    samples = Samples(samples=8, batch_size=1, epochs=1)
+    table, (a, b) = job("a", "b", samples=samples, wants=4, tail_s=5.0)
+    a.use(4)
+    b.cut()
+    a.do(a.machine.propose(m.Contribution(0, 0, 0, 4, 0.0, finite=False, ranges=a.stock.offer())))
+    a.reduce()
+    a.take()
+    assert a.record.done == ((0, 4),)
+    table.tick(10.0)
+    a.take()
+    assert ("b", 1) not in table.coordinator.roster.marks()
+    assert a.machine.lease.held == ((4, 8),)
+
+
+def test_who_was_told_that_nothing_is_left_asks_again_on_another_connection() -> None:
+    """What it has asked is forgotten with the connection, and its lease is full of units that are used already."""
+    table, (a, b) = job("a", "b", samples=Samples(samples=20, batch_size=1, epochs=1))
+    a.use(10)
+    a.do(a.machine.ask())
+    a.take()
+    table.do(table.coordinator.members.gone(("b", 1), "by hand"))
+    a.cut()
+    a.connect()
+    assert a.stock.queued == 0 and a.heard_dry[-2:] == [True, False]
+    a.do(a.machine.ask())
+    a.take()
+    assert a.machine.lease.held == ((0, 20),)
+    assert b.conn is None
+
+
+def test_adopt_a_coordinator_that_lives_on_keeps_the_units_of_who_does_not_come_back_for_the_heir() -> None:
+    """All have died; a comes out of a checkpoint before b, who takes over what c had pending."""
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    record, pending = a.record, ((22, 24),)
+    assert c.machine.lease.held[0][0] == 22
+    seats = {seat.name: seat.die() for seat in (a, b, c)}
+    back, gone, heirs = {"a": 1, "b": 1}, {"c": 1}, {"c": "b"}
+    for name in ("a", "b"):
+        used = pending if name == "b" else ()
+        held = Held(name, 1, 1, gone, back, heirs, records=(record,), samples=ENDLESS, cursor=30, used=used)
+        seats[name].machine.resume(held)
+    seats["a"].connect()
+    seats["a"].do(seats["a"].machine.ask())
+    seats["a"].take()
+    assert not intersect(seats["a"].machine.lease.held, pending)
+    seats["b"].connect()
+    assert not table.events("held_twice")
+    assert pending[0] in seats["b"].machine.lease.held

@@ -1,0 +1,155 @@
+"""`recover: replay`, played by hand: who keeps whose copy, and what a newcomer inherits (ADOPT)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import in_order
+from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.replica.inheritance import Copy
+from tests.sync.protocol.table import Seat
+from tests.sync.protocol.test_ledger_scenarios import commit, job
+
+
+def keep_copies(*seats: Seat) -> dict[str, str]:
+    """Each tells of a copy of what it holds, which is fetched and kept; returns who keeps whose."""
+    keepers = {}
+    for seat in seats:
+        seat.do(seat.machine.copied(seat.record.version, (seat.record.version,)))
+    for seat in seats:
+        seat.take()
+        for order in [x.order for x in seat.asked if isinstance(x, r.Keep)]:
+            keepers[order.mark[0]] = seat.name
+            seat.do(seat.machine.keeps(order))
+        seat.asked = [x for x in seat.asked if not isinstance(x, r.Keep)]
+    return keepers
+
+
+def successor_of(dead: Seat) -> tuple[Seat, m.Inherit | None]:
+    """The process that comes in its place, and what it inherits."""
+    seat = dead.die()
+    seat.connect()
+    orders = [x.order for x in seat.asked if isinstance(x, r.Inherit)]
+    return seat, orders[0] if orders else None
+
+
+def test_each_is_kept_by_the_next_one_and_that_stays() -> None:
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    assert keep_copies(a, b, c) == {"a": "b", "b": "c", "c": "a"}
+    d = Seat(table, "bb")  # between b and c
+    d.connect()
+    d.fetch(a)
+    commit(a, b, c, d, units=2, last_step=4)
+    assert keep_copies(a, b, c, d) == {"a": "b", "b": "c", "bb": "c", "c": "a"}
+
+
+def test_another_process_under_its_name_has_its_units_and_nobody_else() -> None:
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    keep_copies(a, b, c)
+    b.use(3)
+    lease = b.machine.lease.held
+    new, heritage = successor_of(b)
+    assert heritage is not None
+    assert (heritage.mark, heritage.source, heritage.ranges) == (("b", 1), "c", lease)
+    assert new.machine.lease.held[: len(lease)] == lease
+    assert table.ledger.leases["b", 2] == new.machine.lease.held
+    assert ("b", 1) not in table.ledger.leases
+    new.fetch(a)
+    new.stock.grant(heritage.ranges)
+    for seat, steps in ((a, 4), (c, 4), (new, 3)):
+        seat.use(steps)
+        seat.propose(steps + (0 if seat is new else 2))
+    for seat in (a, c, new):
+        seat.reduce()
+    for seat in (a, c, new):
+        seat.take()
+    assert table.version == 2 and not new.twice
+    assert not table.events("held_twice")
+
+
+def test_nothing_is_inherited_when_a_commit_has_what_the_copy_does_not_know() -> None:
+    _, (a, b) = job("a", "b")
+    commit(a, b, units=2, last_step=2)
+    keep_copies(a, b)
+    commit(a, b, units=2, last_step=4)
+    assert successor_of(b)[1] is None
+
+
+def test_nothing_is_inherited_before_the_copy_is_kept() -> None:
+    _, (a, b) = job("a", "b")
+    commit(a, b, units=2, last_step=2)
+    b.do(b.machine.copied(1, (1,)))
+    assert successor_of(b)[1] is None
+
+
+def test_nothing_is_inherited_when_the_keeper_has_gone_away_even_if_it_is_back() -> None:
+    _, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    assert keep_copies(a, b, c)["b"] == "c"
+    c.cut()
+    c.connect()
+    assert successor_of(b)[1] is None
+
+
+def test_hold_nothing_is_inherited_while_its_contribution_may_still_be_committed() -> None:
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    keep_copies(a, b, c)
+    for seat in (a, b, c):
+        seat.use(2)
+        seat.propose(4)
+    b.reduce()  # prepared: the attempt may commit without it
+    new, heritage = successor_of(b)
+    assert heritage is None
+    for seat in (a, c):
+        seat.reduce()
+    assert table.version == 2
+    assert not new.twice and not table.events("held_twice")
+
+
+def test_a_coordinator_of_a_new_life_knows_of_no_copies() -> None:
+    table, (a, b) = job("a", "b")
+    commit(a, b, units=2, last_step=2)
+    keep_copies(a, b)
+    table.restart(journal=True)
+    a.connect()
+    b.connect()
+    assert successor_of(b)[1] is None
+    keep_copies(a)
+
+
+def test_an_heir_is_waited_for_like_its_predecessor() -> None:
+    """A newcomer is called in at the first proposal; who does steps again is due when the others are."""
+    table, (a, b, c) = job("a", "b", "c")
+    commit(a, b, c, units=2, last_step=2)
+    keep_copies(a, b, c)
+    new, heritage = successor_of(b)
+    assert heritage is not None
+    new.fetch(a)
+    for seat in (new, c):
+        seat.say(m.Progress("training", 3, 0.1))
+    a.use(2)
+    a.propose(4)
+    table.wait(1.0)
+    new.take()
+    assert not new.machine.called_in(0)
+    table.wait(1.5)  # the grace
+    new.take()
+    assert new.machine.called_in(0)
+
+
+def test_the_units_come_in_the_order_in_which_they_were_granted() -> None:
+    held = ((3, 8), (20, 25), (60, 64))  # (40, 42) was given back, (60, 64) granted since
+    known = ((3, 5), (20, 25), (5, 8), (40, 42))
+    assert in_order(held, known) == ((3, 5), (20, 25), (5, 8), (60, 64))
+    assert in_order(held, ()) == held
+    assert in_order(held, ((3, 6), (5, 8), (3, 8))) == ((3, 6), (6, 8), (20, 25), (60, 64))  # each once
+
+
+def test_a_message_that_is_no_copy_is_refused() -> None:
+    for meta in ({}, {"copy": "[]", "text": ""}, {"copy": '{"mark": ["a"]}', "text": ""}, {"copy": "[" * 9999}):
+        with pytest.raises(ValueError, match="no copy of a replica"):
+            Copy.of(meta, {})

@@ -1,0 +1,224 @@
+"""RESTORE: everybody who held the job's state has died. Played by hand with the real machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica.resumed import Held, another_life
+from tests.sync.protocol.table import Seat, Table
+from tests.sync.protocol.test_resume import at_version_1, held, lose_all, round_of
+
+COORDINATORS = ("lives", "journal")
+
+
+def successor(table: Table, name: str, checkpoint: m.Record | None) -> Seat:
+    """A process that is started in a dead one's place, and what its newest checkpoint holds."""
+    seat = Seat(table, name)
+    seat.machine.checkpoint = checkpoint.position if checkpoint else None
+    return seat
+
+
+def come(seats: Sequence[Seat]) -> None:
+    """They connect, until nobody is told to connect anew."""
+    while away := [seat for seat in seats if seat.conn is None and not to_restore(seat)]:
+        for seat in away:
+            seat.open()
+        for seat in seats:
+            seat.take()
+
+
+def to_restore(seat: Seat) -> bool:
+    """Whether it is told to restore its checkpoint."""
+    return any(isinstance(effect, r.Restore) for effect in seat.asked)
+
+
+def restore(seat: Seat, record: m.Record) -> None:
+    """The checkpoint is read."""
+    seat.pop(r.Restore)
+    if seat.conn is not None:
+        seat.cut()
+    seat.machine.restore(Held(seat.name, seat.machine.incarnation, 0, records=(record,)))
+
+
+def all_dead_at_version_2(coordinator: str) -> tuple[Table, m.Record]:
+    """The job, and what a checkpoint of version 1 holds."""
+    table, seats = at_version_1("a", "b")
+    saved = seats[0].record
+    round_of(seats, 10)
+    assert table.version == 2
+    lose_all(table, seats, coordinator)
+    return table, saved
+
+
+@pytest.mark.parametrize("coordinator", COORDINATORS)
+def test_the_job_goes_on_from_the_newest_checkpoint(coordinator: str) -> None:
+    table, saved = all_dead_at_version_2(coordinator)
+    a, b = (successor(table, name, saved) for name in ("a", "b"))
+    come((a, b))
+    assert to_restore(a) and to_restore(b)
+    assert (a.machine.incarnation, b.machine.incarnation) == (2, 2)
+    restore(a, saved), restore(b, saved)
+    come((a, b))
+    assert a.record == b.record == saved and a.machine.ready and a.machine.welcomed
+    round_of((a, b), 5)
+    assert a.record.counted == b.record.counted == (("a", 2, 5), ("b", 2, 5))
+    assert (table.version, len(table.events("start"))) == (2, 1)
+
+
+def test_who_has_none_fetches_from_those_who_have_restored_theirs() -> None:
+    table, saved = all_dead_at_version_2("lives")
+    a, b = successor(table, "a", saved), successor(table, "b", None)
+    come((a, b))
+    assert to_restore(a) and not to_restore(b)
+    restore(a, saved)
+    come((a, b))
+    b.fetch(a)
+    assert b.record == saved
+    round_of((a, b), 5)
+
+
+def test_who_restores_is_waited_for_however_long_it_reads() -> None:
+    table, saved = all_dead_at_version_2("lives")
+    a, b = successor(table, "a", saved), successor(table, "b", None)
+    come((a, b))
+    a.cut()
+    table.tick(300)
+    assert len(table.events("start")) == 1 and not table.coordinator.running
+    restore(a, saved)
+    come((a, b))
+    assert a.machine.welcomed and table.coordinator.running
+
+
+def test_only_the_newest_is_restored() -> None:
+    table, (a, b) = at_version_1("a", "b")
+    older = a.record
+    round_of((a, b), 10)
+    newer = a.record
+    lose_all(table, (a, b), "lives")
+    a, b = successor(table, "a", older), successor(table, "b", newer)
+    come((a, b))
+    assert to_restore(b) and not to_restore(a)
+
+
+def test_one_that_cannot_be_read_is_no_reason_to_begin_anew() -> None:
+    """Its holder is told to restore it, and finds out what is wrong."""
+    table, saved = all_dead_at_version_2("lives")
+    a, b = successor(table, "a", saved), successor(table, "b", saved)
+    b.machine.checkpoint = m.Position(0, 0, "")
+    come((a, b))
+    assert to_restore(a) and to_restore(b)
+
+
+@pytest.mark.parametrize("coordinator", (*COORDINATORS, "new"))
+def test_another_job_s_checkpoint_is_not_restored(coordinator: str) -> None:
+    """Nor that of a job that the coordinator has never heard of: who wants that says `checkpoint.resume`."""
+    table, saved = all_dead_at_version_2(coordinator)
+    if coordinator != "new":
+        saved = m.Record(0, 7, "of another", 70)
+    a, b = (successor(table, name, saved) for name in ("a", "b"))
+    come((a, b))
+    assert not to_restore(a) and not to_restore(b)
+    assert a.record.version == b.record.version == 0 and len(table.events("start")) == 2
+    assert a.pop(r.Notice).text.endswith("it starts anew") == (coordinator != "new")
+
+
+def test_nobody_restores_while_somebody_holds_the_state() -> None:
+    table, (a, b) = at_version_1("a", "b")
+    saved = a.record
+    round_of((a, b), 10)
+    a.cut()
+    a = successor(table, "a", saved)
+    come((a,))
+    assert not to_restore(a)
+    a.fetch(b)
+    assert a.record.version == 2
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "told"),
+    [
+        ("lives", "nobody who is here holds version 2: waiting for one who does"),
+        ("journal", "waiting for b: what it holds may be newer than all that is here; start it again, or wait for "),
+    ],
+)
+def test_nobody_restores_while_somebody_who_is_away_may_hold_the_state(coordinator: str, told: str) -> None:
+    table, (a, b) = at_version_1("a", "b")
+    saved = a.record
+    round_of((a, b), 10)
+    lose_all(table, (a, b), coordinator)
+    a = successor(table, "a", saved)
+    come((a,))
+    table.tick(300)
+    assert not to_restore(a) and len(table.events("start")) == 1
+    assert a.pop(r.Notice).text.startswith(told)
+    b.connect()
+    a.take(), b.take()
+    a.fetch(b)
+    assert a.record.version == 2
+
+
+def test_a_replica_that_holds_a_state_ignores_it() -> None:
+    _, (a, _) = at_version_1("a", "b")
+    assert a.machine.receive(m.Restore(7)) == [] and a.machine.incarnation == 1
+
+
+def test_no_life_is_lived_again_that_the_checkpoint_knows() -> None:
+    """The coordinator has an old copy of its journal, and gives the first lives away again; the state counts them."""
+    table, (a, b) = at_version_1("a", "b")
+    saved, there = a.record, [held(a), held(b)]
+    lose_all(table, (a, b), "lives")
+    table.journal[:] = [entry for entry in table.journal if not isinstance(entry, e.Known)]
+    table.restart(journal=True)
+    a, b = successor(table, "a", saved), successor(table, "b", None)
+    come((a, b))
+    assert to_restore(a) and a.machine.incarnation == 1
+    mark, gone = another_life(("a", 1), there, [saved])
+    assert (mark, gone) == (("a", 2), {"a": 1, "b": 1})
+    a.pop(r.Restore)
+    a.cut()
+    a.machine.restore(Held(*mark, 0, gone, records=(saved,)))
+    come((a, b))
+    b.fetch(a)
+    assert (a.machine.incarnation, b.machine.incarnation) == (2, 2)
+    assert not [x for x in b.asked if isinstance(x, r.Reborn)]
+    round_of((a, b), 3)
+    assert a.record.counted == (("a", 2, 3), ("b", 2, 3))
+
+
+def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it() -> None:
+    """Another one that has read it tells that the life is gone which the coordinator had given."""
+    table, (a, b) = at_version_1("a", "b")
+    saved, there = a.record, [held(a), held(b)]
+    lose_all(table, (a, b), "lives")
+    table.journal[:] = [entry for entry in table.journal if not isinstance(entry, e.Known)]
+    table.restart(journal=True)
+    a, b = seats = [successor(table, name, saved) for name in ("a", "b")]
+    come(seats)
+    for seat in seats:
+        seat.pop(r.Restore)
+        seat.cut()
+    for seat in seats:
+        assert not table.coordinator.running, "b is waited for"
+        mark, gone = another_life((seat.name, seat.machine.incarnation), there, [saved])
+        seat.machine.restore(Held(*mark, 0, gone, records=(saved,)))
+        come((seat,))
+    assert table.coordinator.running
+    assert table.coordinator.roster.marks() == (("a", 2), ("b", 2))
+
+
+def test_a_coordinator_that_forgets_who_reads_a_checkpoint_waits_for_all_of_them() -> None:
+    table, saved = all_dead_at_version_2("journal")
+    a, b = (successor(table, name, saved) for name in ("a", "b"))
+    come((a, b))
+    a.cut(), b.cut()
+    table.restart(journal=False)
+    for seat in (a, b):
+        assert not table.coordinator.running
+        restore(seat, saved)
+        come((seat,))
+    assert table.coordinator.running

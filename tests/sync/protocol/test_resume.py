@@ -1,0 +1,204 @@
+"""Replicas that come back out of a checkpoint, played by hand with the real machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica.resumed import Held, returning
+from ftopt.sync.protocol.samples import Samples
+from tests.sync.protocol.table import Seat, Table
+
+
+def held(seat: Seat) -> Held:
+    """What a checkpoint keeps of a replica."""
+    machine = seat.machine
+    contribution = machine.contribution(0)
+    return Held(
+        seat.name,
+        machine.incarnation,
+        machine.epoch,
+        dict(machine.gone),
+        records=(seat.record,),
+        contributions=(contribution,) if contribution else (),
+    )
+
+
+def resume(table: Table, there: Sequence[Held], *present: str) -> list[Seat]:
+    """All have died; those who are ``present`` now go on from a checkpoint and connect."""
+    newest = max((each.records[0] for each in there), key=lambda record: record.version)
+    back = returning(there, present, [newest])
+    lives = {each.replica: each for each in there}
+    seats = []
+    for name in present:
+        was = lives.get(name, Held(name, 0, 0, records=(newest,)))
+        seat = Seat(table, name)
+        now = Held(name, back.marks[name], back.epoch, back.gone, back.marks)
+        seat.machine.resume(replace(now, records=was.records, contributions=was.contributions))
+        seats.append(seat)
+    for seat in seats:
+        seat.open()
+    for seat in seats:
+        seat.take()
+    return seats
+
+
+def at_version_1(*names: str) -> tuple[Table, list[Seat]]:
+    """All have contributed five steps."""
+    table = Table()
+    seats = table.start(*names)
+    round_of(seats, 5)
+    return table, seats
+
+
+def round_of(seats: Sequence[Seat], last_step: int) -> None:
+    """A round of all of them."""
+    for seat in seats:
+        if not seat.machine.outstanding(0):
+            seat.propose(last_step)
+    for seat in seats:
+        seat.reduce()
+    for seat in seats:
+        seat.take()
+
+
+def lose_all(table: Table, seats: Sequence[Seat], coordinator: str) -> None:
+    """Everybody dies; the coordinator lives, is started anew with its journal, or without."""
+    for seat in seats:
+        if seat.conn is not None:
+            seat.cut()
+    if coordinator != "lives":
+        table.restart(journal=coordinator == "journal")
+
+
+COORDINATORS = ("new", "journal", "lives")
+
+
+@pytest.mark.parametrize("coordinator", ("new", "journal"))  # one that lives waits for nobody who is away
+def test_a_contribution_under_way_is_offered_again_and_counted_once(coordinator: str) -> None:
+    table, (a, b) = at_version_1("a", "b")
+    offered = a.propose(10)
+    there = [held(a), held(b)]
+    lose_all(table, (a, b), coordinator)
+    a, b = resume(table, there, "a", "b")
+    assert a.machine.welcomed and a.record == there[0].records[0] and a.machine.contribution(0) == offered
+    round_of((a, b), 10)
+    assert a.record.counted == b.record.counted == (("a", 1, 10), ("b", 1, 10))
+    assert a.record.version == 2
+
+
+@pytest.mark.parametrize("coordinator", COORDINATORS)
+def test_versions_after_the_checkpoint_are_rolled_back(coordinator: str) -> None:
+    """The steps of version 2 are done again, and version 2 is made again: with the same bits, the same chain."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    round_of((a, b), 10)
+    chain = a.record.chain
+    lose_all(table, (a, b), coordinator)
+    a, b = resume(table, there, "a", "b")
+    for seat in (a, b):  # after a rollback the coordinator asks for another hello
+        if seat.conn is None:
+            seat.open()
+    a.take(), b.take()
+    assert (a.record.version, b.record.version) == (1, 1)
+    assert not [x for x in (*a.asked, *b.asked) if isinstance(x, r.Fetch) and x.sources]
+    round_of((a, b), 10)
+    assert a.record.counted == (("a", 1, 10), ("b", 1, 10))
+    assert a.record.chain == chain
+
+
+def test_who_does_not_come_back_is_gone_and_nobody_waits() -> None:
+    table, seats = at_version_1("a", "b", "c")
+    there = [held(seat) for seat in seats]
+    lose_all(table, seats, "new")
+    a, b = resume(table, there, "a", "b")
+    round_of((a, b), 10)
+    assert a.record.version == 2
+    assert {mark[:2] for mark in a.record.counted} == {("a", 1), ("b", 1)}
+    assert a.machine.gone == {"c": 1}
+
+
+def test_one_that_was_not_there_holds_the_newest_state_and_is_waited_for() -> None:
+    table, seats = at_version_1("a", "b")
+    there = [held(seat) for seat in seats]
+    lose_all(table, seats, "new")
+    a, b, c = resume(table, there, "a", "b", "c")
+    assert c.record == a.record and c.machine.incarnation == 1
+    a.propose(10), b.propose(10)
+    assert not a.got(m.Quorum)
+    c.propose(3)
+    round_of((a, b, c), 0)
+    assert c.record.counted == (("a", 1, 10), ("b", 1, 10), ("c", 1, 3))
+
+
+def test_one_that_was_saved_a_version_behind_learns_that_it_was_counted() -> None:
+    """b was saved before it had taken up version 1, with the contribution that is in it."""
+    table = Table()
+    a, b = table.start("a", "b")
+    a.propose(5), b.propose(5)
+    behind = held(b)
+    a.reduce(), b.reduce()
+    a.take()
+    there = [held(a), behind]
+    lose_all(table, (a, b), "new")
+    a, b = resume(table, there, "a", "b")
+    assert b.machine.outstanding(0)
+    b.fetch(a)
+    assert b.record == a.record and not b.machine.outstanding(0)
+    assert b.machine.counted_step(b.record) == 5
+
+
+def test_a_journal_that_knows_a_later_life_makes_the_earlier_one_begin_anew() -> None:
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    b = b.die()
+    b.connect()
+    b.fetch(a)
+    assert b.machine.incarnation == 2
+    lose_all(table, (a, b), "journal")
+    a, b = resume(table, there, "a", "b")
+    assert [x.reason for x in b.asked if isinstance(x, r.Reborn)]
+
+
+@pytest.mark.parametrize("again", ("resumed", "restored"))
+def test_who_goes_on_at_the_end_of_the_data_learns_that_they_have_ended(again: str) -> None:
+    """Nothing is ever committed any more that would tell it, and no units are left to wait for."""
+    table = Table(samples=Samples(samples=6, batch_size=1, epochs=1), wants=6)
+    a, b = table.start("a", "b")
+    for seat in (a, b):
+        seat.take()
+        seat.use(3)
+    round_of((a, b), 3)
+    record = a.record
+    assert record.done == ((0, 6),)
+    lose_all(table, (a, b), "new")
+    seat = Seat(table, "a")
+    back = Held("a", 1, a.machine.epoch, roster={"a": 1}, records=(record,), samples=table.samples)
+    if again == "resumed":
+        seat.machine.resume(back)
+    else:
+        seat.machine.restore(back)
+    seat.open()
+    said = [effect for message in seat.inbox for effect in seat.machine.receive(message)]
+    assert [(x.done, x.own) for x in said if isinstance(x, r.Settled)] == [(record.done, ())]
+
+
+def test_who_comes_back_is_alike_whoever_computes_it() -> None:
+    record = m.Record(0, 3, "c", 30, (("a", 2, 30), ("b", 1, 30), ("z", 4, 7)))
+    there = [Held("a", 2, 7, {"a": 1, "y": 3}), Held("b", 1, 9, {"y": 2}), Held("c", 5, 8)]
+    same = returning(there, ["a", "b", "c"], [record])
+    assert same.marks == {"a": 2, "b": 1, "c": 5}
+    assert (same.epoch, same.heirs) == (9, {})
+    assert same.gone == {"a": 1, "y": 3, "z": 4}
+    fewer = returning(there, ["b"], [record])
+    assert fewer.gone == {"a": 2, "c": 5, "y": 3, "z": 4}
+    assert fewer.heirs == {"a": "b", "c": "b"}
+    others = returning(there, ["a", "y", "z"], [record])
+    assert others.marks == {"a": 2, "y": 4, "z": 5}
+    assert others.heirs == {"b": "a", "c": "a"}
+    strangers = returning(there, ["p", "q"], [record])
+    assert strangers.heirs == {"a": "p", "b": "q", "c": "p"}

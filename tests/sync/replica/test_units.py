@@ -1,0 +1,141 @@
+"""The units of the sample ledger from end to end: replicas of one process, with real clients and optimizers."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.connect import local_groups, solo
+from ftopt.sync.group import ReplicaGroup, Samples, Sync
+from ftopt.sync.replica.units import SPARE, Units
+from tests.notes import Notes
+
+FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=0.5)
+LIMIT_S = 60.0
+
+
+def train(
+    group: ReplicaGroup, used: list[int], *, sync_every: int = 5, step: Callable[[int], Any] = lambda n: None
+) -> None:
+    """An epoch, or as many as there are; ``step``: called before each."""
+    model = nn.Linear(4, 4)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.1)
+    optimizer = ftopt.wrap(
+        torch.optim.SGD(model.parameters(), 0.01), model, ftopt.DiLoCo(sync_every=sync_every), group=group
+    )
+    assert group.units is not None
+    with optimizer:
+        while not group.units.ended:
+            unit = group.units.take(timeout_s=LIMIT_S)
+            if unit is None:
+                continue
+            assert group.units.drawn(unit)
+            model(torch.full((2, 4), float(unit % 7))).square().mean().backward()
+            step(len(used))
+            used.append(unit)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.pending_steps == 0
+
+
+def together(groups: list[ReplicaGroup], **options: Any) -> list[list[int]]:
+    """All of them train; returns what each has used."""
+    used: list[list[int]] = [[] for _ in groups]
+    threads = [
+        threading.Thread(target=train, args=(group, mine), kwargs=options, daemon=True)
+        for group, mine in zip(groups, used, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    return used
+
+
+def test_alone_every_unit_is_used_and_committed_once() -> None:
+    notes = Notes()
+    group = solo(on_event=notes, samples=Samples(samples=70, batch_size=2, epochs=2))
+    (used,) = together([group])
+    assert used == list(range(70))
+    assert notes.committed() == Counter(range(70))
+    assert [event.data["epoch"] for event in notes.of("epoch_done")] == [0, 1]
+    assert len(notes.of("data_ended")) == 1
+
+
+def test_three_replicas_commit_each_unit_once_and_wait_for_one_another_at_the_end() -> None:
+    notes = Notes()
+    samples = Samples(samples=401, batch_size=2, epochs=1)
+    used = together(local_groups(3, sync=FAST, samples=samples, on_event=notes))
+    assert notes.committed() == Counter(range(201))
+    assert sorted(unit for mine in used for unit in mine) == list(range(201))
+
+
+def test_two_runs_grant_the_same_units_to_the_same_replicas() -> None:
+    patient = Sync(grace_s=20.0, heartbeat_s=0.1, dead_after_s=20.0)
+    granted: list[list[list[int]]] = []
+    for _ in range(2):
+        groups = local_groups(3, sync=patient, samples=Samples(samples=100, batch_size=1))
+        used: list[list[int]] = [[] for _ in groups]
+        stop = threading.Barrier(3)
+
+        def halt(steps: int, stop: threading.Barrier = stop) -> None:
+            if steps == 60:
+                stop.wait(LIMIT_S)
+                raise EOFError
+
+        def run(group: ReplicaGroup, mine: list[int], halt: Callable[[int], None] = halt) -> None:
+            with pytest.raises(EOFError):
+                train(group, mine, step=halt)
+
+        threads = [threading.Thread(target=run, args=x) for x in zip(groups, used, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        granted.append(used)
+    assert granted[0] == granted[1]
+    assert sorted(granted[0][1][:31]) == list(range(31, 62))  # the first grant: three rounds of 5, and SPARE
+    assert 3 * 5 + SPARE == 31
+
+
+def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
+    samples = Samples(samples=100, batch_size=1)
+    (group,) = local_groups(1, samples=samples)
+    units = group.units
+    assert units is not None
+    with pytest.raises(RuntimeError, match="inside `with optimizer:`"):
+        units.take()
+    units.begin(lambda: None, round_units=4)
+    units.grant(((0, 3),), dry=False)
+    assert [units.take(0.0) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TimeoutError, match="no unit was granted within 0 s"):
+        units.take(0.0)
+
+
+def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step() -> None:
+    units = Units(Samples(samples=100, batch_size=1, epochs=1), round_units=4)
+    units.begin(lambda: None, round_units=None)
+    units.grant(((0, 2),), dry=False)
+    assert (units.take(), units.take()) == (0, 1)
+    units.grant((), dry=True)
+    assert units.take() is None
+    assert not units.ended
+    assert units.drawn(0) and units.drawn(1)
+    assert units.take() is None
+    units.used()
+    with pytest.raises(TimeoutError):
+        units.take(0.0)
+    units.reset()
+    assert not units.drawn(1)
+    assert units.settle(((0, 100),), ()) == ()
+    assert units.take() is None
+    assert units.ended
