@@ -30,10 +30,10 @@ TROUBLE = {
     "stalled",
     "disconnected",
     "recover",
-    "reborn",
+    "reset",
     "rollback",
 }
-TROUBLE |= {"abort", "mismatch", "put_out", "damaged", "repaired", "outlier", "discarded", "fork"}
+TROUBLE |= {"abort", "mismatch", "evicted", "damaged", "repaired", "outlier", "discarded", "fork"}
 TROUBLE |= {"fetch", "fetched", "fetch_failed", "serve"}
 """Events after which the job does not stand as it does without faults."""
 

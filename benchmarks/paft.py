@@ -1,7 +1,7 @@
 """PAFT against doing nothing and against other ways, when gradients go bad behind the aggregation.
 
 The convolutional net of the ``digits`` recipe, SGD with momentum 0.9, 4 workers; each worker's copy of the agreed
-gradient is spoilt in its own way. Printed: held-out accuracy, the mean over seeds.
+gradient is corrupted in its own way. Printed: held-out accuracy, the mean over seeds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WAYS = (
 )
 
 
-def case(way: Way, spoilt: tuple[Spoilt, ...], seed: int) -> Case:
+def case(way: Way, corrupted: tuple[Spoilt, ...], seed: int) -> Case:
     """One run."""
     return Case(
         recipe="digits",
@@ -66,7 +66,7 @@ def case(way: Way, spoilt: tuple[Spoilt, ...], seed: int) -> Case:
         inner="sgd",
         steps=STEPS,
         seed=seed,
-        spoilt=spoilt,
+        corrupted=corrupted,
         eval_every=STEPS,
     )
 
@@ -81,11 +81,13 @@ def table(book: Book, columns: dict[str, tuple[Spoilt, ...]], seeds: int) -> lis
     """Markdown; a row a way, a column a kind of spoiling."""
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for way in WAYS:
-        cells = [cell(book.all(case(way, spoilt, seed) for seed in range(seeds))) for spoilt in columns.values()]
+        cells = [cell(book.all(case(way, corrupted, seed) for seed in range(seeds))) for corrupted in columns.values()]
         lines.append(f"| {way.name} | " + " | ".join(cells) + " |")
     averaged = [
-        statistics.mean(100 * (o.mean or 0.0) for o in book.all(case(WAYS[0], spoilt, seed) for seed in range(seeds)))
-        for spoilt in columns.values()
+        statistics.mean(
+            100 * (o.mean or 0.0) for o in book.all(case(WAYS[0], corrupted, seed) for seed in range(seeds))
+        )
+        for corrupted in columns.values()
     ]
     lines.append("| nothing, but averaged once at the end | " + " | ".join(f"{a:.1f}" for a in averaged) + " |")
     return lines

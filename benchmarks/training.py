@@ -24,7 +24,7 @@ from ftopt.cli.output import say
 from ftopt.config.loader import load
 from ftopt.data.seeds import seed_of
 from ftopt.events import Event
-from ftopt.job.harm import spoil
+from ftopt.job.harm import corrupt
 from ftopt.job.schedule import factor
 from ftopt.job.task import Task, task_of
 from ftopt.methods import Method
@@ -66,7 +66,7 @@ class Case:
         steps: inner steps of each.
         seed: of model and data.
         codec: wire precision.
-        spoilt: what goes wrong behind the aggregation.
+        corrupted: what goes wrong behind the aggregation.
         eval_every: inner steps between two evaluations.
         momentum: of ``sgd``.
     """
@@ -79,7 +79,7 @@ class Case:
     steps: int = 600
     seed: int = 0
     codec: str = "fp32"
-    spoilt: tuple[Spoilt, ...] = ()
+    corrupted: tuple[Spoilt, ...] = ()
     eval_every: int = 50
     momentum: float = 0.9
 
@@ -121,7 +121,7 @@ def train(case: Case) -> Outcome:
     tasks = [task_for(case) for _ in range(case.replicas)]
     sent, discarded = [0] * case.replicas, [0]
     places = {f"r{m}": m for m in range(case.replicas)}
-    chances = [torch.Generator().manual_seed(seed_of(f"spoilt {case.seed}", m)) for m in range(case.replicas)]
+    chances = [torch.Generator().manual_seed(seed_of(f"corrupted {case.seed}", m)) for m in range(case.replicas)]
     passes = [0] * case.replicas
     spoiling = "inner" if case.method.gradients is None else "aggregated"
 
@@ -135,11 +135,11 @@ def train(case: Case) -> Outcome:
             discarded[0] += int(event.data["steps"])
         elif event.event == spoiling:
             passes[m] += 1
-            for one in case.spoilt:
+            for one in case.corrupted:
                 if passes[m] % one.every == 0 and (one.replicas is None or m < one.replicas):
                     parameters = list(tasks[m].model.parameters())
                     tensors = [p.data if one.params else p.grad for p in parameters]
-                    spoil([t for t in tensors if t is not None], one.how, one.size, chances[m])
+                    corrupt([t for t in tensors if t is not None], one.how, one.size, chances[m])
 
     groups = ftopt.local_groups(case.replicas, sync=replace(PATIENT, codec=case.codec), on_event=on_event)
     curve: list[tuple[int, float]] = []
@@ -258,5 +258,5 @@ def describe(case: Case) -> str:
     """One line."""
     what = [case.method.name, f"H={case.method.sync_every}", case.codec, f"lr={case.lr:g}", f"seed={case.seed}"]
     what += [f"M={case.replicas}", f"{case.steps} steps"]
-    what += [f"{one.how} {one.size:g}" for one in case.spoilt]
+    what += [f"{one.how} {one.size:g}" for one in case.corrupted]
     return " ".join(what)

@@ -15,16 +15,15 @@ from typing import Any, Protocol
 
 from ftopt import rng
 from ftopt.checkpoint.manifest import BadCheckpoint
-from ftopt.checkpoint.part import Committed, Part
-from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
-from ftopt.checkpoint.reader import Version as StoredVersion
+from ftopt.checkpoint.part import Part, PartVersion
+from ftopt.checkpoint.reader import Checkpoint, SavedVersion, find, whole, with_offer
 from ftopt.checkpoint.writer import Writer
 from ftopt.errors import UserError
 from ftopt.optimizer.inner_state import restore_groups
-from ftopt.optimizer.recovery.capture import Cut, Saved, Version
+from ftopt.optimizer.recovery.capture import CommittedVersion, Cut, SavedReplica
 from ftopt.optimizer.recovery.layout import layout
 from ftopt.optimizer.recovery.restore import Resume, newcomer
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.wrapper import OuterOptimizer
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
@@ -85,9 +84,9 @@ class Checkpoints:
         self._every = every
         self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
         self._tried = self._begun = 0  # attempts whose version was due, and was begun to be written
-        self._copies = Copies()
+        self._copies = CopyPool()
         self._watched: dict[str, Stateful] = {}
-        self._resumed: Saved | None = None
+        self._resumed: SavedReplica | None = None
         self._loop: Mapping[str, Any] = {}
         optimizer.fall_back(self)
 
@@ -128,9 +127,9 @@ class Checkpoints:
 
     def go_on(self, incarnation: int) -> Resume:
         """See `ftopt.optimizer.recovery.restore.Fallback`."""
-        checkpoint, mark = find(self._folder), (self._group.replica, incarnation)
-        _log.warning("%s: nobody holds the job's state any more; going on from %s", mark[0], checkpoint.path)
-        return self._read(checkpoint, lambda: _as_another_life(checkpoint, mark))
+        checkpoint, incarnation_id = find(self._folder), (self._group.replica, incarnation)
+        _log.warning("%s: nobody holds the job's state any more; going on from %s", incarnation_id[0], checkpoint.path)
+        return self._read(checkpoint, lambda: _as_another_life(checkpoint, incarnation_id))
 
     def _read(self, checkpoint: Checkpoint, resume_of: Callable[[], tuple[Resume, Mapping[str, Any]]]) -> Resume:
         try:
@@ -201,7 +200,7 @@ class Checkpoints:
         started = time.perf_counter()
         if not self._writer.idle(cut.version, cut.attempt):
             return False
-        self._copies.again()
+        self._copies.recycle()
         saved = self._optimizer.capture(self._copies)
         own = {
             "replica": saved.own,
@@ -214,7 +213,7 @@ class Checkpoints:
         self._group.emit("checkpointing", version=cut.version, attempt=cut.attempt, data={"stall_s": stall_s})
         return True
 
-    def _part(self, cut: Cut, saved: Saved, own: Mapping[str, Any]) -> Part:
+    def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
         core, held = self._optimizer._core, saved.held
         outer, model = core.started(), core.model
         assert model is not None
@@ -227,7 +226,7 @@ class Checkpoints:
             version=cut.version,
             members=cut.members,
             inner_step=cut.inner_step,
-            committed=tuple(Committed(plain(v.record), v.digest, v.tensors) for v in saved.committed),
+            committed=tuple(PartVersion(plain(v.record), v.digest, v.tensors) for v in saved.committed),
             offered=tuple(offered.get(index) for index in range(len(saved.committed))),
             membership=plain(dataclasses.replace(held, records=(), contributions=())),
             lines=outer.fingerprint().lines,
@@ -244,11 +243,12 @@ def _resume_of(
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
     back = returning(there, present, [version.record for version in newest])
-    missing = [replica for replica, heir in sorted(back.heirs.items()) if heir == mine]
+    missing = [replica for replica, adopter in sorted(back.adopted_by.items()) if adopter == mine]
     lives = {held.replica: held for held in there}
     held = dataclasses.replace(
         lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
-        incarnation=back.marks[mine], epoch=back.epoch, gone=back.gone, roster=back.marks, heirs=back.heirs,
+        incarnation=back.incarnation_ids[mine], epoch=back.epoch, gone=back.gone, roster=back.incarnation_ids,
+        adopted_by=back.adopted_by,
     )  # fmt: skip
     own = {replica: checkpoint.own(replica) for replica in {*missing, mine if mine in lives else there[0].replica}}
     saved = {
@@ -261,12 +261,12 @@ def _resume_of(
     return resume, own[mine] if mine in lives else {}
 
 
-def _as_another_life(checkpoint: Checkpoint, mark: m.Mark) -> tuple[Resume, Mapping[str, Any]]:
+def _as_another_life(checkpoint: Checkpoint, incarnation_id: m.IncarnationId) -> tuple[Resume, Mapping[str, Any]]:
     """What a replica goes on from whose former life is gone, and what the loop of that had: it stands on the newest
     versions, with the inner state of its former life and with what that had pending."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
-    (mine, incarnation), gone = another_life(mark, there, [version.record for version in newest])
+    (mine, incarnation), gone = another_life(incarnation_id, there, [version.record for version in newest])
     was = mine if mine in checkpoint.replicas else checkpoint.replicas[0]
     own, life = checkpoint.own(was), _held(checkpoint, was)
     former = _saved(checkpoint, life, own["replica"])
@@ -277,7 +277,9 @@ def _as_another_life(checkpoint: Checkpoint, mark: m.Mark) -> tuple[Resume, Mapp
     return _resume(checkpoint, me, (former,), newest), own
 
 
-def _resume(checkpoint: Checkpoint, me: Saved, adopted: tuple[Saved, ...], newest: tuple[Version, ...]) -> Resume:
+def _resume(
+    checkpoint: Checkpoint, me: SavedReplica, adopted: tuple[SavedReplica, ...], newest: tuple[CommittedVersion, ...]
+) -> Resume:
     lines = checkpoint.notes[checkpoint.replicas[0]]["lines"]
 
     def damaged(reason: str) -> BadCheckpoint:
@@ -298,7 +300,7 @@ def _held(checkpoint: Checkpoint, replica: str) -> Held:
         raise BadCheckpoint(checkpoint.path, f"tells no membership of {replica}: {error}") from None
 
 
-def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> Saved:
+def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> SavedReplica:
     committed = tuple(_version(checkpoint, version) for version in checkpoint.committed(held.replica))
     try:
         under_way = [part["snapshot"] for part in own["fragments"] if part["snapshot"] is not None]
@@ -306,11 +308,11 @@ def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> Saved:
     except (KeyError, TypeError) as error:
         raise BadCheckpoint(checkpoint.path, f"tells no contribution of {held.replica}: {error!r}") from None
     records = tuple(version.record for version in committed)
-    return Saved(dataclasses.replace(held, records=records, contributions=contributions), committed, own)
+    return SavedReplica(dataclasses.replace(held, records=records, contributions=contributions), committed, own)
 
 
-def _version(checkpoint: Checkpoint, version: StoredVersion) -> Version:
+def _version(checkpoint: Checkpoint, version: SavedVersion) -> CommittedVersion:
     try:
-        return Version(m.from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
+        return CommittedVersion(m.from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
     except m.MessageError as error:
         raise BadCheckpoint(checkpoint.path, f"holds a record that is none: {error}") from None

@@ -176,7 +176,7 @@ class _Log:
         self._last = ""
 
     def __call__(self, event: Event) -> None:
-        if event.event in ("hold", "reborn", "fetch_failed"):
+        if event.event in ("hold", "reset", "fetch_failed"):
             text = str(event.data.get("text") or event.data.get("reason") or "")
             if text != self._last:
                 self._last = text

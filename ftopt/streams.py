@@ -4,7 +4,8 @@ What is queued on one stream is done in its order; what is queued on two is not,
 has a current stream, and unless somebody changes it that is the default stream, the same in all threads: training's,
 mostly. What another thread queued there would hold training up. Three rules keep the threads in order:
 
-1. What is done beside training is queued on a stream of its own (`Beside`), behind what it needs, and the thread waits
+1. What is done beside training is queued on a stream of its own (`SideStream`), behind what it needs, and the thread
+waits
    for its end. So whatever another thread hands on is complete.
 2. What training hands on need not be. Whoever takes it waits for a `Point` (`reached`), or takes it from the default
    stream, which has been told to wait (`publish`).
@@ -55,7 +56,7 @@ def used_here(tensors: Iterable[Tensor]) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-class Beside:
+class SideStream:
     """A stream of its own on each device, made when it is first needed. For one thread at a time."""
 
     def __init__(self) -> None:

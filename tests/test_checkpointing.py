@@ -224,7 +224,7 @@ def test_fewer_replicas_take_over_what_the_missing_ones_had_pending(
     assert sum(end.began[1][2] for end in ends) == sum(steps for _, steps in works)
     together_moved = torch.stack([end.pending for end in ends]).sum(0)
     torch.testing.assert_close(together_moved, torch.stack([delta for delta, _ in works]).sum(0))
-    assert not [event for event in events if event.event in ("fork", "reborn", "refuse")]
+    assert not [event for event in events if event.event in ("fork", "reset", "refuse")]
     _every_step_once(events, [end.began[1] for end in ends], names)
 
 

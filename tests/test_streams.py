@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ftopt import streams
-from ftopt.streams import Beside, follow, publish, reached
+from ftopt.streams import SideStream, follow, publish, reached
 
 CUDA = torch.device("cuda", 0)
 
@@ -79,7 +79,7 @@ def test_work_beside_comes_after_its_point_is_complete_and_leaves_the_rest_undon
     training.add(lambda: done.append("frozen"))
     point = reached(CUDA)
     training.add(lambda: done.append("the next step"))
-    with Beside().after(point, CUDA):
+    with SideStream().after(point, CUDA):
         assert cuda.current is not training
         cuda.current.add(lambda: done.append("reduced"))
         assert not done
@@ -91,7 +91,7 @@ def test_work_beside_that_fails_is_waited_for_too(cuda: Cuda) -> None:
     done: list[str] = []
 
     def fail() -> None:
-        with Beside().after(None, CUDA):
+        with SideStream().after(None, CUDA):
             cuda.current.add(lambda: done.append("begun"))
             raise ConnectionError("a peer is gone")
 
@@ -101,7 +101,7 @@ def test_work_beside_that_fails_is_waited_for_too(cuda: Cuda) -> None:
 
 
 def test_a_stream_of_its_own_is_made_once(cuda: Cuda) -> None:
-    beside, seen = Beside(), set[int]()
+    beside, seen = SideStream(), set[int]()
     for _ in range(2):
         with beside.after(None, CUDA):
             seen.add(id(cuda.current))
@@ -132,5 +132,5 @@ def test_who_follows_waits_for_no_more_than_the_point(cuda: Cuda) -> None:
 def test_on_other_devices_there_is_nothing_to_wait_for() -> None:
     cpu = torch.device("cpu")
     assert reached(cpu) is None
-    with Beside().after(reached(cpu), cpu):
+    with SideStream().after(reached(cpu), cpu):
         publish(cpu)

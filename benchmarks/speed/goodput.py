@@ -16,7 +16,7 @@ from benchmarks.speed.stall import together
 from benchmarks.speed.theirjob import TheirJob, their_job
 from benchmarks.speed.theirs import NoPeerError, TimeOuts
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 from tests.sync.processes.job import TinyJob, tiny_job
 
 REPLICAS = 4
@@ -201,7 +201,7 @@ def _ours(job: TinyJob) -> Work:
     lives: dict[str, list[tuple[float, float]]] = {name: [] for name in job.names}
     for e in job.events("join"):
         lives[e["replica"]].append((e["t_s"], ends[e["replica"], e["incarnation"]]))
-    steps = {name: [line["t_s"] for line in read(RunFolder(job.folder).steps(name))] for name in job.names}
+    steps = {name: [line["t_s"] for line in read_lines(RunFolder(job.folder).steps(name))] for name in job.names}
     executed, dead = summary["inner_steps_executed"], summary["dead_inner_steps_lost"]
     return Work(steps, lives, executed, dead, summary["survivor_inner_steps_lost"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ftopt.config.schema import Gpt
+from ftopt.config.schema import GptConfig
 from ftopt.job.model import Transformer
 
 BYTE_GPT = "byte GPT, 131k"
@@ -15,13 +15,13 @@ FIFTY = "50M"
 def byte_gpt() -> nn.Module:
     """The one of the recipe ``diloco_bytes``: 2 layers, width 64."""
     torch.manual_seed(0)
-    return Transformer(Gpt())
+    return Transformer(GptConfig())
 
 
 def fifty_million() -> nn.Module:
     """A GPT of 50 million parameters: 16 layers, width 512."""
     torch.manual_seed(0)
-    return Transformer(Gpt(layers=16, heads=8, width=512, context=64))
+    return Transformer(GptConfig(layers=16, heads=8, width=512, context=64))
 
 
 def of_size(parameters: int, tensors: int = 16) -> nn.Module:

@@ -53,14 +53,14 @@ class Soldier:
 
     def beat(self) -> None:
         """A heartbeat."""
-        self._send(m.Progress("training", 0, 0.1))
+        self._send(m.Heartbeat("training", 0, 0.1))
 
     def _receive(self, text: str) -> None:
         message = m.decode(text)
         assert isinstance(message, m.FromCoordinator)
         self._run(self.machine.receive(message))
 
-    def _run(self, effects: list[p.Effect]) -> None:
+    def _run(self, effects: list[p.ReplicaEffect]) -> None:
         for effect in effects:
             match effect:
                 case p.Send(message=message):
@@ -70,9 +70,9 @@ class Soldier:
                     self._run(self.machine.reduced(0, q.attempt, "empty", rows))
                 case p.Begin():
                     self._swarm.started(self)
-                case p.Adopt():
+                case p.CommitPrepared():
                     self._swarm.decided(self, time.monotonic() - self._proposed_s)
-                case p.GiveUp(reason=reason) | p.Disconnect(reason=reason) | p.Reborn(reason=reason):
+                case p.GiveUp(reason=reason) | p.Disconnect(reason=reason) | p.Reset(reason=reason):
                     raise RuntimeError(reason)
 
     def _send(self, message: m.FromReplica) -> None:
@@ -168,7 +168,7 @@ def _once(agree: Callable[..., tuple[str, m.Record]]) -> Callable[..., tuple[str
     last: dict[tuple[str, int, str], tuple[str, m.Record]] = {}
 
     def known(
-        record: m.Record, quorum: m.Quorum, members: Sequence[m.Mark], rows: list[list[int]], digest: str
+        record: m.Record, quorum: m.Quorum, members: Sequence[m.IncarnationId], rows: list[list[int]], digest: str
     ) -> tuple[str, m.Record]:
         key = (record.chain, quorum.attempt, digest)
         if key not in last:

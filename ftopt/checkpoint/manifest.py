@@ -125,7 +125,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """The manifest in a file.
 
     Raises:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from torch import Tensor
 
 from ftopt.checkpoint.manifest import BadCheckpoint, File, label, read_json
-from ftopt.transport.snapshot import Snapshot
+from ftopt.transport.snapshot import StateImage
 from ftopt.tree import encode
 
 NOTE_MAX_BYTES = 1 << 30
@@ -21,7 +21,7 @@ _LONG = 150
 
 
 @dataclass(frozen=True)
-class Committed:
+class PartVersion:
     """One version of one fragment's committed state.
 
     Args:
@@ -72,7 +72,7 @@ class Part:
     version: int
     members: int
     inner_step: int
-    committed: tuple[Committed, ...]
+    committed: tuple[PartVersion, ...]
     offered: tuple[int | None, ...]
     membership: Mapping[str, Any]
     lines: Mapping[str, str]
@@ -122,7 +122,7 @@ def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
 
 def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
     """A safetensors file's bytes, in pieces; nothing is copied that lies on the CPU in one piece."""
-    snapshot = Snapshot({"format": "pt", **meta}, tensors)
+    snapshot = StateImage({"format": "pt", **meta}, tensors)
     return snapshot.chunks(0, snapshot.size)
 
 

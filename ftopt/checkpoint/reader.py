@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, order, read
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, order, read_manifest
 from ftopt.checkpoint.part import read_note
 from ftopt.errors import UserError
 
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Version:
+class SavedVersion:
     """A committed state as a checkpoint holds it; ``record`` is JSON."""
 
     record: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest: Manifest = read(path / NAME)
+        self.manifest: Manifest = read_manifest(path / NAME)
 
     @property
     def replicas(self) -> list[str]:
@@ -82,7 +82,7 @@ class Checkpoint:
         return found
 
     @cached_property
-    def newest(self) -> tuple[Version, ...]:
+    def newest(self) -> tuple[SavedVersion, ...]:
         """The newest version of each fragment."""
         return tuple(self._version(version) for version in self._newest)
 
@@ -98,7 +98,7 @@ class Checkpoint:
         known = {version["name"]: version for note in notes for version in note["committed"]}
         return [known[name] for name in self.manifest.committed]
 
-    def committed(self, replica: str) -> tuple[Version, ...]:
+    def committed(self, replica: str) -> tuple[SavedVersion, ...]:
         """The version of each fragment that a replica's parameters are based on."""
         return tuple(self._version(version) for version in self.notes[replica]["committed"])
 
@@ -126,11 +126,11 @@ class Checkpoint:
         except (SafetensorError, OSError, ValueError) as error:
             raise BadCheckpoint(self.path / name, f"is no safetensors file: {error}") from None
 
-    def _version(self, version: dict[str, Any]) -> Version:
+    def _version(self, version: dict[str, Any]) -> SavedVersion:
         known = self._shards.get(version["name"])
         if known is None:
             known = self._shards[version["name"]] = self.tensors(version["name"])
-        return Version(version["record"], version["digest"], known)
+        return SavedVersion(version["record"], version["digest"], known)
 
     @cached_property
     def _shards(self) -> dict[str, dict[str, Any]]:

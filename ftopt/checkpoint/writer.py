@@ -25,7 +25,7 @@ from ftopt.errors import UserError
 
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"
-Tell = Callable[[str, Mapping[str, Any]], None]
+OnMessage = Callable[[str, Mapping[str, Any]], None]
 """Tells an event: its name and data. ``checkpoint``: one is whole. ``checkpoint_failed``: why there will be none."""
 
 
@@ -39,7 +39,7 @@ class Writer:
         disk: for tests.
     """
 
-    def __init__(self, folder: Path, *, keep: int, tell: Tell, disk: Disk | None = None) -> None:
+    def __init__(self, folder: Path, *, keep: int, tell: OnMessage, disk: Disk | None = None) -> None:
         self._folder = folder
         self._keep = keep
         self._tell = tell
@@ -155,7 +155,7 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
     if len(paths) < part.members:
         return None
     notes = {path.name: read_note(path) for path in paths}
-    if reason := misfit(list(notes.values())):
+    if reason := notes_misfit(list(notes.values())):
         raise BadCheckpoint(folder, reason)
     files = {name: File(*entry) for note in notes.values() for name, entry in note["files"].items()}
     for path in paths:
@@ -186,7 +186,7 @@ def newest_of(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [max(entries, key=lambda entry: int(entry["record"]["version"])) for entries in fragments]
 
 
-def misfit(notes: list[dict[str, Any]]) -> str:
+def notes_misfit(notes: list[dict[str, Any]]) -> str:
     """Why the parts do not fit together, "" when they do.
 
     Replicas are saved at steps of their own. Where the newest version counts steps of a replica (COUNT), that replica
@@ -196,7 +196,14 @@ def misfit(notes: list[dict[str, Any]]) -> str:
     for note in notes:
         for entry, version, offered in zip(newest, note["committed"], note["offered"], strict=True):
             counted, own = (
-                max((step for *mark, step in table if mark == [note["replica"], note["incarnation"]]), default=0)
+                max(
+                    (
+                        step
+                        for *incarnation_id, step in table
+                        if incarnation_id == [note["replica"], note["incarnation"]]
+                    ),
+                    default=0,
+                )
                 for table in (entry["record"]["counted"], version["record"]["counted"])
             )
             if entry["record"]["version"] == version["record"]["version"] and entry["digest"] != version["digest"]:

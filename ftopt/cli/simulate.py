@@ -8,7 +8,7 @@ import time
 
 from ftopt.cli.output import complain, say
 from ftopt.errors import UserError
-from ftopt.simulate.tally import Tally
+from ftopt.simulate.tally import Coverage
 from ftopt.simulate.walk import History
 from ftopt.simulate.walk import run as walk
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
         return _replay(_natural("--replay", arguments.replay))
     count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)
-    tally, began_s = Tally(), time.monotonic()
+    tally, began_s = Coverage(), time.monotonic()
     shown_s = began_s
     every_s = _PROGRESS_S if sys.stderr.isatty() else _PLAIN_PROGRESS_S
     for done in tally.walk(seed, count):

@@ -22,16 +22,16 @@ from ftopt.methods.torch_optimizers import Torch
 from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStaged
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
-    "model": {"gpt": schema.Gpt, "convnet": schema.Convnet, "factory": schema.Factory},
-    "data": {"stdlib_bytes": data.StdlibBytes, "text": data.Text, "tokens": data.Tokens, "digits": data.Digits},
+    "model": {"gpt": schema.GptConfig, "convnet": schema.ConvnetConfig, "factory": schema.FactoryConfig},
+    "data": {"stdlib_bytes": data.StdlibBytes, "text": data.Text, "tokens": data.TokensConfig, "digits": data.Digits},
     "inner": {
-        "adamw": schema.AdamW,
-        "adam": schema.Adam,
-        "sgd": schema.Sgd,
-        "muon": schema.Muon,
-        "torch": schema.Torch,
+        "adamw": schema.AdamWConfig,
+        "adam": schema.AdamConfig,
+        "sgd": schema.SgdConfig,
+        "muon": schema.MuonConfig,
+        "torch": schema.TorchConfig,
     },
-    "inner.schedule": {"constant": schema.Constant, "cosine": schema.Cosine},
+    "inner.schedule": {"constant": schema.ConstantConfig, "cosine": schema.CosineConfig},
     "method": {
         "diloco": DiLoCo,
         "local_sgd": LocalSGD,

@@ -57,7 +57,7 @@ class Text(Drawn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens(Drawn):
+class TokensConfig(Drawn):
     """Files of tokens as tokenizers write them (``data.name: tokens``), memory-mapped.
 
     Args:
@@ -88,4 +88,4 @@ class Digits(Drawn):
     batch_size: int = 32
 
 
-Data = StdlibBytes | Text | Tokens | Digits
+Data = StdlibBytes | Text | TokensConfig | Digits

@@ -38,14 +38,14 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = locate(source)
     file = _read(path)
-    recipe, errors = build(_merged(file, _dotted(overrides)))
+    recipe, errors = build_recipe(_merged(file, _dotted(overrides)))
     if recipe is None:
         count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
         raise UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
     return recipe
 
 
-def build(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
+def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """A recipe of nested mappings, or None and what is wrong with it."""
     errors: list[str] = []
     recipe = _section(Recipe, raw, "", errors)
@@ -60,14 +60,14 @@ def build(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
 def _problems_of_the_rest(raw: Mapping[str, Any]) -> list[str]:
     """What is wrong between the sections that are sound themselves, when others are not."""
     needed = {key: raw[key] for key in ("name", "method") if key in raw}
-    spoilt = set()
+    corrupted = set()
     for key, value in raw.items():
         if _section(Recipe, {**needed, key: value}, "", []) is None:
-            spoilt.add(str(key))
-    rest = _section(Recipe, {key: value for key, value in raw.items() if str(key) not in spoilt}, "", [])
+            corrupted.add(str(key))
+    rest = _section(Recipe, {key: value for key, value in raw.items() if str(key) not in corrupted}, "", [])
     if rest is None:
         return []
-    return [text for text in rest.problems() if not any(re.search(rf"\b{re.escape(key)}\b", text) for key in spoilt)]
+    return [text for text in rest.problems() if not any(re.search(rf"\b{re.escape(key)}\b", text) for key in corrupted)]
 
 
 def dump(recipe: Recipe) -> str:

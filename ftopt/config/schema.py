@@ -19,7 +19,7 @@ from ftopt.sync.protocol.settings import Sync
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpt:
+class GptConfig:
     """The GPT of `ftopt.job.model` (``model.name: gpt``).
 
     Args:
@@ -48,7 +48,7 @@ class Gpt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convnet:
+class ConvnetConfig:
     """The convolutional net of `ftopt.job.convnet` (``model.name: convnet``), for images.
 
     Args:
@@ -64,7 +64,7 @@ class Convnet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Factory:
+class FactoryConfig:
     """A model of the user's own (``model.name: factory``).
 
     Args:
@@ -88,7 +88,7 @@ class Factory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine:
+class CosineConfig:
     """Linear warm-up over ``warmup`` inner steps, then a cosine down to ``floor`` times the rate."""
 
     warmup: int = 0
@@ -99,7 +99,7 @@ class Cosine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constant:
+class ConstantConfig:
     """Linear warm-up over ``warmup`` inner steps, then the rate itself."""
 
     warmup: int = 0
@@ -108,11 +108,11 @@ class Constant:
         at_least("inner.schedule", 0, warmup=self.warmup)
 
 
-Schedule = Cosine | Constant
+ScheduleConfig = CosineConfig | ConstantConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class InnerOptimizer:
+class InnerOptimizerConfig:
     """What every inner optimizer has.
 
     Args:
@@ -128,7 +128,7 @@ class InnerOptimizer:
     lr: float = 1e-3
     params: str = "rest"
     decay: str = "all"
-    schedule: Schedule = field(default_factory=Constant)
+    schedule: ScheduleConfig = field(default_factory=ConstantConfig)
 
     def __post_init__(self) -> None:
         above_zero("inner", lr=self.lr)
@@ -139,7 +139,7 @@ class InnerOptimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(InnerOptimizer):
+class AdamWConfig(InnerOptimizerConfig):
     """``torch.optim.AdamW`` (``inner.name: adamw``)."""
 
     betas: list[float] = field(default_factory=lambda: [0.9, 0.99])
@@ -154,12 +154,12 @@ class AdamW(InnerOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(AdamW):
+class AdamConfig(AdamWConfig):
     """``torch.optim.Adam`` (``inner.name: adam``): as AdamW, with the weight decay in the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sgd(InnerOptimizer):
+class SgdConfig(InnerOptimizerConfig):
     """``torch.optim.SGD`` (``inner.name: sgd``)."""
 
     lr: float = 1e-2
@@ -175,14 +175,15 @@ class Sgd(InnerOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(InnerOptimizer):
+class MuonConfig(InnerOptimizerConfig):
     """``torch.optim.Muon`` (``inner.name: muon``, torch 2.9 or newer), for matrices only; another section for the rest.
 
     Args:
         momentum, nesterov, ns_steps: torch's, with torch's defaults.
         adjust_lr: how the rate goes with a matrix' shape: ``original`` (default) or ``match_rms_adamw``, which makes
             updates as large as AdamW's, so that its rates can be used.
-        others: see `InnerOptimizer`; ``params`` is ``matrices`` here. Embeddings and the head are usually AdamW's: give
+        others: see `InnerOptimizerConfig`; ``params`` is ``matrices`` here. Embeddings and the head are usually
+        AdamW's: give
             a section ``params: head`` before this one.
     """
 
@@ -202,13 +203,13 @@ class Muon(InnerOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torch(InnerOptimizer):
+class TorchConfig(InnerOptimizerConfig):
     """Any other optimizer (``inner.name: torch``), e.g. ``torchao.optim.AdamW8bit``.
 
     Args:
         cls: where the class is, ``package.module.Class``.
         args: its keyword arguments besides ``lr``.
-        others: see `InnerOptimizer`.
+        others: see `InnerOptimizerConfig`.
     """
 
     cls: str = "torch.optim.RMSprop"
@@ -223,7 +224,7 @@ class Torch(InnerOptimizer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class TrainConfig:
     """How long and how each replica trains.
 
     Args:
@@ -258,7 +259,7 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointConfig:
     """Checkpoints of the whole job; see ``docs/checkpoints.md``.
 
     Args:
@@ -283,7 +284,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class LogConfig:
     """Where the runs go, and whether wandb follows: ``auto`` is online with a key, else offline."""
 
     dir: str = "runs"
@@ -294,8 +295,8 @@ class Log:
             raise ValueError(f"log.wandb={self.wandb!r}; allowed: auto, off, online, offline")
 
 
-Model = Gpt | Convnet | Factory
-Inner = AdamW | Sgd | Muon | Torch
+ModelConfig = GptConfig | ConvnetConfig | FactoryConfig
+InnerConfig = AdamWConfig | SgdConfig | MuonConfig | TorchConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,13 +309,13 @@ class Recipe:
     name: str
     method: Any
     replicas: int = 1
-    model: Model = field(default_factory=Gpt)
+    model: ModelConfig = field(default_factory=GptConfig)
     data: Data = field(default_factory=StdlibBytes)
-    inner: Inner | list[Inner] = field(default_factory=AdamW)
+    inner: InnerConfig | list[InnerConfig] = field(default_factory=AdamWConfig)
     sync: Sync = field(default_factory=Sync)
-    train: Train = field(default_factory=Train)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    log: Log = field(default_factory=Log)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     faults: list[Fault] = field(default_factory=list)
 
     def problems(self) -> list[str]:
@@ -325,19 +326,19 @@ class Recipe:
         if self.replicas < 1:
             found.append(f"replicas={self.replicas}; must be at least 1")
         images = isinstance(self.data, Digits)
-        if isinstance(self.model, Gpt) and images:
+        if isinstance(self.model, GptConfig) and images:
             found.append("model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory")
-        if isinstance(self.model, Gpt) and isinstance(self.data, StdlibBytes | Text) and self.model.vocab < 256:
+        if isinstance(self.model, GptConfig) and isinstance(self.data, StdlibBytes | Text) and self.model.vocab < 256:
             found.append(f"model.vocab={self.model.vocab} with text, whose tokens are bytes; use model.vocab=256")
-        if isinstance(self.model, Convnet) and not images:
+        if isinstance(self.model, ConvnetConfig) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
         from ftopt.codecs import codec_named  # here: it brings torch, which `ftopt ls` does without
-        from ftopt.optimizer.tensors.moments import check_exact
+        from ftopt.optimizer.tensors.moments import check_moments_exact
 
         try:
             codec = codec_named(self.sync.codec)
             if self.method.inner_buffers == "average":
-                check_exact(codec)
+                check_moments_exact(codec)
         except UserError as error:
             found.append(str(error))
         except ValueError as error:
@@ -391,7 +392,7 @@ class Recipe:
 
         return self.method.gradients is not None or bool(self.method.init(torch.zeros(1)))
 
-    def inner_sections(self) -> list[Inner]:
+    def inner_sections(self) -> list[InnerConfig]:
         """The inner optimizers, also when it is a single one."""
         return self.inner if isinstance(self.inner, list) else [self.inner]
 

@@ -16,12 +16,12 @@ from torch.utils.data import Dataset
 
 from ftopt.data.batches import Batches
 from ftopt.data.seeds import seed_of
-from ftopt.data.units import Units
+from ftopt.data.units import UnitSource
 from ftopt.data.workers import Pool, PoolSettings
 
 
 @runtime_checkable
-class Stateful(Protocol):
+class StatefulDataset(Protocol):
     """A data set that keeps a state of its own."""
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -32,13 +32,13 @@ class Stateful(Protocol):
 class Here:
     """Loads on the training thread, when asked to."""
 
-    def __init__(self, batches: Batches, units: Units) -> None:
+    def __init__(self, batches: Batches, units: UnitSource) -> None:
         self._batches = batches
         self._units = units
         self._unit: int | None = None
 
     def next(self) -> tuple[int, Any] | None:
-        """A unit and its batch; None as `Units.take` says it. A unit that raised comes again."""
+        """A unit and its batch; None as `UnitSource.take` says it. A unit that raised comes again."""
         if self._unit is None:
             self._unit = self._units.take()
         if self._unit is None:
@@ -53,12 +53,12 @@ class Here:
 
     def state(self) -> Any:
         """Of the data set, None if it has none."""
-        return self._batches.dataset.state_dict() if isinstance(self._batches.dataset, Stateful) else None
+        return self._batches.dataset.state_dict() if isinstance(self._batches.dataset, StatefulDataset) else None
 
     def load(self, state: Any) -> None:
         """Gives the data set its ``state``."""
         if state is not None:
-            assert isinstance(self._batches.dataset, Stateful)
+            assert isinstance(self._batches.dataset, StatefulDataset)
             self._batches.dataset.load_state_dict(state)
 
 
@@ -72,8 +72,8 @@ class Ahead:
         seed: of torch's worker seeds; what a unit draws does not depend on it.
     """
 
-    def __init__(self, batches: Batches, units: Units, settings: PoolSettings, *, seed: int) -> None:
-        self._stateful = isinstance(batches.dataset, Stateful)
+    def __init__(self, batches: Batches, units: UnitSource, settings: PoolSettings, *, seed: int) -> None:
+        self._stateful = isinstance(batches.dataset, StatefulDataset)
         self._batches = _StatefulOrBlank(batches) if self._stateful else _OrBlank(batches)
         self._settings = settings
         self._seed = seed_of("workers", seed)
@@ -83,7 +83,8 @@ class Ahead:
         self._start()
 
     def next(self) -> tuple[int, Any] | None:
-        """A unit and its batch; None as `Units.take` says it. After an error it goes on with the unit that failed."""
+        """A unit and its batch; None as `UnitSource.take` says it. After an error it goes on with the unit that
+        failed."""
         if self._pool is None:
             self._start()
         assert self._pool is not None
@@ -138,7 +139,7 @@ class Ahead:
 class _Feed:
     """What the workers shall load, in order: units, and blanks (-1) where none is granted."""
 
-    def __init__(self, units: Units) -> None:
+    def __init__(self, units: UnitSource) -> None:
         self._units = units
         self._again: deque[int] = deque()
         self._under_way: deque[int] = deque()
@@ -202,11 +203,11 @@ class _OrBlank(Dataset[Any]):
 
 class _StatefulOrBlank(_OrBlank):
     def state_dict(self) -> dict[str, Any]:
-        assert isinstance(self._batches.dataset, Stateful)
+        assert isinstance(self._batches.dataset, StatefulDataset)
         return self._batches.dataset.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert isinstance(self._batches.dataset, Stateful)
+        assert isinstance(self._batches.dataset, StatefulDataset)
         self._batches.dataset.load_state_dict(state_dict)
 
 

@@ -17,11 +17,11 @@ from typing import Any, TypeGuard, cast
 
 from torch.utils.data import IterableDataset
 
-from ftopt.data.ahead import Ahead, Here, Stateful
+from ftopt.data.ahead import Ahead, Here, StatefulDataset
 from ftopt.data.batches import Batches, MapStyle
 from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
-from ftopt.data.units import Counted, Group, Units
+from ftopt.data.units import Counted, Group, UnitSource
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
@@ -209,13 +209,13 @@ class _FromUnits:
     """Of a data set with positions."""
 
     def __init__(
-        self, batches: Batches, samples: Samples, units: Units, group: Group | None, pool: PoolSettings
+        self, batches: Batches, samples: Samples, units: UnitSource, group: Group | None, pool: PoolSettings
     ) -> None:
         self._samples = samples
         self._workers = pool.workers
         self._group = group
         self._units = units
-        self._stateful = isinstance(batches.dataset, Stateful)
+        self._stateful = isinstance(batches.dataset, StatefulDataset)
         self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
         self._told = False
         self.epoch = 0

@@ -11,7 +11,7 @@ from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
 
 
-class Share(Protocol):
+class ShareSource(Protocol):
     """This replica's share of one global batch after the other: `ftopt.sync.replica.global_batch.GlobalBatch`."""
 
     def more(self) -> bool:
@@ -30,7 +30,7 @@ class FromShares:
         share: this replica's share.
     """
 
-    def __init__(self, batches: Batches, samples: Samples, share: Share) -> None:
+    def __init__(self, batches: Batches, samples: Samples, share: ShareSource) -> None:
         self._batches = batches
         self._samples = samples
         self._share = share

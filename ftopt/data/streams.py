@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ftopt.data.ahead import Stateful
+from ftopt.data.ahead import StatefulDataset
 from ftopt.data.seeds import seed_of
 from ftopt.data.workers import Pool, PoolSettings
 from ftopt.errors import UserError
@@ -158,7 +158,7 @@ class _Shard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
-        stateful = isinstance(self.dataset, Stateful) or isinstance(samples, Stateful)
+        stateful = isinstance(self.dataset, StatefulDataset) or isinstance(samples, StatefulDataset)
         return (_StatefulSamples if stateful else _Samples)(self, samples)
 
 
@@ -194,15 +194,17 @@ class _StatefulSamples(_Samples):
         return {
             "skip": self._skip,
             "ended": self._ended,
-            "dataset": dataset.state_dict() if isinstance(dataset, Stateful) else None,
-            "samples": samples.state_dict() if isinstance(samples, Stateful) and samples is not dataset else None,
+            "dataset": dataset.state_dict() if isinstance(dataset, StatefulDataset) else None,
+            "samples": samples.state_dict()
+            if isinstance(samples, StatefulDataset) and samples is not dataset
+            else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         dataset = self._shard.dataset
-        if isinstance(dataset, Stateful):
+        if isinstance(dataset, StatefulDataset):
             dataset.load_state_dict(state_dict["dataset"])
         self._samples = iter(dataset)
-        if state_dict["samples"] is not None and isinstance(self._samples, Stateful):
+        if state_dict["samples"] is not None and isinstance(self._samples, StatefulDataset):
             self._samples.load_state_dict(state_dict["samples"])
         self._skip, self._ended = state_dict["skip"], state_dict["ended"]

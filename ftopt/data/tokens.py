@@ -20,7 +20,7 @@ from ftopt.errors import UserError
 DTYPES = ("uint8", "uint16", "uint32")
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
-Source = str | Path | Sequence[str | Path] | npt.NDArray[Any]
+TokenSource = str | Path | Sequence[str | Path] | npt.NDArray[Any]
 
 
 class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
@@ -46,7 +46,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
     random = False
 
     def __init__(
-        self, source: Source, length: int, *, dtype: str = "uint16", skip_bytes: int = 0, vocab: int | None = None
+        self, source: TokenSource, length: int, *, dtype: str = "uint16", skip_bytes: int = 0, vocab: int | None = None
     ) -> None:
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")

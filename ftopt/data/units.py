@@ -1,6 +1,6 @@
 """Where a loader gets its units from: the job's ledger through the group, or a count of its own.
 
-`Units` is what a loader asks of either; `Group` is what it asks of `ftopt.sync.group.ReplicaGroup`.
+`UnitSource` is what a loader asks of either; `Group` is what it asks of `ftopt.sync.group.ReplicaGroup`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ftopt.data.shared import Share
+from ftopt.data.shared import ShareSource
 from ftopt.sync.protocol.samples import Samples
 
 
-class Units(Protocol):
+class UnitSource(Protocol):
     """The units that this replica may use, in the order in which they are granted."""
 
     def take(self, timeout_s: float | None = None) -> int | None:
@@ -36,7 +36,7 @@ class Units(Protocol):
         """
 
 
-class Sync(Protocol):
+class SyncSettings(Protocol):
     """Of the job's settings."""
 
     @property
@@ -50,21 +50,21 @@ class Group(Protocol):
     replica: str
 
     @property
-    def sync(self) -> Sync:
+    def sync(self) -> SyncSettings:
         """The job's settings."""
 
     @property
     def incarnation(self) -> int:
         """0 before this replica has joined the job."""
 
-    def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
+    def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> UnitSource:
         """The job hands out these samples; called before the replica joins. Its units, ``accumulate`` an inner step.
 
         Raises:
             UserError: it has joined already, or hands out others.
         """
 
-    def keep_global_batch(self, samples: Samples) -> Share:
+    def keep_global_batch(self, samples: Samples) -> ShareSource:
         """The job shares out these samples, a ``global_batch`` a step; as `keep_ledger`."""
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:

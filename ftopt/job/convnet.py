@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ftopt.config.schema import Convnet
+from ftopt.config.schema import ConvnetConfig
 from ftopt.data.digits import CLASSES
 
 
@@ -17,7 +17,7 @@ class ConvolutionalNet(nn.Module):
         settings: the recipe's ``model`` section.
     """
 
-    def __init__(self, settings: Convnet) -> None:
+    def __init__(self, settings: ConvnetConfig) -> None:
         super().__init__()
         narrow, wide = settings.channels, 2 * settings.channels
         self.body = nn.Sequential(

@@ -43,7 +43,7 @@ class Harm:
     @torch.no_grad()
     def _corrupt(self, fault: Fault, event: Event) -> None:
         if fault.aim in GRADIENT_KINDS:
-            spoil(self._gradients(), fault.aim, fault.size or 0.0, self._chance)
+            corrupt(self._gradients(), fault.aim, fault.size or 0.0, self._chance)
             return
         flip_bit(_target(self._fragment(event), fault.aim))
 
@@ -75,7 +75,7 @@ def flip_bit(flat: Tensor) -> None:
     flat.view(torch.int32)[index] ^= _BIT
 
 
-def spoil(tensors: Sequence[Tensor], how: str, size: float, chance: torch.Generator) -> None:
+def corrupt(tensors: Sequence[Tensor], how: str, size: float, chance: torch.Generator) -> None:
     """Spoils a replica's gradients, in place; see ``what`` of `ftopt.faults.spec.Fault`."""
     if how == "stuck":
         tensors[0].view(-1)[0] = size

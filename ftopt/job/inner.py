@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ftopt.config.schema import Adam, AdamW, Inner, Muon, Sgd, Torch
+from ftopt.config.schema import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
 
-Named = dict[str, nn.Parameter]
+NamedParameters = dict[str, nn.Parameter]
 
 
-def inner_optimizers(sections: Sequence[Inner], model: nn.Module) -> list[Optimizer]:
+def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[Optimizer]:
     """One optimizer a section, over the parameters of ``model`` that train.
 
     A section takes what its ``params`` says of what the sections before it have left.
@@ -27,7 +27,7 @@ def inner_optimizers(sections: Sequence[Inner], model: nn.Module) -> list[Optimi
         UserError: a section finds no parameter, parameters are left over, or a class is not there or does not take its
             arguments or parameters.
     """
-    left: Named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    left: NamedParameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     optimizers = []
     for index, section in enumerate(sections):
@@ -55,7 +55,7 @@ def _wants(params: str, name: str, parameter: nn.Parameter, embedding: bool) -> 
     return name.startswith(f"{params}.") or fnmatch.fnmatchcase(name, params)
 
 
-def _make(section: Inner, where: str, taken: Named) -> Optimizer:
+def _make(section: InnerConfig, where: str, taken: NamedParameters) -> Optimizer:
     cls, settings = _class_of(section, where)
     make: Callable[..., Optimizer] = cls
     try:
@@ -64,7 +64,7 @@ def _make(section: Inner, where: str, taken: Named) -> Optimizer:
         raise UserError(f"{where}: {cls.__name__} for {_some(taken)}: {error}") from error
 
 
-def _groups(section: Inner, taken: Named) -> list[dict[str, Any]]:
+def _groups(section: InnerConfig, taken: NamedParameters) -> list[dict[str, Any]]:
     """All in one group; with ``decay: weights`` norms and biases in one of their own, without decay."""
     if section.decay == "all":
         return [{"params": list(taken.values())}]
@@ -74,25 +74,25 @@ def _groups(section: Inner, taken: Named) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _class_of(section: Inner, where: str) -> tuple[type[Optimizer], Mapping[str, Any]]:
+def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mapping[str, Any]]:
     """The class, and its arguments besides parameters and rate."""
-    if isinstance(section, Torch):
+    if isinstance(section, TorchConfig):
         return _imported(section, where), section.args
-    if isinstance(section, AdamW):
+    if isinstance(section, AdamWConfig):
         betas = (section.betas[0], section.betas[1])
-        cls = torch.optim.Adam if isinstance(section, Adam) else torch.optim.AdamW
+        cls = torch.optim.Adam if isinstance(section, AdamConfig) else torch.optim.AdamW
         return cls, {"betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
     shared = {"momentum": section.momentum, "nesterov": section.nesterov, "weight_decay": section.weight_decay}
-    if isinstance(section, Sgd):
+    if isinstance(section, SgdConfig):
         return torch.optim.SGD, shared
-    assert isinstance(section, Muon)
+    assert isinstance(section, MuonConfig)
     muon = getattr(torch.optim, "Muon", None)
     if muon is None:
         raise UserError(f"{where}.name=muon needs torch 2.9, this is {torch.__version__}; use adamw, or a newer torch")
     return muon, {**shared, "ns_steps": section.ns_steps, "adjust_lr_fn": section.adjust_lr}
 
 
-def _imported(section: Torch, where: str) -> type[Optimizer]:
+def _imported(section: TorchConfig, where: str) -> type[Optimizer]:
     module, _, name = section.cls.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -111,7 +111,7 @@ def _imported(section: Torch, where: str) -> type[Optimizer]:
     return found
 
 
-def _some(named: Named, limit: int = 4) -> str:
+def _some(named: NamedParameters, limit: int = 4) -> str:
     names = list(named)
     shown = ", ".join(names[:limit]) or "none"
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ftopt.config.schema import Convnet, Factory, Gpt, Model
+from ftopt.config.schema import ConvnetConfig, FactoryConfig, GptConfig, ModelConfig
 from ftopt.errors import UserError
 from ftopt.job.convnet import ConvolutionalNet
 
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, settings: Gpt) -> None:
+    def __init__(self, settings: GptConfig) -> None:
         super().__init__()
         width, half = settings.width, settings.width // settings.heads // 2
         self.embed = nn.Embedding(settings.vocab, width)
@@ -105,20 +105,20 @@ def _initial(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
 
 
-def build(settings: Model) -> nn.Module:
+def build_model(settings: ModelConfig) -> nn.Module:
     """The model of a recipe. Seed torch before: the initial parameters come from its global generator.
 
     Raises:
         UserError: the user's factory cannot be imported, fails on its arguments, or returns no module.
     """
-    if isinstance(settings, Gpt):
+    if isinstance(settings, GptConfig):
         return Transformer(settings)
-    if isinstance(settings, Convnet):
+    if isinstance(settings, ConvnetConfig):
         return ConvolutionalNet(settings)
     return _made(settings)
 
 
-def _made(settings: Factory) -> nn.Module:
+def _made(settings: FactoryConfig) -> nn.Module:
     name, _, attribute = settings.factory.partition(":")
     try:
         function = getattr(importlib.import_module(name), attribute)

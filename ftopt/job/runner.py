@@ -27,7 +27,7 @@ from ftopt.events import Event
 from ftopt.faults.spec import COORDINATOR
 from ftopt.job.processes import Child, describe
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.progress import Display
 from ftopt.telemetry.summary import summarize
 from ftopt.telemetry.view import RunView
@@ -337,8 +337,8 @@ def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
 
 def summarize_folder(folder: RunFolder) -> dict[str, Any]:
     """The summary of whatever lines a run's folder holds."""
-    steps = {path.stem: read(path) for path in sorted(folder.replicas.glob("*.jsonl"))}
-    return summarize(read(folder.events), steps)
+    steps = {path.stem: read_lines(path) for path in sorted(folder.replicas.glob("*.jsonl"))}
+    return summarize(read_lines(folder.events), steps)
 
 
 def _last_lines(child: Child, count: int = 15) -> str:

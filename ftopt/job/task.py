@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from ftopt.config.data import Digits, StdlibBytes, Text, Tokens
-from ftopt.config.schema import Convnet, Factory, Gpt, Recipe
+from ftopt.config.data import Digits, StdlibBytes, Text, TokensConfig
+from ftopt.config.schema import ConvnetConfig, FactoryConfig, GptConfig, Recipe
 from ftopt.data.batches import MapStyle
 from ftopt.data.corpus import HELD_OUT, Bytes, stdlib_bytes, text
 from ftopt.data.digits import Draws, digits
@@ -22,7 +22,7 @@ from ftopt.data.seeds import seed_of
 from ftopt.data.tokens import TokenWindows
 from ftopt.data.windows import Windows
 from ftopt.errors import UserError
-from ftopt.job.model import build
+from ftopt.job.model import build_model
 
 _BYTES = 256
 _DIGITS = 10
@@ -31,7 +31,7 @@ _FINAL_WINDOWS = 512
 _WINDOWS_AT_ONCE = 32
 
 
-class Batches(Protocol):
+class TrainingBatches(Protocol):
     """An endless stream of training batches."""
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ class Batches(Protocol):
 
 
 class _Redrawn:
-    """A `Batches` of any data set."""
+    """A `TrainingBatches` of any data set."""
 
     def __init__(self, dataset: MapStyle, batch_size: int, seed: int) -> None:
         self._dataset = dataset
@@ -93,7 +93,7 @@ class Task(ABC):
     """A sample has one target, and the share of right answers is asked for."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.model: nn.Module = build(recipe.model)
+        self.model: nn.Module = build_model(recipe.model)
         self._autocast = recipe.train.autocast == "bf16"
         self.batch_size = recipe.data.batch_size
 
@@ -101,7 +101,7 @@ class Task(ABC):
     def dataset(self) -> MapStyle:
         """All samples to train on, inputs and targets: for ``data.sampling: once``."""
 
-    def batches(self, seed: int) -> Batches:
+    def batches(self, seed: int) -> TrainingBatches:
         """Batches that a generator of this seed draws with replacement: for ``data.sampling: random``."""
         return _Redrawn(self.dataset(), self.batch_size, seed)
 
@@ -113,7 +113,7 @@ class Task(ABC):
     def held_out(self, *, thorough: bool) -> Iterable[tuple[Tensor, Tensor]]:
         """Fixed batches to evaluate on; more of them for a thorough evaluation, the first and the last one."""
 
-    def classes(self, model: Factory, inputs: Tensor, shape: tuple[int, ...]) -> int:
+    def classes(self, model: FactoryConfig, inputs: Tensor, shape: tuple[int, ...]) -> int:
         """How many a user's model tells apart: its answer to ``inputs`` is of ``shape`` and one dimension more."""
         given = f"{inputs.dtype} {tuple(inputs.shape)}"
         must = f"must give logits ({', '.join(map(str, shape))}, n), a number for each of n classes"
@@ -152,11 +152,11 @@ class Task(ABC):
 class NextByte(Task):
     """Text: the next byte of every place in a window of ``model.context`` bytes."""
 
-    def __init__(self, recipe: Recipe, data: StdlibBytes | Text, model: Gpt | Factory) -> None:
+    def __init__(self, recipe: Recipe, data: StdlibBytes | Text, model: GptConfig | FactoryConfig) -> None:
         super().__init__(recipe)
         self._context = model.context
         self._seed = recipe.train.seed
-        if isinstance(model, Factory):
+        if isinstance(model, FactoryConfig):
             _enough(model, _vocabulary(self, model), _BYTES, "bytes")
         self._corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
 
@@ -181,9 +181,9 @@ class NextByte(Task):
 class NextToken(Task):
     """Files of tokens: the next token of every place in a window of ``model.context`` tokens."""
 
-    def __init__(self, recipe: Recipe, data: Tokens, model: Gpt | Factory) -> None:
+    def __init__(self, recipe: Recipe, data: TokensConfig, model: GptConfig | FactoryConfig) -> None:
         super().__init__(recipe)
-        vocab = model.vocab if isinstance(model, Gpt) else _vocabulary(self, model)
+        vocab = model.vocab if isinstance(model, GptConfig) else _vocabulary(self, model)
 
         def windows(path: str) -> TokenWindows:
             return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
@@ -218,9 +218,9 @@ class WhichDigit(Task):
 
     classifies = True
 
-    def __init__(self, recipe: Recipe, model: Convnet | Factory) -> None:
+    def __init__(self, recipe: Recipe, model: ConvnetConfig | FactoryConfig) -> None:
         super().__init__(recipe)
-        if isinstance(model, Factory):
+        if isinstance(model, FactoryConfig):
             _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), _DIGITS, "digits")
         self._train, self._held_out = digits()
 
@@ -248,22 +248,22 @@ def task_of(recipe: Recipe) -> Task:
         UserError: see `Task`.
     """
     match recipe.data, recipe.model:
-        case Digits(), Convnet() | Factory() as model:
+        case Digits(), ConvnetConfig() | FactoryConfig() as model:
             return WhichDigit(recipe, model)
-        case Tokens() as data, Gpt() | Factory() as model:
+        case TokensConfig() as data, GptConfig() | FactoryConfig() as model:
             return NextToken(recipe, data, model)
-        case StdlibBytes() | Text() as data, Gpt() | Factory() as model:
+        case StdlibBytes() | Text() as data, GptConfig() | FactoryConfig() as model:
             return NextByte(recipe, data, model)
     raise UserError("; ".join(recipe.problems()))  # of a recipe that `ftopt.config.loader` has not seen
 
 
-def _vocabulary(task: Task, model: Factory) -> int:
+def _vocabulary(task: Task, model: FactoryConfig) -> int:
     """Of a user's model."""
     window = (1, model.context)
     return task.classes(model, torch.zeros(window, dtype=torch.int64), window)
 
 
-def _enough(model: Factory, classes: int, needed: int, what: str) -> None:
+def _enough(model: FactoryConfig, classes: int, needed: int, what: str) -> None:
     if classes < needed:
         raise UserError(f"model.factory={model.factory!r} gives {classes} classes; {what} need {needed}")
 

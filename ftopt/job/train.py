@@ -24,7 +24,7 @@ from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import StepRecord
-from ftopt.job.task import Batches, task_of
+from ftopt.job.task import TrainingBatches, task_of
 from ftopt.sync.group import ReplicaGroup
 
 _LEAVE_S = 30.0
@@ -144,7 +144,7 @@ class Trainer:
             num_workers=data.workers,
         )
 
-    def _micro_batches(self, batches: ftopt.DataLoader | Batches) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+    def _micro_batches(self, batches: ftopt.DataLoader | TrainingBatches) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
         """The batches of an inner step at a time."""
         if isinstance(batches, ftopt.DataLoader):
             yield from batches.steps()

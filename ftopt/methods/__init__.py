@@ -20,11 +20,11 @@ from ftopt.methods.fragments import Sequential as Sequential
 from ftopt.methods.fragments import Span as Span
 from ftopt.methods.fragments import Strided as Strided
 from ftopt.methods.local_sgd import LocalSGD as LocalSGD
+from ftopt.methods.method import ContributionStats as ContributionStats
 from ftopt.methods.method import Method as Method
-from ftopt.methods.method import Mine as Mine
 from ftopt.methods.method import OuterState as OuterState
+from ftopt.methods.method import ReplicaView as ReplicaView
 from ftopt.methods.method import Round as Round
-from ftopt.methods.method import Work as Work
 from ftopt.methods.outer_optimizers import SGD as SGD
 from ftopt.methods.outer_optimizers import Adam as Adam
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule

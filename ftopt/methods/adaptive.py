@@ -1,8 +1,8 @@
 """Triggers that set the next period at each outer step, from what its members have told each other in it.
 
-All go by `Agreed`, which is part of the committed state: the period is the same on every replica, also on one that has
-just fetched the state, and nobody is called in. Letters as in ``triggers.py``; ``M`` members, ``d`` elements, ``eta``
-the inner rate, ``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
+All go by `RoundStats`, which is part of the committed state: the period is the same on every replica, also on one that
+has just fetched the state, and nobody is called in. Letters as in ``triggers.py``; ``M`` members, ``d`` elements,
+``eta`` the inner rate, ``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from ftopt.methods.triggers import Agreed, Due, Number, Progress, Trigger, check_count, check_positive
+from ftopt.methods.triggers import Due, Measurement, Progress, RoundStats, Trigger, check_count, check_positive
 
 FORMULAS = ("loss", "loss_and_rate")
 
@@ -36,7 +36,7 @@ class _Period(Trigger):
         """`period` steps have been taken."""
         return Due.YES if progress.steps >= self.period(progress.agreed, progress.elements) else Due.NO
 
-    def period(self, agreed: Agreed, elements: int) -> int:
+    def period(self, agreed: RoundStats, elements: int) -> int:
         """``H``, from ``least`` to ``most``.
 
         Args:
@@ -49,7 +49,7 @@ class _Period(Trigger):
         return int(min(max(wanted, self.least), self.most))
 
     @abstractmethod
-    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         """``H`` before it is clipped, a whole number or infinite; None: nothing is known."""
 
     @property
@@ -87,7 +87,7 @@ class ExactDivergence(_Period):
         super().__post_init__()
         check_positive("threshold", self.threshold)
 
-    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         if agreed.members < 2 or agreed.divergence is None or agreed.steps is None:
             return None
         if not agreed.divergence:
@@ -95,9 +95,9 @@ class ExactDivergence(_Period):
         return math.floor(agreed.steps * math.sqrt(self.threshold / agreed.divergence))
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """The exact divergence."""
-        return Number.DISTANCE
+        return Measurement.DISTANCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class AdaComm(_Period):
         if self.formula not in FORMULAS:
             raise ValueError(f"trigger.formula={self.formula!r}; allowed: {', '.join(FORMULAS)}")
 
-    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         loss, first_loss, lr, first_lr = agreed.loss, agreed.first_loss, agreed.lr, agreed.first_lr
         if loss is None or first_loss is None or loss <= 0 or first_loss <= 0:
             return None
@@ -139,9 +139,9 @@ class AdaComm(_Period):
         return math.ceil(math.sqrt(first_lr / lr * loss / first_loss * self.initial)) if lr else math.inf
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """The loss."""
-        return Number.LOSS
+        return Measurement.LOSS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class SignalToNoise(_Period):
         super().__post_init__()
         check_positive("drift", self.drift)
 
-    def _wanted(self, agreed: Agreed, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         m, rates = agreed.members, agreed.rates_square
         if m < 2 or agreed.divergence is None or agreed.gradient_norm is None or not rates:
             return None
@@ -181,6 +181,6 @@ class SignalToNoise(_Period):
         return round(agreed.gradient_norm / noise) if noise else math.inf
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """The exact divergence, and the gradient's norm."""
-        return Number.DISTANCE | Number.GRADIENT
+        return Measurement.DISTANCE | Measurement.GRADIENT

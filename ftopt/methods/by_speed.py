@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ftopt.methods.method import LOCAL, Method
-from ftopt.methods.triggers import Number, Progress
+from ftopt.methods.triggers import Measurement, Progress
 
 BALANCED = "balanced"
-FIRST = 10
-"""The first round, in which the speeds are measured, has ``S / FIRST`` steps on each replica: nobody knows how many
-there are."""
+FIRST_ROUND = 10
+"""The first round, in which the speeds are measured, has ``S / FIRST_ROUND`` steps on each replica: nobody knows how
+many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +82,16 @@ class BySpeed(Method):
             return super().steps_until_due(progress)
         members, usual = progress.agreed.members, self.usual_steps or 1
         if not members:
-            return usual if self.round_steps is None else -(-self.round_steps // FIRST)
+            return usual if self.round_steps is None else -(-self.round_steps // FIRST_ROUND)
         together = self.round_steps or usual * members
         pace, all_paces = progress.pace, progress.agreed.pace
         share = pace / all_paces if pace is not None and all_paces is not None else 1 / members
         return max(1, round(together * min(share, 1.0)))
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """The members' speeds, and what the trigger wants."""
-        return super().uses | (Number.PACE if self.sync_every == BALANCED else Number.NONE)
+        return super().uses | (Measurement.PACE if self.sync_every == BALANCED else Measurement.NONE)
 
     def settings(self) -> dict[str, str]:
         """All or none go by speed."""

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ftopt.methods.aggregation import directions_, lengthened_, lengths
 from ftopt.methods.fragments import Balanced, Partition
-from ftopt.methods.method import LOCAL, Mine, Round
+from ftopt.methods.method import LOCAL, ReplicaView, Round
 from ftopt.methods.streaming import StreamingDiLoCo
-from ftopt.methods.triggers import Number
+from ftopt.methods.triggers import Measurement
 
-MAX_GRACE = 1e6
+MAX_ADAPTIVE_GRACE = 1e6
 
 
 def _many() -> Partition:
@@ -67,9 +67,11 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.grace <= MAX_GRACE:
-            raise ValueError(f"grace={self.grace!r}; must be a number from 0 (not adapted) to {MAX_GRACE:g}; use 1")
-        if Number.DISTANCE in self.uses:
+        if not 0 <= self.grace <= MAX_ADAPTIVE_GRACE:
+            raise ValueError(
+                f"grace={self.grace!r}; must be a number from 0 (not adapted) to {MAX_ADAPTIVE_GRACE:g}; use 1"
+            )
+        if Measurement.DISTANCE in self.uses:
             raise ValueError(
                 "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "
                 "use linear_fda or local_condition"
@@ -80,16 +82,16 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         """No: directions are those of whole tensors."""
         return False
 
-    def scalars(self, mine: Mine) -> tuple[float, ...]:
+    def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
         """``|v|`` of each tensor that is no embedding; none in a round that only averages."""
         return () if mine.averages else lengths(mine.start - mine.params, mine.layout)
 
-    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
         """``phi(v)`` of each tensor, ``v`` of embeddings; ``v`` of all from a replica that is alone, or to average."""
         v = super().payload(mine, out)
         return directions_(v, mine.layout) if self.units(mine) == "directions" else v
 
-    def units(self, mine: Mine) -> str:
+    def units(self, mine: ReplicaView) -> str:
         """Directions are no displacements."""
         return "" if mine.alone or mine.averages else "directions"
 

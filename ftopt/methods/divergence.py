@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ftopt.methods.triggers import Due, Number, Progress, Trigger, check_count, check_positive
+from ftopt.methods.triggers import Due, Measurement, Progress, Trigger, check_count, check_positive
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class _Watch(Trigger):
         check_positive("threshold", self.threshold)
         check_count("check_every", self.check_every)
 
-    def needs(self, progress: Progress) -> Number:
+    def needs(self, progress: Progress) -> Measurement:
         """All that it uses, every ``check_every`` steps."""
-        return self.uses if progress.steps and progress.steps % self.check_every == 0 else Number.NONE
+        return self.uses if progress.steps and progress.steps % self.check_every == 0 else Measurement.NONE
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class LocalCondition(_Watch):
         return Due.NOW if square is not None and square > self.threshold else Due.NO
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """``|u|^2``."""
-        return Number.SQUARE
+        return Measurement.SQUARE
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class LinearFDA(_Watch):
         return Due.NOW if bound(means.numbers.square, means.numbers.along) > self.threshold else Due.NO
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """``|u|^2`` and ``<xi, u>``."""
-        return Number.SQUARE | Number.ALONG
+        return Measurement.SQUARE | Measurement.ALONG
 
     @property
     def shares(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ftopt.methods.by_speed import BySpeed
-from ftopt.methods.method import Mine, OuterState, Round
+from ftopt.methods.method import OuterState, ReplicaView, Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class LocalSGD(BySpeed):
         """Yes."""
         return True
 
-    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
         """``p + (A - a)``; exactly ``p`` for fp32 parameters, and for a replica that is alone; ``a - p`` if lossy."""
         if mine.lossy:
             return torch.sub(mine.start, mine.params, out=out)

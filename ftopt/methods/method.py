@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ftopt.methods.fragments import Layout, Parameter
 from ftopt.methods.triggers import LOCAL as LOCAL
-from ftopt.methods.triggers import Due, Number, Progress, Seen, Trigger, check_sync_every
+from ftopt.methods.triggers import Due, Measurement, MemberStats, Progress, Trigger, check_sync_every
 
 OuterState = Mapping[str, Tensor]
 """Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
@@ -40,7 +40,7 @@ BUFFERS = ("local", "mean")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ContributionStats:
     """What a contribution holds, for its weight.
 
     Args:
@@ -55,7 +55,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Mine:
+class ReplicaView:
     """A replica's own side of a round: what it sends is computed from this.
 
     Args:
@@ -92,7 +92,7 @@ class Round:
         layout: where each parameter lies in the flat tensors.
         shares: ``w / W`` of the members of positive weight, in rank order.
         scalars: what `Method.scalars` gave at each of them.
-        lossy: see `Mine`.
+        lossy: see `ReplicaView`.
         seen: what they told each other for the trigger, in rank order; empty when it asks for nothing.
     """
 
@@ -103,7 +103,7 @@ class Round:
     shares: tuple[float, ...] = (1.0,)
     scalars: tuple[tuple[float, ...], ...] = ((),)
     lossy: bool = False
-    seen: tuple[Seen, ...] = ()
+    seen: tuple[MemberStats, ...] = ()
 
     def mean(self, index: int) -> float:
         """The weighted mean of the ``index``-th scalar; rounded once, so that all Pythons agree."""
@@ -256,10 +256,10 @@ class Method(ABC):
             return Due.YES
         return self.trigger.due(progress) if self.trigger is not None else Due.NO
 
-    def needs(self, progress: Progress) -> Number:
+    def needs(self, progress: Progress) -> Measurement:
         """Which numbers `due` wants measured at this step."""
         if self.trigger is None or self._is_overdue(progress):
-            return Number.NONE
+            return Measurement.NONE
         return self.trigger.needs(progress)
 
     def _is_overdue(self, progress: Progress) -> bool:
@@ -267,9 +267,9 @@ class Method(ABC):
         return progress.steps >= (1 if averages else self.steps_until_due(progress))
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """All numbers that the trigger ever wants."""
-        return self.trigger.uses if self.trigger is not None else Number.NONE
+        return self.trigger.uses if self.trigger is not None else Measurement.NONE
 
     @property
     def shares(self) -> bool:
@@ -278,7 +278,7 @@ class Method(ABC):
 
     # What is sent.
 
-    def weight(self, work: Work) -> float:
+    def weight(self, work: ContributionStats) -> float:
         """``w``, >= 0."""
         if not work.steps:
             return 0.0
@@ -291,11 +291,11 @@ class Method(ABC):
         }[self.weights]
         return weight * self.staleness_discount**work.staleness
 
-    def scalars(self, mine: Mine) -> tuple[float, ...]:
+    def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
         """A few numbers that the outer step needs of every member; the same count on all. Here: none."""
         return ()
 
-    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
         """What this replica sends, before it is multiplied by its share ``w / W``. Here: ``Delta = a - p``.
 
         Args:
@@ -319,7 +319,7 @@ class Method(ABC):
         """The outer state at version 0. Here: none."""
         return {}
 
-    def units(self, mine: Mine) -> str:
+    def units(self, mine: ReplicaView) -> str:
         """What the payload's values mean, in a word: error feedback goes from one payload to the next of these. The
         same on all members of a round. Here: always the same."""
         return ""

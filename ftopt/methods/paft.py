@@ -1,6 +1,6 @@
 """PAFT: gradients are averaged in every step, parameters now and then, against what goes wrong in between.
 
-Setting: each replica's own copy of the agreed gradient may be spoilt behind the aggregation, ``g_m = g + eps_m``, so
+Setting: each replica's own copy of the agreed gradient may be corrupted behind the aggregation, ``g_m = g + eps_m``, so
 that replicas which should be alike drift apart. Equations::
 
     every inner step    params_m <- Inner(params_m, g_m)          g as in ``sync_sgd.py``

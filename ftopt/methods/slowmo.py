@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.methods.method import LOCAL, Method, Mine, OuterState, Round
+from ftopt.methods.method import LOCAL, Method, OuterState, ReplicaView, Round
 
 INNER_BUFFERS = ("keep", "reset", "average")
 NO_RATE = 1e-12
@@ -78,7 +78,7 @@ class SlowMo(Method):
         """Yes."""
         return True
 
-    def scalars(self, mine: Mine) -> tuple[float, ...]:
+    def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
         """The inner rate."""
         return (mine.lr,)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ftopt.methods.fragments import Parameter
-from ftopt.methods.method import LOCAL, Method, Mine, OuterState, Round
+from ftopt.methods.method import LOCAL, Method, OuterState, ReplicaView, Round
 
 GRADIENT = "gradient"
 """Under this name the agreed gradient stands in the outer state."""
@@ -76,7 +76,7 @@ class SyncSGD(Method):
         """No gradient yet."""
         return {GRADIENT: torch.zeros_like(anchor)}
 
-    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
         """The mean of the gradients that this replica has added up: ``mine.params`` holds minus their sum."""
         return torch.div(mine.params, -mine.steps, out=out)
 

@@ -38,7 +38,7 @@ class Due(IntEnum):
     """It is time here, and the others cannot know it: they are called in at once."""
 
 
-class Number(Flag):
+class Measurement(Flag):
     """What a trigger may ask for."""
 
     NONE = 0
@@ -56,12 +56,12 @@ class Number(Flag):
     """The members' inner steps a second."""
 
 
-AT_ROUNDS = Number.DISTANCE | Number.LOSS | Number.GRADIENT | Number.PACE
+AT_ROUNDS = Measurement.DISTANCE | Measurement.LOSS | Measurement.GRADIENT | Measurement.PACE
 """What the members of an outer step tell each other in it; all else is measured between two of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class Measurements:
     """``square``: ``|u|^2``. ``along``: ``<xi, u>``. None: not measured, or not known."""
 
     square: float | None = None
@@ -69,8 +69,8 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
-    """The replicas' means of their last `Numbers`, this one's among them; up to two heartbeats old.
+class MeanMeasurements:
+    """The replicas' means of their last `Measurements`, this one's among them; up to two heartbeats old.
 
     Args:
         count: replicas in it.
@@ -78,11 +78,11 @@ class Means:
     """
 
     count: int
-    numbers: Numbers
+    numbers: Measurements
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class MemberStats:
     """What one member of an outer step tells the others for their triggers; None: not known, or not asked for.
 
     Args:
@@ -107,14 +107,14 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class RoundStats:
     """What all members of the last outer step know alike of it: part of the committed state, so that newcomers do, too.
 
     Means go by the members' weights, over those that know the number; None: nobody does.
 
     Args:
         members: those of positive weight; 0 before the first outer step.
-        steps, lr, rates_square, loss, gradient_norm: means of `Seen`.
+        steps, lr, rates_square, loss, gradient_norm: means of `MemberStats`.
         divergence: the mean of ``distance``: ``Var``, exactly.
         first_loss: ``F_0``, the loss of the first outer step that knew one.
         first_lr: the rate of that one.
@@ -132,12 +132,12 @@ class Agreed:
     first_lr: float | None = None
     pace: float | None = None
 
-    def after(self, seen: Sequence[Seen]) -> Agreed:
+    def after(self, seen: Sequence[MemberStats]) -> RoundStats:
         """What is known after an outer step of these members. The same bits on every machine."""
         loss, lr = _mean(seen, "loss"), _mean(seen, "lr")
         first = self.first_loss is None and loss is not None
         paces = [x.pace for x in seen if x.pace is not None]
-        return Agreed(
+        return RoundStats(
             members=float(len(seen)),
             steps=_mean(seen, "steps"),
             lr=lr,
@@ -151,7 +151,7 @@ class Agreed:
         )
 
 
-def _mean(seen: Sequence[Seen], name: str) -> float | None:
+def _mean(seen: Sequence[MemberStats], name: str) -> float | None:
     """The weighted mean over those that know it. `math.fsum`, unlike `sum`, rounds alike in every Python."""
     told = [(x.weight, getattr(x, name)) for x in seen]
     known = [(weight, value) for weight, value in told if value is not None and math.isfinite(value)]
@@ -185,9 +185,9 @@ class Progress:
     inner_step: int
     seconds: float = 0.0
     elements: int = 0
-    own: Numbers = Numbers()
-    means: Means | None = None
-    agreed: Agreed = Agreed()
+    own: Measurements = Measurements()
+    means: MeanMeasurements | None = None
+    agreed: RoundStats = RoundStats()
     pace: float | None = None
 
 
@@ -199,14 +199,14 @@ class Trigger(ABC):
     def due(self, progress: Progress) -> Due:
         """Is it time? A number that is not known is never a reason."""
 
-    def needs(self, progress: Progress) -> Number:
+    def needs(self, progress: Progress) -> Measurement:
         """Which numbers `due` wants measured at this step; ``progress`` has none yet. Here: none."""
-        return Number.NONE
+        return Measurement.NONE
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """All that it ever wants. Here: nothing."""
-        return Number.NONE
+        return Measurement.NONE
 
     @property
     def shares(self) -> bool:
@@ -311,12 +311,12 @@ class _Joined(Trigger):
             got = repr(wrong[0]) if wrong else "an empty list"
             raise ValueError(f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [Every(100)]")
 
-    def needs(self, progress: Progress) -> Number:
+    def needs(self, progress: Progress) -> Measurement:
         """What any of them does."""
         return _union(part.needs(progress) for part in self.triggers)
 
     @property
-    def uses(self) -> Number:
+    def uses(self) -> Measurement:
         """What any of them does."""
         return _union(part.uses for part in self.triggers)
 
@@ -364,8 +364,8 @@ class AllOf(_Joined):
         return None if None in found else max(steps for steps in found if steps is not None)
 
 
-def _union(numbers: Iterable[Number]) -> Number:
-    found = Number.NONE
+def _union(numbers: Iterable[Measurement]) -> Measurement:
+    found = Measurement.NONE
     for number in numbers:
         found |= number
     return found

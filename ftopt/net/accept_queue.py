@@ -12,7 +12,7 @@ from collections.abc import Callable
 _log = logging.getLogger(__name__)
 
 
-class WaitingRoom:
+class AcceptQueue:
     """A protocol factory around another one, for ``loop.create_server``. Loop thread only.
 
     ``turned_away`` counts those that were closed here.

@@ -18,16 +18,16 @@ from ftopt.codecs import Codec, codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.micro_batches import Accumulation
+from ftopt.optimizer.outer.micro_batches import MicroBatches
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.recovery.capture import Cut, Saved, capture, cut_of
+from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
 from ftopt.optimizer.recovery.replays import Replays
-from ftopt.optimizer.recovery.restore import Fallback, Resume, check, restore
+from ftopt.optimizer.recovery.restore import Fallback, Resume, check_replica, restore_replica
 from ftopt.optimizer.tensors.buffers import averaged, shared_out
 from ftopt.optimizer.tensors.flat import FlatView, check_covered, parameters
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.moments import moments
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.record import record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
@@ -288,9 +288,9 @@ class Core:
         self._last = LastStep(outer, self._logs)
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
-            self.group.units.when_dry(self._offer_rest)
+            self.group.units.when_out_of_units(self._offer_rest)
         if self.group.global_batch is not None:
-            self.group.global_batch.attend(Accumulation(outer, self.inner, self.group, self._take_counted))
+            self.group.global_batch.attend(MicroBatches(outer, self.inner, self.group, self._take_counted))
         outer.report("training")
         return fetched
 
@@ -321,8 +321,8 @@ class Core:
     ) -> list[int]:  # fmt: skip
         """What a checkpoint holds; the inner steps of each fragment that are pending in it."""
         try:
-            check(outer, self.inner, model, resume)
-            restore(outer, self.inner, model, resume)
+            check_replica(outer, self.inner, model, resume)
+            restore_replica(outer, self.inner, model, resume)
             tell(resume.held)
         except Foreign as error:
             raise resume.foreign(str(error)) from None
@@ -338,12 +338,12 @@ class Core:
             return None
         return cut_of(self.outer)
 
-    def capture(self, copies: Copies) -> Saved:
+    def capture(self, copies: CopyPool) -> SavedReplica:
         """See `OuterOptimizer.capture`."""
         outer = self.started()
         assert self.model is not None and self.group is not None
         self._joined(outer)
-        return capture(outer, self.inner, self.model, self.group, copies=copies)
+        return capture_replica(outer, self.inner, self.model, self.group, copies=copies)
 
     def _check_averages_gradients(self, method: Method) -> None:
         """For a job with a global batch. Raises UserError."""
@@ -360,7 +360,7 @@ class Core:
         outer = self.started()
         if self.closed or self._before_outer is not None:
             return
-        outer.report("dry")
+        outer.report("out_of_units")
         outer.take_over()
         spent = self._clock() >= self._spent_at + _SPENT_S
         for fragment in outer.fragments:

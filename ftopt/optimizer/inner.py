@@ -190,3 +190,10 @@ def _clear(tensor: Tensor) -> None:
         tensor.zero_()
     except NotImplementedError:
         tensor.copy_(torch.zeros(tensor.shape, device=tensor.device))
+
+
+def device_of(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> torch.device:
+    """Where torch keeps a value of a parameter's state: step counters, for all but fused and capturable optimizers, on
+    the CPU."""
+    counts = key == "step" and value.dim() == 0 and not (group.get("fused") or group.get("capturable"))
+    return torch.device("cpu") if counts else parameter.device

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.flat import trainable
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 
 Tree = dict[str, Any]
 """Nested dicts, lists and tuples of numbers, strings, None and tensors."""
 
 
-def capture(inner: Inner, model: nn.Module, copies: Copies) -> list[Tree]:
+def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
     """A copy: one entry an inner optimizer. One pass over the state at memory speed; it stays on its device."""
     names = {id(p): name for name, p in trainable(model)}
     found = []
@@ -75,10 +74,10 @@ def restore_groups(inner: Inner, saved: list[Tree]) -> None:
     """The groups' values alone: rates, and what a scheduler has written beside them."""
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
-            group.update(_copy(values, Copies()))
+            group.update(_copy(values, CopyPool()))
 
 
-def _copy(value: Any, copies: Copies) -> Any:
+def _copy(value: Any, copies: CopyPool) -> Any:
     if isinstance(value, Tensor):
         return copies.of(value)
     if isinstance(value, Mapping):
@@ -88,14 +87,7 @@ def _copy(value: Any, copies: Copies) -> Any:
     return value
 
 
-def device_of(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> torch.device:
-    """Where torch keeps a value of a parameter's state: step counters, for all but fused and capturable optimizers, on
-    the CPU."""
-    counts = key == "step" and value.dim() == 0 and not (group.get("fused") or group.get("capturable"))
-    return torch.device("cpu") if counts else parameter.device
-
-
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
     if not isinstance(value, Tensor):
-        return _copy(value, Copies())
+        return _copy(value, CopyPool())
     return value.to(device_of(key, value, parameter, group), copy=True)

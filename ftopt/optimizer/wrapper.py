@@ -24,11 +24,11 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.recovery.capture import Cut, Saved
+from ftopt.optimizer.recovery.capture import Cut, SavedReplica
 from ftopt.optimizer.recovery.restore import Fallback, Resume
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import Committed, ReplicaGroup
 
 STATE_KEY = "ftopt"
@@ -305,9 +305,9 @@ class OuterOptimizer(Optimizer):
         """
         return self._core.cut()
 
-    def capture(self, copies: Copies | None = None) -> Saved:
+    def capture(self, copies: CopyPool | None = None) -> SavedReplica:
         """This replica, between two inner steps. What training changes is copied, into the memory of ``copies``."""
-        return self._core.capture(copies or Copies())
+        return self._core.capture(copies or CopyPool())
 
     def resume(self, resume: Resume) -> None:
         """Goes on from a checkpoint when it starts; call it before.

@@ -149,7 +149,12 @@ class Shares:
         finite = not self._world.chance(self._world.knobs.nonfinite)
         units = union((unit, unit + 1) for unit in self._sum)
         contribution = shard.hand_in(
-            p.mark, p.local_steps, plan=self.portion.plan, share=self.portion.units, units=units, finite=finite
+            p.incarnation_id,
+            p.local_steps,
+            plan=self.portion.plan,
+            share=self.portion.units,
+            units=units,
+            finite=finite,
         )
         if contribution is not None:
             self._under_way += 1
@@ -171,12 +176,12 @@ class Shares:
         if shard.record is before:
             return
         if shard.take_over(p.local_steps):
-            self._world.checks.reborn(p, 0)
+            self._world.checks.reset(p, 0)
         if before is None or shard.record is None or before.version == shard.record.version:
             return
         self._sum = []
         if p.local_steps > shard.base_step:
             self._world.coverage["a share too late for its batch"] += 1
-            self._world.checks.discard(p.mark, 0, shard.base_step, p.local_steps)
+            self._world.checks.discard(p.incarnation_id, 0, shard.base_step, p.local_steps)
             shard.give_up(p.local_steps)
         give(p)

@@ -34,7 +34,7 @@ class Violation(AssertionError):
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class SimVersion:
     """One committed version as the first replica that held it reports it."""
 
     parent: str
@@ -52,10 +52,10 @@ class Checks:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.versions: dict[tuple[int, str], Version] = {}
-        self.gone: set[m.Mark] = set()
-        self.discarded: dict[tuple[int, m.Mark], set[int]] = {}
-        self.floor: dict[tuple[int, m.Mark, int], int] = {}
+        self.versions: dict[tuple[int, str], SimVersion] = {}
+        self.gone: set[m.IncarnationId] = set()
+        self.discarded: dict[tuple[int, m.IncarnationId], set[int]] = {}
+        self.floor: dict[tuple[int, m.IncarnationId, int], int] = {}
         self.decisions: dict[tuple[int, str], Decided] = {}
         self.deciders: dict[tuple[int, str], int] = {}
         self.excused: dict[int, str] = {}
@@ -63,7 +63,7 @@ class Checks:
 
     def counts(self, process: Process) -> bool:
         """Whether a process is a living replica that has not been given up."""
-        return process.alive and process.machine.incarnation > 0 and process.mark not in self.gone
+        return process.alive and process.machine.incarnation > 0 and process.incarnation_id not in self.gone
 
     # ------------------------------------------------------------ I1
 
@@ -77,11 +77,13 @@ class Checks:
             self._units(process, record, shard.content)
         if shard.content.flaw:
             raise Violation("I2", f"version {record.version} of fragment {fragment}: {shard.content.flaw}")
-        for mark, low, high in shard.content.gaps:
-            if not set(range(low, high + 1)) <= self.discarded.get((fragment, mark), set()):
-                raise Violation("I2", f"inner steps {low}..{high} of {mark[0]}#{mark[1]} are counted never")
+        for incarnation_id, low, high in shard.content.gaps:
+            if not set(range(low, high + 1)) <= self.discarded.get((fragment, incarnation_id), set()):
+                raise Violation(
+                    "I2", f"inner steps {low}..{high} of {incarnation_id[0]}#{incarnation_id[1]} are counted never"
+                )
         key = (fragment, record.chain)
-        known = self.versions.setdefault(key, Version(parent, record.version, shard.content))
+        known = self.versions.setdefault(key, SimVersion(parent, record.version, shard.content))
         if known.content.digest != shard.content.digest or known.version != record.version:
             raise Violation(
                 "I1", f"{process.name} holds version {record.version}, chain {record.chain[:6]}, with other content"
@@ -104,7 +106,7 @@ class Checks:
         if not self.counts(process):
             return
         for other in self.world.processes.values():
-            if other is process or not self.counts(other) or other.machine.reborn_in(fragment):
+            if other is process or not self.counts(other) or other.machine.reset_in(fragment):
                 continue
             theirs = other.machine.record(fragment)
             if (theirs is not None and not theirs.version and not other.machine.ready) or not process.machine.ready:
@@ -164,10 +166,10 @@ class Checks:
         if not self.counts(process):
             return
         for fragment, shard in enumerate(process.shards):
-            if shard.record is None or shard.reborn or process.machine.reborn_in(fragment):
+            if shard.record is None or shard.reset or process.machine.reset_in(fragment):
                 continue
-            key = (fragment, process.mark)
-            inside = shard.content.steps.get(process.mark, self.floor.get((*key, process.life), 0))
+            key = (fragment, process.incarnation_id)
+            inside = shard.content.steps.get(process.incarnation_id, self.floor.get((*key, process.life), 0))
             if inside == shard.base_step:
                 continue
             low, high = sorted((inside, shard.base_step))
@@ -184,13 +186,13 @@ class Checks:
         if reason.startswith("another process") and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
 
-    def discard(self, mark: m.Mark, fragment: int, start: int, stop: int) -> None:
+    def discard(self, incarnation_id: m.IncarnationId, fragment: int, start: int, stop: int) -> None:
         """Steps that the replica itself gave up, and said so."""
-        self.discarded.setdefault((fragment, mark), set()).update(range(start + 1, stop + 1))
+        self.discarded.setdefault((fragment, incarnation_id), set()).update(range(start + 1, stop + 1))
 
-    def reborn(self, process: Process, fragment: int) -> None:
+    def reset(self, process: Process, fragment: int) -> None:
         """A new incarnation counts from here; what was pending is a dead one's."""
-        self.floor[(fragment, process.mark, process.life)] = process.local_steps
+        self.floor[(fragment, process.incarnation_id, process.life)] = process.local_steps
 
     # ------------------------------------------------------------ I3
 
@@ -216,7 +218,7 @@ class Checks:
         if self.excused:
             return
         used, named = loader.used(start, contribution.last_step), contribution.ranges
-        spent = self.discarded.get((0, process.mark), set())
+        spent = self.discarded.get((0, process.incarnation_id), set())
         allowed = union(used, loader.inherited, *(loader.used(step - 1, step) for step in spent))
         if not contains(named, used) or not contains(allowed, named):
             raise Violation("I3", f"{process.name} offers units {named} with steps that have used {used}")
@@ -234,23 +236,23 @@ class Checks:
     def leases(self, server: Server) -> None:
         """What the coordinator takes for leased is held, or on its way: nothing is lost."""
         assert server.machine is not None
-        lending = server.machine.lending
-        if lending is None:
+        grants = server.machine.grants
+        if grants is None:
             return
         roster = server.machine.roster
-        if lost := sorted(lending.ledger.unheard - {x.mark for x in roster.away()}):
+        if lost := sorted(grants.ledger.unheard - {x.incarnation_id for x in roster.away()}):
             raise Violation("I3", f"{lost} are waited for in vain")
-        for mark, lease in lending.ledger.leases.items():
-            member = roster.members.get(mark[0])
-            if member is None or member.mark != mark:
-                raise Violation("I3", f"{mark} is gone, and holds {lease}")
+        for incarnation_id, lease in grants.ledger.leases.items():
+            member = roster.members.get(incarnation_id[0])
+            if member is None or member.incarnation_id != incarnation_id:
+                raise Violation("I3", f"{incarnation_id} is gone, and holds {lease}")
             conn = server.conns.get(member.conn or 0)
             if conn is None or not conn.works or conn.process.conn is not conn:
                 continue
             held = union(conn.granted, conn.process.machine.lease.held)
             record = conn.process.machine.record(0)
             if record is not None and (missing := subtract(subtract(lease, held), record.done)):
-                raise Violation("I3", f"{mark[0]} is taken to hold {missing}, and does not")
+                raise Violation("I3", f"{incarnation_id[0]} is taken to hold {missing}, and does not")
 
     # ------------------------------------------------------------ I5
 
@@ -272,7 +274,7 @@ class Checks:
     def served(self, source: Process, fragment: int) -> None:
         """A source of state holds a state that nobody doubts."""
         shard = source.shards[fragment]
-        if shard.record is None or source.machine.reborn_in(fragment):
+        if shard.record is None or source.machine.reset_in(fragment):
             raise Violation("I5", f"{source.name} serves a state that it does not hold")
         known = self.versions.get((fragment, shard.record.chain))
         if known is None or known.content.digest != shard.content.digest:
@@ -288,22 +290,22 @@ class Checks:
         knows = (server.life == 1 or remembers) and not self.world.contested
         if knows and not server.forgot:
             return
-        marks = {(h.replica, h.incarnation) for h in heard if h.incarnation}
+        incarnation_ids = {(h.replica, h.incarnation) for h in heard if h.incarnation}
         # A newcomer's connection may have broken unnoticed, and the newcomer been let in by the other coordinator.
         fresh = {h.replica for h in heard if not h.incarnation and self.world.contested}
-        told = {mark for h in heard for mark in h.roster}
-        veterans = any(h.positions for h in heard)
+        told = {incarnation_id for h in heard for incarnation_id in h.roster}
+        state_holders = any(h.positions for h in heard)
         for process in self.world.processes.values():
             if (
                 not self.counts(process)
-                or process.mark in marks
+                or process.incarnation_id in incarnation_ids
                 or not (process.restoring or any(shard.record for shard in process.shards))
             ):
                 continue
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
-            waits = process.mark in told and process.name not in fresh
-            if veterans and not again and not knows and waits and waited_s < patience_s - 1e-6:
+            waits = process.incarnation_id in told and process.name not in fresh
+            if state_holders and not again and not knows and waits and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             self.excuse(server.machine.epoch, f"{process.name} was not heard")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ftopt.simulate.saving import Checkpoint
+from ftopt.simulate.saving import SimCheckpoint
 from ftopt.simulate.trainer import Process
 from ftopt.simulate.world import World
 from ftopt.sync.protocol.coordinator import effects as e
@@ -47,7 +47,9 @@ def _start_anew(world: World, chooser: random.Random) -> None:
         world.at(chooser.uniform(0.1, 3.0), process.spawn)
 
 
-def _resume(world: World, chooser: random.Random, checkpoint: Checkpoint, remembers: list[e.Journalled] | None) -> None:
+def _resume(
+    world: World, chooser: random.Random, checkpoint: SimCheckpoint, remembers: list[e.Journalled] | None
+) -> None:
     """By a list of replicas, which all are told. ``remembers``: what a new coordinator knows; None: it is none."""
     there = sorted(checkpoint.parts)
     what = chooser.choice(("as many", "as many", "fewer", "more"))
@@ -88,6 +90,6 @@ def _let_in(process: Process) -> None:
     process.spawn()
 
 
-def _forget_the_void(world: World, kept: list[Checkpoint]) -> None:
+def _forget_the_void(world: World, kept: list[SimCheckpoint]) -> None:
     parts = [part for checkpoint in kept for part in checkpoint.parts.values()]
     world.checks.all_died(x.record for part in parts for x in part.fragments)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol.intervals import Ranges, intersect, union
-from ftopt.sync.protocol.messages import Contribution, Mark, Record
+from ftopt.sync.protocol.messages import Contribution, IncarnationId, Record
 
-Span = tuple[Mark, int, int]
+StepSpan = tuple[IncarnationId, int, int]
 """Inner steps ``start + 1 .. stop`` of an incarnation."""
 
 
@@ -27,9 +27,9 @@ class Content:
     """
 
     digest: str
-    steps: Mapping[Mark, int] = field(default_factory=dict)
+    steps: Mapping[IncarnationId, int] = field(default_factory=dict)
     flaw: str = ""
-    gaps: tuple[tuple[Mark, int, int], ...] = ()
+    gaps: tuple[tuple[IncarnationId, int, int], ...] = ()
     units: Ranges = ()
     twice: Ranges = ()
 
@@ -41,30 +41,32 @@ class Payload:
     ``inherited``: steps of others that are in it, since these have not come back (ADOPT).
     """
 
-    mark: Mark
+    incarnation_id: IncarnationId
     start: int
     contribution: Contribution
     units: Ranges
-    inherited: tuple[Span, ...] = ()
+    inherited: tuple[StepSpan, ...] = ()
 
 
 def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> Content:
     """The result of an attempt from ``anchor``; ``taint`` models a flipped bit."""
     steps, flaw, text = dict(anchor.steps), "", [anchor.digest, taint]
-    gaps: list[tuple[Mark, int, int]] = []
+    gaps: list[tuple[IncarnationId, int, int]] = []
     units, twice = anchor.units, list[Ranges]()
     for p in payloads:
         if p.units:
             twice.append(intersect(p.units, units))
             units = union(units, p.units)
-        for mark, start, stop in ((p.mark, p.start, p.contribution.last_step), *p.inherited):
-            counted = steps.get(mark)
+        for incarnation_id, start, stop in ((p.incarnation_id, p.start, p.contribution.last_step), *p.inherited):
+            counted = steps.get(incarnation_id)
             if counted is not None and counted > start:
-                flaw = f"inner steps {start + 1}..{counted} of {mark[0]}#{mark[1]} are counted twice"
+                flaw = (
+                    f"inner steps {start + 1}..{counted} of {incarnation_id[0]}#{incarnation_id[1]} are counted twice"
+                )
             elif counted is not None and counted < start:
-                gaps.append((mark, counted + 1, start))
-            steps[mark] = stop
-            text.append(f"{mark} {start} {stop}")
+                gaps.append((incarnation_id, counted + 1, start))
+            steps[incarnation_id] = stop
+            text.append(f"{incarnation_id} {start} {stop}")
     digest = hashlib.sha256("|".join(text).encode()).hexdigest()[:16]
     return Content(digest, steps, flaw, tuple(gaps), units, union(*twice))
 
@@ -78,12 +80,13 @@ class Kept:
     base_step: int = 0
     marked_step: int = 0
     snapshot: Payload | None = None
-    inherited: tuple[Span, ...] = ()
+    inherited: tuple[StepSpan, ...] = ()
 
-    def standing(self, mark: Mark, newest: Kept) -> tuple[int, tuple[Span, ...]]:
-        """The last step of ``mark`` that ``newest`` counts, and what of others' is still pending beside that."""
+    def standing(self, incarnation_id: IncarnationId, newest: Kept) -> tuple[int, tuple[StepSpan, ...]]:
+        """The last step of ``incarnation_id`` that ``newest`` counts, and what of others' is still pending beside
+        that."""
         frozen = self.snapshot
-        if frozen is None or newest.record.counted_step(*mark) < frozen.contribution.last_step:
+        if frozen is None or newest.record.counted_step(*incarnation_id) < frozen.contribution.last_step:
             return self.base_step, self.inherited
         return frozen.contribution.last_step, tuple(x for x in self.inherited if x not in frozen.inherited)
 
@@ -99,12 +102,12 @@ class Shard:
     marked_step: int = 0
     snapshot: Payload | None = None
     results: tuple[int, Content] | None = None
-    reborn: bool = False
-    inherited: tuple[Span, ...] = ()
+    reset: bool = False
+    inherited: tuple[StepSpan, ...] = ()
     """Pending steps of others; they go out with the next contribution."""
-    attempt: tuple[int, tuple[Mark, ...]] | None = None
+    attempt: tuple[int, tuple[IncarnationId, ...]] | None = None
     """That is reduced, and its members."""
-    made: tuple[int, tuple[Mark, ...]] | None = None
+    made: tuple[int, tuple[IncarnationId, ...]] | None = None
     """The attempt that has made the record, if it was reduced here."""
     counted: bool = False
     """The newer state that waits has the last contribution."""
@@ -123,7 +126,7 @@ class Shard:
 
     def propose(
         self,
-        mark: Mark,
+        incarnation_id: IncarnationId,
         local_steps: int,
         *,
         finite: bool,
@@ -148,12 +151,12 @@ class Shard:
         )
         if not finite:
             self.base_step, self.inherited = local_steps, ()
-        self.snapshot = Payload(mark, self.base_step, contribution, ranges, self.inherited)
+        self.snapshot = Payload(incarnation_id, self.base_step, contribution, ranges, self.inherited)
         self.marked_step = local_steps
         return contribution
 
     def hand_in(
-        self, mark: Mark, local_steps: int, *, plan: int, share: Ranges, units: Ranges, finite: bool
+        self, incarnation_id: IncarnationId, local_steps: int, *, plan: int, share: Ranges, units: Ranges, finite: bool
     ) -> Contribution | None:
         """Freezes the sum over ``units`` as a share of a global batch; None when a newer state waits to be taken up."""
         if self.record is None or self.record is not self.taken:
@@ -163,7 +166,7 @@ class Shard:
         contribution = Contribution(
             0, self.record.version, steps, local_steps, weight, finite=finite, ranges=share, plan=plan
         )
-        self.snapshot = Payload(mark, self.base_step, contribution, units, self.inherited)
+        self.snapshot = Payload(incarnation_id, self.base_step, contribution, units, self.inherited)
         return contribution
 
     def take_over(self, local_steps: int) -> bool:
@@ -171,7 +174,7 @@ class Shard:
         if self.record is self.taken:
             return False
         self.taken, self.marked_step, self.before, self.counted = self.record, local_steps, None, False
-        dropped, self.reborn = self.reborn, False
+        dropped, self.reset = self.reset, False
         if dropped:
             self.give_up(local_steps)
         return dropped

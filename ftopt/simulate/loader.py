@@ -6,7 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from ftopt.sync.protocol.intervals import Ranges, union
-from ftopt.sync.protocol.ledger.unit_queue import Stock
+from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 
 if TYPE_CHECKING:
     from ftopt.simulate.trainer import Process
@@ -18,14 +18,14 @@ class Loader:
     def __init__(self, process: Process) -> None:
         knobs = process.world.knobs
         assert knobs.samples is not None
-        self.stock = Stock()
+        self.unit_queue = UnitQueue()
         self.ended = False
         self._process = process
         self._total = knobs.samples.units
         self._accumulate = knobs.accumulate
         self._capacity = knobs.accumulate + knobs.ahead
         self._ahead: deque[int] = deque()
-        self._dry = False
+        self._out_of_units = False
         self._used: dict[int, list[int]] = {}
         """Inner step of this life -> the units that it has used."""
         self.inherited: Ranges = ()
@@ -35,22 +35,22 @@ class Loader:
     @property
     def waits(self) -> bool:
         """Whether there is nothing to train on, and no more for now."""
-        return (self._dry or self.ended) and not self.stock.queued and not self._ahead
+        return (self._out_of_units or self.ended) and not self.unit_queue.queued and not self._ahead
 
     def draw(self) -> bool:
         """The units of an inner step; at the end of the data fewer than usual. False: there is none."""
-        while len(self._ahead) < self._capacity and (unit := self.stock.take()) is not None:
+        while len(self._ahead) < self._capacity and (unit := self.unit_queue.take()) is not None:
             self._ahead.append(unit)
-        if self.stock.queued <= self._process.machine.lease.wants // 6 and not (self._dry or self.ended):
+        if self.unit_queue.queued <= self._process.machine.lease.wants // 6 and not (self._out_of_units or self.ended):
             self._process.act(self._process.machine.ask())
-        if len(self._ahead) < self._accumulate and not self._dry:
+        if len(self._ahead) < self._accumulate and not self._out_of_units:
             return False
         drawn: list[int] = []
         while self._ahead and len(drawn) < self._accumulate:
             unit = self._ahead.popleft()
-            if self.stock.draw(unit):
+            if self.unit_queue.draw(unit):
                 drawn.append(unit)
-        self.stock.use()
+        self.unit_queue.use()
         self._used[self._process.local_steps + 1] = drawn
         return bool(drawn)
 
@@ -58,23 +58,23 @@ class Loader:
         """By the inner steps ``start + 1 .. stop``."""
         return union((unit, unit + 1) for step in range(start + 1, stop + 1) for unit in self._used.get(step, ()))
 
-    def grant(self, ranges: Ranges, *, dry: bool) -> None:
+    def grant(self, ranges: Ranges, *, out_of_units: bool) -> None:
         """More units, or the answer that there are none."""
-        self.stock.grant(ranges)
-        if dry:
+        self.unit_queue.grant(ranges)
+        if out_of_units:
             self._process.world.coverage["no units for now"] += 1
-        self._dry = dry and not ranges
+        self._out_of_units = out_of_units and not ranges
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
-        """These are in the committed state; see `Stock.settle`."""
-        twice = self.stock.settle(done, own)
+        """These are in the committed state; see `UnitQueue.settle`."""
+        twice = self.unit_queue.settle(done, own)
         self.ended = self._total is not None and done == ((0, self._total),)
         return twice
 
     def reset(self) -> None:
         """The incarnation is gone; batches that were taken ahead are drawn in vain."""
-        self.stock.reset()
-        self._dry = self.ended = False
+        self.unit_queue.reset()
+        self._out_of_units = self.ended = False
 
     def steps(self) -> dict[int, list[int]]:
         """For a checkpoint: what each inner step has used."""
@@ -82,9 +82,9 @@ class Loader:
 
     def put_back(self, used: Ranges, queue: Ranges, steps: dict[int, list[int]], inherited: Ranges) -> None:
         """Goes on with what a checkpoint has kept, and with what steps of others have used."""
-        self.stock.put_back(used, queue)
+        self.unit_queue.put_back(used, queue)
         self._used, self.inherited = dict(steps), inherited
 
     def redo(self) -> None:
         """The steps that are not counted are void."""
-        self.stock.redo()
+        self.unit_queue.redo()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 WORD_S = 1.5
 
 
-class Reduction:
+class SimReduction:
     """One attempt's group."""
 
     def __init__(self, world: World, start: StartReduce) -> None:

@@ -2,7 +2,7 @@
 
 A replica gives its part where its training thread has taken up an outer step of fragment 0. A checkpoint is whole when
 every member of that outer step has given its part, and the parts do not contradict each other on COUNT. Who goes on
-from it is as it was, or the heir of others that do not come back: their pending steps, and the units that these have
+from it is as it was, or the adopter of others that do not come back: their pending steps, and the units that these have
 used, go out with its next contribution (ADOPT).
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ftopt.simulate.host import Kept, Span
+from ftopt.simulate.host import Kept, StepSpan
 from ftopt.sync.protocol.intervals import Ranges, union
-from ftopt.sync.protocol.messages import Mark, Position
+from ftopt.sync.protocol.messages import IncarnationId, Position
 from ftopt.sync.protocol.replica.resumed import Held, another_life, returning
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SimPart:
     """One replica. ``used``: units, by inner steps; ``given_up``: steps, by fragments; ``floors``: see `Checks`."""
 
     held: Held
@@ -37,9 +37,9 @@ class Part:
 class Coming:
     """Who comes back, and as what. ``adopted``: whose pending work it takes over, on the newest state then."""
 
-    part: Part
+    part: SimPart
     newest: tuple[Kept, ...]
-    adopted: tuple[Part, ...] = ()
+    adopted: tuple[SimPart, ...] = ()
 
     @property
     def held(self) -> Held:
@@ -52,10 +52,10 @@ class Coming:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SimCheckpoint:
     """A whole one: a part of each replica, by id."""
 
-    parts: dict[str, Part]
+    parts: dict[str, SimPart]
 
     @property
     def newest(self) -> tuple[Kept, ...]:
@@ -73,9 +73,9 @@ class Checkpoint:
         """Whether no part contradicts another one on COUNT."""
         for part in self.parts.values():
             for kept, newest in zip(part.fragments, self.newest, strict=True):
-                counted = newest.record.counted_step(*part.held.mark)
+                counted = newest.record.counted_step(*part.held.incarnation_id)
                 offered = kept.snapshot.contribution.last_step if kept.snapshot is not None else None
-                if counted not in (kept.record.counted_step(*part.held.mark), offered):
+                if counted not in (kept.record.counted_step(*part.held.incarnation_id), offered):
                     return False
                 if kept.record.version == newest.record.version and kept.record.chain != newest.record.chain:
                     return False
@@ -86,59 +86,61 @@ class Checkpoint:
         newest, there = self.newest, [part.held for part in self.parts.values()]
         back = returning(there, present, [kept.record for kept in newest])
         coming = {}
-        for name, incarnation in back.marks.items():
+        for name, incarnation in back.incarnation_ids.items():
             part = self.parts.get(name) or self._blank(name)
             held = replace(
                 part.held,
                 incarnation=incarnation,
                 epoch=back.epoch,
                 gone=dict(back.gone),
-                roster=dict(back.marks),
-                heirs=dict(back.heirs),
+                roster=dict(back.incarnation_ids),
+                adopted_by=dict(back.adopted_by),
             )
-            adopted = tuple(self.parts[missing] for missing, heir in sorted(back.heirs.items()) if heir == name)
+            adopted = tuple(
+                self.parts[missing] for missing, adopter in sorted(back.adopted_by.items()) if adopter == name
+            )
             coming[name] = Coming(replace(part, held=held), newest, adopted)
         return coming
 
-    def another_life(self, mark: Mark) -> Coming:
+    def another_life(self, incarnation_id: IncarnationId) -> Coming:
         """RESTORE: a newcomer that takes over what its former life had pending."""
         there = [part.held for part in self.parts.values()]
-        mark, gone = another_life(mark, there, [kept.record for kept in self.newest])
-        blank, former = self._blank(mark[0]), self.parts.get(mark[0])
-        part = replace(blank, held=replace(blank.held, incarnation=mark[1], gone=gone))
+        incarnation_id, gone = another_life(incarnation_id, there, [kept.record for kept in self.newest])
+        blank, former = self._blank(incarnation_id[0]), self.parts.get(incarnation_id[0])
+        part = replace(blank, held=replace(blank.held, incarnation=incarnation_id[1], gone=gone))
         return Coming(part, self.newest, (former,) if former is not None else ())
 
-    def _blank(self, name: str) -> Part:
+    def _blank(self, name: str) -> SimPart:
         """One that was not there: the newest state, and nothing pending."""
         newest = tuple(Kept(kept.record, kept.content) for kept in self.newest)
         some = next(iter(self.parts.values())).held
         held = Held(name, 0, 0, records=tuple(kept.record for kept in newest), samples=some.samples)
-        return Part(held, newest, given_up=(frozenset(),) * len(newest), floors=(0,) * len(newest))
+        return SimPart(held, newest, given_up=(frozenset(),) * len(newest), floors=(0,) * len(newest))
 
 
-class Checkpoints:
+class SimCheckpoints:
     """A job's folder. ``every``: so many versions of fragment 0 lie between two checkpoints; 0: none."""
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self.whole: list[Checkpoint] = []
-        self._parts: dict[int, dict[str, Part]] = {}
+        self.whole: list[SimCheckpoint] = []
+        self._parts: dict[int, dict[str, SimPart]] = {}
 
     def due(self, version: int) -> bool:
         """Whether the outer step that has made ``version`` is to be kept."""
         return self.every > 0 and version > 0 and version % self.every == 0
 
-    def write(self, attempt: int, members: Sequence[Mark], part: Part) -> None:
+    def write(self, attempt: int, members: Sequence[IncarnationId], part: SimPart) -> None:
         """A part is on the disk; the last one makes the checkpoint whole."""
         parts = self._parts.setdefault(attempt, {})
         parts[part.held.replica] = part
-        if all(name in parts and parts[name].held.mark == (name, life) for name, life in members):
+        if all(name in parts and parts[name].held.incarnation_id == (name, life) for name, life in members):
             del self._parts[attempt]
-            found = Checkpoint(dict(sorted(parts.items())))
+            found = SimCheckpoint(dict(sorted(parts.items())))
             if found.fits and (not self.whole or self.whole[-1].position.version < found.position.version):
                 self.whole.append(found)
 
-    def fall_back_on(self, checkpoint: Checkpoint) -> None:
+    def fall_back_on(self, checkpoint: SimCheckpoint) -> None:
         """What is newer, and what was never completed, is void."""
         self.whole = self.whole[: self.whole.index(checkpoint) + 1]
         self._parts.clear()
@@ -151,10 +153,10 @@ def give(process: Process) -> None:
         return
     (attempt, members), shard.made = shard.made, None
     kept = tuple(x.kept() for x in process.shards)
-    if any(x.reborn for x in process.shards) or process.machine.reborn:
+    if any(x.reset for x in process.shards) or process.machine.reset:
         return
     offered = tuple(x.snapshot.contribution for x in kept if x.snapshot is not None)
-    used, queue = process.loader.stock.kept() if process.loader is not None else ((), ())
+    used, queue = process.loader.unit_queue.kept() if process.loader is not None else ((), ())
     held = Held(
         process.name,
         process.machine.incarnation,
@@ -167,26 +169,26 @@ def give(process: Process) -> None:
         used=union(used, *(c.ranges for c in offered)) if process.loader is not None else (),
         queue=queue,
     )
-    checks, mark = world.checks, process.mark
-    part = Part(
+    checks, incarnation_id = world.checks, process.incarnation_id
+    part = SimPart(
         held,
         kept,
         process.local_steps,
         process.loader.steps() if process.loader is not None else {},
-        tuple(frozenset(checks.discarded.get((f, mark), ())) for f in range(len(kept))),
-        tuple(checks.floor.get((f, mark, process.life), 0) for f in range(len(kept))),
+        tuple(frozenset(checks.discarded.get((f, incarnation_id), ())) for f in range(len(kept))),
+        tuple(checks.floor.get((f, incarnation_id, process.life), 0) for f in range(len(kept))),
     )
     process.later(world.between(0.0, 2.0), world.checkpoints.write, attempt, members, part)
 
 
 def put(process: Process, coming: Coming) -> None:
     """Makes a process what it comes back as, its machine apart."""
-    part, held, checks, mark = coming.part, coming.held, process.world.checks, coming.part.held.mark
+    part, held, checks, incarnation_id = coming.part, coming.held, process.world.checks, coming.part.held.incarnation_id
     process.local_steps = part.local_steps
     for fragment, (shard, kept) in enumerate(zip(process.shards, part.fragments, strict=True)):
         shard.put(kept)
-        checks.discarded[(fragment, mark)] = set(part.given_up[fragment])
-        checks.floor[(fragment, mark, process.life)] = part.floors[fragment]
+        checks.discarded[(fragment, incarnation_id)] = set(part.given_up[fragment])
+        checks.floor[(fragment, incarnation_id, process.life)] = part.floors[fragment]
     if process.loader is not None:
         inherited: Ranges = union(*(x.held.used for x in coming.adopted))
         process.loader.put_back(held.used, held.queue, part.used, inherited)
@@ -197,22 +199,22 @@ def put(process: Process, coming: Coming) -> None:
 def _adopt(process: Process, coming: Coming) -> None:
     """What ``ftopt.optimizer.recovery.adopt`` does: the counters go on until all fragments have room for
     the steps."""
-    world, mark = process.world, coming.part.held.mark
+    world, incarnation_id = process.world, coming.part.held.incarnation_id
     world.coverage["pending work of a missing replica"] += 1
-    pending: list[tuple[int, list[Span], int]] = []
+    pending: list[tuple[int, list[StepSpan], int]] = []
     for fragment, newest in enumerate(coming.newest):
-        base_step, inherited = coming.part.fragments[fragment].standing(mark, newest)
+        base_step, inherited = coming.part.fragments[fragment].standing(incarnation_id, newest)
         own_steps, steps, found = coming.part.local_steps - base_step, 0, list(inherited)
         for part in coming.adopted:
-            theirs, more = part.fragments[fragment].standing(part.held.mark, newest)
+            theirs, more = part.fragments[fragment].standing(part.held.incarnation_id, newest)
             steps += part.local_steps - theirs
-            found += [*more, (part.held.mark, theirs, part.local_steps)]
+            found += [*more, (part.held.incarnation_id, theirs, part.local_steps)]
         pending.append((own_steps, found, steps))
     local_steps = process.local_steps + max(steps for _, _, steps in pending)
     for fragment, (own_steps, spans, steps) in enumerate(pending):
         shard = process.shards[fragment]
         base_step = local_steps - own_steps - steps
-        world.checks.discard(mark, fragment, process.local_steps - own_steps, base_step)
+        world.checks.discard(incarnation_id, fragment, process.local_steps - own_steps, base_step)
         shard.put(replace(coming.newest[fragment], base_step=base_step, marked_step=local_steps, snapshot=None))
         shard.inherited = tuple((whose, start, stop) for whose, start, stop in spans if start < stop)
     process.local_steps = local_steps

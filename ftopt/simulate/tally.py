@@ -18,7 +18,7 @@ COVERED = (
     "rebirth",
     "rollback",
     "mismatch",
-    "put_out",
+    "evicted",
     "void",
     "stalled",
     "held_open",
@@ -61,7 +61,7 @@ COVERED = (
 
 
 @dataclass
-class Tally:
+class Coverage:
     """``covered``: in how many histories each thing has happened. ``failed``: the first history that broke a rule."""
 
     histories: int = 0

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from ftopt.simulate.backups import SimBackup
 from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Violation
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.loader import Loader
-from ftopt.simulate.neighbours import Neighbour
-from ftopt.simulate.reduction import Reduction
+from ftopt.simulate.reduction import SimReduction
 from ftopt.simulate.saving import Coming, put
 from ftopt.simulate.training import InnerSteps
 from ftopt.simulate.world import JOB, Conn, World
@@ -47,7 +47,7 @@ class Process:
         """As what it is started next; None: as a newcomer."""
 
     @property
-    def mark(self) -> m.Mark:
+    def incarnation_id(self) -> m.IncarnationId:
         return (self.name, self.machine.incarnation)
 
     @property
@@ -124,7 +124,7 @@ class Process:
         self.conn = None
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
         self.training = self.shares or InnerSteps(self)
-        self.neighbour = Neighbour(self)
+        self.backup = SimBackup(self)
         self.installing: set[int] = set()
         self.world.note(self.name, "process starts")
         coming, self.coming = self.coming, None
@@ -202,7 +202,7 @@ class Process:
         if message is None:
             self.conn = None
             self.world.note(self.name, "is disconnected")
-            self.neighbour.lost()
+            self.backup.lost()
             self.act(self.machine.disconnect())
             self.later(0.0 if self.gone else self.world.between(0.01, 0.5), self._connect)
             return
@@ -221,7 +221,7 @@ class Process:
             self.conn.up(None)
             conn, self.conn = self.conn, None
             conn.works = conn.works and conn.open_there
-            self.neighbour.lost()
+            self.backup.lost()
             self.act(self.machine.disconnect())
             self.later(self.world.between(0.1, 1.0), self._connect)
 
@@ -229,7 +229,7 @@ class Process:
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
             state = self.training.state if self.stepping else "fetching"
-            self.conn.up(m.Progress(state, self.local_steps, self.training.step_s, self._readings()))
+            self.conn.up(m.Heartbeat(state, self.local_steps, self.training.step_s, self._readings()))
 
     def _readings(self) -> tuple[m.Reading, ...]:
         if not self.world.knobs.hasty:
@@ -263,7 +263,7 @@ class Process:
 
     # ------------------------------------------------------------ what the machine asks
 
-    def act(self, effects: list[r.Effect]) -> None:
+    def act(self, effects: list[r.ReplicaEffect]) -> None:
         for effect in effects:
             match effect:
                 case r.Send(message=message):
@@ -286,7 +286,7 @@ class Process:
                     for key, group in self.world.groups.items():
                         if key[0] == attempt and group.leave(self.name):
                             self.on_reducer(self.world.delay(), self._stopped, fragment, attempt)
-                case r.Adopt(attempt=attempt, record=record):
+                case r.CommitPrepared(attempt=attempt, record=record):
                     shard = self.shards[record.fragment]
                     assert shard.results is not None and shard.results[0] == attempt
                     assert shard.record is not None
@@ -296,30 +296,30 @@ class Process:
                     self._moved(record, parent)
                 case r.Fetch(position=position):
                     self.later(self.world.delay(), self._fetch, position.fragment, ())
-                case r.Begin(record=record, reborn=reborn):
+                case r.Begin(record=record, reset=reset):
                     shard = self.shards[record.fragment]
                     content = shard.content
                     shard.advance(record, content, 0)
-                    shard.reborn = reborn
+                    shard.reset = reset
                     self._moved(record, "")
-                case r.Restore():
+                case r.RestoreCheckpoint():
                     self.restoring, self.entered = True, False
                     self.world.note(self.name, "restores the newest checkpoint")
                     self.drop()
                     self.later(self.world.between(0.1, 2.0), self._restore)
-                case r.Granted(ranges=ranges, dry=dry):
+                case r.Granted(ranges=ranges, out_of_units=out_of_units):
                     assert self.loader is not None
-                    self.loader.grant(ranges, dry=dry)
+                    self.loader.grant(ranges, out_of_units=out_of_units)
                 case r.Settled(done=done, own=own) if self.loader is not None:
                     if self.loader.settle(done, own) and not self.world.checks.excused:
                         raise Violation("I3", f"{self.name} has used units that are done by others")
                 case r.Planned(version=version, plan=plan, units=units, ended=ended) if self.shares is not None:
                     self.shares.assign(version, plan, units, ended=ended)
-                case r.Keep(order=order):
-                    self.neighbour.keep(order)
-                case r.Inherit(order=order):
-                    self.neighbour.inherit(order)
-                case r.Reborn(reason=reason):
+                case r.KeepCopy(order=order):
+                    self.backup.keep(order)
+                case r.InheritWork(order=order):
+                    self.backup.inherit(order)
+                case r.Reset(reason=reason):
                     if self.loader is not None:
                         self.loader.reset()
                     if self.shares is not None:
@@ -334,13 +334,13 @@ class Process:
                     self.drop()
         self.world.checks.standing(self)
         self.entered |= self.machine.welcomed
-        if self.machine.may_train and self.entered and not self.stepping and not self.neighbour.inheriting:
+        if self.machine.may_train and self.entered and not self.stepping and not self.backup.inheriting:
             self.stepping = True
             self.training.begin()
         self.training.poke()
 
     def _restore(self) -> None:
-        coming = self.world.checkpoints.whole[-1].another_life(self.mark)
+        coming = self.world.checkpoints.whole[-1].another_life(self.incarnation_id)
         put(self, coming)
         self.machine.restore(coming.held)
         self.restoring = False
@@ -361,7 +361,7 @@ class Process:
         key = (start.quorum.attempt, self.conn.server_life)  # the rendezvous is through the connection
         group = self.world.groups.get(key)
         if group is None:
-            group = self.world.groups[key] = Reduction(self.world, start)
+            group = self.world.groups[key] = SimReduction(self.world, start)
         assert group.members == start.members, "one attempt, two member lists"
         group.join(self, snapshot)
 
@@ -390,18 +390,18 @@ class Process:
         if not source.alive or source.life != life:
             self._fetch(fragment, (*failed, name))
             return
-        reborn = self.machine.reborn_in(fragment)
+        reset = self.machine.reset_in(fragment)
         if not self.machine.install(record):
             self.act(self.machine.fetch_failed(fragment))
             return
         self.installing.add(fragment)
-        self.later(self.world.delay(), self._installed, record, content, reborn)
+        self.later(self.world.delay(), self._installed, record, content, reset)
 
-    def _installed(self, record: m.Record, content: Content, reborn: bool) -> None:
+    def _installed(self, record: m.Record, content: Content, reset: bool) -> None:
         fragment = record.fragment
         self.installing.discard(fragment)
         shard = self.shards[fragment]
-        shard.reborn = shard.reborn or reborn
+        shard.reset = shard.reset or reset
         shard.advance(record, content, self.machine.counted_step(record))
         effects = self.machine.fetched(record)
         self._moved(record, "")

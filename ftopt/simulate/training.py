@@ -29,7 +29,7 @@ class InnerSteps:
         if self.waits is not None:
             return "waiting"
         loader = self._process.loader
-        return "dry" if loader is not None and loader.waits else "training"
+        return "out_of_units" if loader is not None and loader.waits else "training"
 
     @property
     def step_s(self) -> float:
@@ -63,7 +63,7 @@ class InnerSteps:
         for fragment in range(len(self._process.shards)):
             self._take_over(fragment)
             pending = self._process.local_steps > self._process.shards[fragment].base_step
-            if not fragment and loader.stock.offer() and self._world.now >= self._spent_s + 2.0:
+            if not fragment and loader.unit_queue.offer() and self._world.now >= self._spent_s + 2.0:
                 pending, self._spent_s = True, self._world.now
             if (
                 loader.waits
@@ -113,13 +113,13 @@ class InnerSteps:
         shard = self._process.shards[fragment]
         begins = shard.counted
         if shard.take_over(self._process.local_steps):
-            self._world.checks.reborn(self._process, fragment)
+            self._world.checks.reset(self._process, fragment)
             if self._process.loader is not None and not fragment:
                 self._process.loader.redo()
         if not fragment:
             give(self._process)
         if begins and not shard.counted:
-            self._process.neighbour.begin()
+            self._process.backup.begin()
 
     def _propose(self, fragment: int, *, now: bool) -> None:
         shard, before = self._process.shards[fragment], self._process.shards[fragment].base_step
@@ -128,17 +128,17 @@ class InnerSteps:
         finite = not self._world.chance(self._world.knobs.nonfinite)
         knobs = self._world.knobs
         contribution = shard.propose(
-            self._process.mark,
+            self._process.incarnation_id,
             self._process.local_steps,
             finite=finite,
-            ranges=self._process.loader.stock.offer() if self._process.loader is not None and not fragment else (),
+            ranges=self._process.loader.unit_queue.offer() if self._process.loader is not None and not fragment else (),
             overlap_s=knobs.overlap_steps * self._process.step_s,
             grace=knobs.grace,
         )
         if contribution is None:
             return
         if not finite:
-            self._world.checks.discard(self._process.mark, fragment, before, self._process.local_steps)
+            self._world.checks.discard(self._process.incarnation_id, fragment, before, self._process.local_steps)
         if self._world.strike():
             self._process.misfortune()
             if not self._process.alive:

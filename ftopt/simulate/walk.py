@@ -244,8 +244,8 @@ def _quiet(world: World) -> None:
     bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0) + 6 * world.knobs.fetch_s
     machine = world.server.machine
     assert machine is not None
-    living = {p.mark for p in world.processes.values() if p.alive and not p.leaving}
-    if any(x.mark not in living for x in machine.roster.members.values()):
+    living = {p.incarnation_id for p in world.processes.values() if p.alive and not p.leaving}
+    if any(x.incarnation_id not in living for x in machine.roster.members.values()):
         bound_s += float(settings["forget_s"] or 0) + bound_s
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
         bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftopt.simulate.check import Checks, Violation
-from ftopt.simulate.saving import Checkpoints
+from ftopt.simulate.saving import SimCheckpoints
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
@@ -25,7 +25,7 @@ from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.samples import Samples
 
 if TYPE_CHECKING:
-    from ftopt.simulate.reduction import Reduction
+    from ftopt.simulate.reduction import SimReduction
     from ftopt.simulate.trainer import Process
 
 JOB = "job"
@@ -95,8 +95,8 @@ class World:
         self.processes: dict[str, Process] = {}
         self.cuts: dict[frozenset[str], str] = {}
         """Pairs that cannot reach each other; who of the two hears nothing, if the other one does, else ""."""
-        self.checkpoints = Checkpoints(knobs.save_every)
-        self.groups: dict[tuple[int, int], Reduction] = {}
+        self.checkpoints = SimCheckpoints(knobs.save_every)
+        self.groups: dict[tuple[int, int], SimReduction] = {}
         self.faults_left = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
@@ -310,10 +310,10 @@ class Server:
         if isinstance(message, m.Hello):
             self.heard[conn.number] = message
             self.first_hello_s = min(self.first_hello_s, self.world.now)
-        lending = self.machine.lending
-        if isinstance(message, m.Bye) and lending is not None and lending.ledger.leases.get(conn.process.mark):
+        grants = self.machine.grants
+        if isinstance(message, m.Bye) and grants is not None and grants.ledger.leases.get(conn.process.incarnation_id):
             self.world.coverage["a leaver gives units back"] += 1
-        if not isinstance(message, m.Progress):
+        if not isinstance(message, m.Heartbeat):
             self.world.note("coord", f"<- {conn.process.name} {message}")
         self.act(self.machine.receive(self.world.now, conn.number, message))
 
@@ -330,9 +330,9 @@ class Server:
         self.crash()
         self.world.servers.remove(self)
 
-    def _told_of(self, effects: list[e.Effect]) -> list[Conn]:
+    def _told_of(self, effects: list[e.CoordinatorEffect]) -> list[Conn]:
         """The connections that are told of a decision."""
-        numbers = [x.conn for x in effects if isinstance(x, e.Send) and isinstance(x.message, m.Commit)]
+        numbers = [x.conn for x in effects if isinstance(x, e.SendTo) and isinstance(x.message, m.Commit)]
         return [self.conns[number] for number in numbers if number in self.conns]
 
     def _split(self, told: list[Conn], decision: m.FromCoordinator) -> None:
@@ -348,14 +348,14 @@ class Server:
         self.crash(spare=told[0])
         world.at(world.between(0.1, 2.0), lambda: self.start(keep=0))
 
-    def act(self, effects: list[e.Effect]) -> None:
+    def act(self, effects: list[e.CoordinatorEffect]) -> None:
         """Does what the machine asks, in order; a crash may come between any two."""
         for index, effect in enumerate(effects):
             match effect:
-                case e.Send(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
+                case e.SendTo(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
                     self._split(told, effect.message)
                     return
-                case e.Send(conn=number, message=message):
+                case e.SendTo(conn=number, message=message):
                     if conn := self.conns.get(number):
                         if isinstance(message, m.Quorum):
                             self.world.checks.quorum(conn, message, self.machine)
@@ -369,7 +369,7 @@ class Server:
                     if conn := self.conns.pop(number, None):
                         conn.open_there = False
                         conn.down(None)
-                case e.Tell():
+                case e.Emit():
                     self._told(effect)
                 case e.Halt(reason=reason):
                     self.world.note("coord", f"halts: {reason}")
@@ -395,7 +395,7 @@ class Server:
                         return
         self._arm()
 
-    def _told(self, tell: e.Tell) -> None:
+    def _told(self, tell: e.Emit) -> None:
         if tell.event not in ("quorum", "call_in"):
             self.world.note("coord", f"event {tell.event} {tell.replica}#{tell.incarnation} {dict(tell.data)}")
         self.world.coverage[tell.event] += 1

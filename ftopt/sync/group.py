@@ -216,10 +216,10 @@ class Host(Protocol):
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread."""
 
-    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
+    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """A fetched state becomes the committed one; a worker thread, one call at a time.
 
-        ``tensors`` are the host's from now on. ``reborn``: this replica was declared gone; its pending steps are
+        ``tensors`` are the host's from now on. ``reset``: this replica was declared gone; its pending steps are
         dropped when the state is taken up.
 
         Raises:
@@ -343,8 +343,8 @@ class ReplicaGroup(Protocol):
     def report(self, state: str) -> None:
         """What the training thread is doing from now on: goes out with the heartbeats, beside `Host.standing`.
 
-        ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving``, ``dry`` (no units to train on: called in at
-        the first proposal) or a state of the user's (``busy``, ``evaluating``, ...).
+        ``state`` is ``training``, ``waiting``, ``fetching``, ``leaving``, ``out_of_units`` (no units to train on:
+        called in at the first proposal) or a state of the user's (``busy``, ``evaluating``, ...).
         """
 
     def leave(self, *, timeout_s: float) -> None:

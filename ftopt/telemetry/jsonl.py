@@ -81,7 +81,7 @@ def record_of(event: Event) -> dict[str, Any]:
     return record
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a file; none when it is not there."""
     return Tail(path).more()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-Record = Mapping[str, Any]
-Range = tuple[int, int]
+Line = Mapping[str, Any]
+UnitRange = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Entry:
     times: int
 
 
-def list_units(events: Iterable[Record]) -> list[Entry]:
+def list_units(events: Iterable[Line]) -> list[Entry]:
     """Every unit that is in a commit, in order, and how often.
 
     Args:
@@ -49,7 +49,7 @@ def list_units(events: Iterable[Record]) -> list[Entry]:
     return entries
 
 
-def count_samples(events: Sequence[Record]) -> dict[str, int | None]:
+def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
     """``samples_*`` of ``summary.json``; None in a run without a ledger.
 
     ``committed``: samples that are in a commit, each of an epoch counted once. ``duplicated``: how often one is in a
@@ -68,7 +68,7 @@ def count_samples(events: Sequence[Record]) -> dict[str, int | None]:
     twice += sum(_size(settings, start, stop) for start, stop in told)
     done_to = next((_data(e)["done_to"] for e in reversed(events) if "done_to" in _data(e)), 0)
     there = sum(_size(settings, x.start, min(x.stop, done_to)) for x in entries if x.start < done_to)
-    spoilt = [
+    corrupted = [
         part
         for event in events
         if event["event"] == "decide"
@@ -76,16 +76,16 @@ def count_samples(events: Sequence[Record]) -> dict[str, int | None]:
         if not finite
         for part in _data(event).get("ranges", {}).get(replica, ())
     ]
-    discarded = sum(_size(settings, start, stop) for start, stop in spoilt)
+    discarded = sum(_size(settings, start, stop) for start, stop in corrupted)
     return dict(zip(names, (committed, twice, _size(settings, 0, done_to) - there, discarded), strict=True))
 
 
 _BEGINS = ("start", "recover")
 
 
-def _versions(events: Iterable[Record]) -> dict[int, list[Range]]:
+def _versions(events: Iterable[Line]) -> dict[int, list[UnitRange]]:
     """Version of fragment 0 -> the units that its commit has added; -1: those of decisions that nobody has told."""
-    versions: dict[int, list[Range]] = {}
+    versions: dict[int, list[UnitRange]] = {}
     for event in events:
         data = _data(event)
         if event["event"] == "decide" and not event.get("fragment", 0):
@@ -97,7 +97,7 @@ def _versions(events: Iterable[Record]) -> dict[int, list[Range]]:
     return versions
 
 
-def _without(ranges: Iterable[Range], known: Iterable[Range]) -> list[Range]:
+def _without(ranges: Iterable[UnitRange], known: Iterable[UnitRange]) -> list[UnitRange]:
     """What of ``ranges`` is in none of ``known``."""
     left = list(ranges)
     for start, stop in known:
@@ -106,18 +106,18 @@ def _without(ranges: Iterable[Range], known: Iterable[Range]) -> list[Range]:
     return left
 
 
-def _size(settings: Record, start: int, stop: int) -> int:
+def _size(settings: Line, start: int, stop: int) -> int:
     """Samples of the units ``start .. stop - 1``."""
     return _before(settings, stop) - _before(settings, start)
 
 
-def _before(settings: Record, unit: int) -> int:
+def _before(settings: Line, unit: int) -> int:
     samples, batch_size = settings["samples"], settings["batch_size"]
     per_epoch = samples // batch_size if settings["drop_last"] else -(-samples // batch_size)
     epochs, rest = divmod(unit, per_epoch)
     return int(epochs * min(samples, per_epoch * batch_size) + rest * batch_size)
 
 
-def _data(event: Record) -> Record:
-    data: Record = event.get("data", {})
+def _data(event: Line) -> Line:
+    data: Line = event.get("data", {})
     return data

@@ -21,18 +21,18 @@ from typing import Any
 
 from ftopt.telemetry.samples import count_samples
 
-Record = Mapping[str, Any]
-Mark = tuple[str, int]
+Line = Mapping[str, Any]
+IncarnationId = tuple[str, int]
 
 
-def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -> dict[str, Any]:
+def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
     """The content of ``summary.json``.
 
     Args:
         events: the lines of ``events.jsonl``.
         steps: replica -> the lines of its file.
     """
-    by_name: dict[str, list[Record]] = defaultdict(list)
+    by_name: dict[str, list[Line]] = defaultdict(list)
     for event in events:
         by_name[event["event"]].append(event)
     dead = {_mark(event) for event in by_name["death"]}
@@ -45,7 +45,7 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         executed[_mark(event)] -= int(_data(event)["steps"])
     ends = {_mark(event): event for event in by_name["end"]}
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
-    survivors_end = {mark: event for mark, event in ends.items() if mark not in dead}
+    survivors_end = {incarnation_id: event for incarnation_id, event in ends.items() if incarnation_id not in dead}
     discards = by_name["discarded"]
     books = [
         _book(f, _both(executed, inherited[f]), decisions[f].values(), discards, survivors_end, dead)
@@ -71,13 +71,16 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
         **count_samples(events),
         **_scores(by_name["evaluate"], dead),
         "anchor_digests": {
-            mark[0]: _data(event).get("anchor_digest")
-            for mark, event in sorted(survivors_end.items())
+            incarnation_id[0]: _data(event).get("anchor_digest")
+            for incarnation_id, event in sorted(survivors_end.items())
             if _data(event).get("reason") == "done"
         },
         "stall_s": _spread([_data(event)["stall_s"] for event in by_name["stall"] if _mark(event) not in dead]),
         "wire_bytes": _wire_bytes(events),
-        "joins": [{"t_s": event["t_s"], "replica": mark[0], "incarnation": mark[1]} for event, mark in _joins(by_name)],
+        "joins": [
+            {"t_s": event["t_s"], "replica": incarnation_id[0], "incarnation": incarnation_id[1]}
+            for event, incarnation_id in _joins(by_name)
+        ],
         "deaths": [
             {
                 "t_s": event["t_s"],
@@ -91,16 +94,16 @@ def summarize(events: Sequence[Record], steps: Mapping[str, Sequence[Record]]) -
     }
 
 
-def _data(event: Record) -> Record:
-    data: Record = event.get("data", {})
+def _data(event: Line) -> Line:
+    data: Line = event.get("data", {})
     return data
 
 
-def _mark(event: Record) -> Mark:
+def _mark(event: Line) -> IncarnationId:
     return event["replica"], event["incarnation"]
 
 
-def _life(replica: str, line: Record) -> Mark:
+def _life(replica: str, line: Line) -> IncarnationId:
     return replica, line["incarnation"]
 
 
@@ -118,41 +121,45 @@ class _Book:
 
 def _book(
     fragment: int,
-    executed: Counter[Mark],
-    decisions: Iterable[Record],
-    discards: Iterable[Record],
-    ends: Mapping[Mark, Record],
-    dead: set[Mark],
+    executed: Counter[IncarnationId],
+    decisions: Iterable[Line],
+    discards: Iterable[Line],
+    ends: Mapping[IncarnationId, Line],
+    dead: set[IncarnationId],
 ) -> _Book:
     committed, twice = _committed(decisions)
     dropped = _discarded(event for event in discards if event.get("fragment", 0) == fragment)
     pending = sum(_pending(_data(event), fragment) for event in ends.values())
-    lost_by_dead = dropped["reborn"].total()
-    for mark in dead:
-        lost_by_dead += executed[mark] - committed[mark] - sum(counts[mark] for counts in dropped.values())
+    lost_by_dead = dropped["reset"].total()
+    for incarnation_id in dead:
+        lost_by_dead += (
+            executed[incarnation_id]
+            - committed[incarnation_id]
+            - sum(counts[incarnation_id] for counts in dropped.values())
+        )
     reasons = ["nonfinite", "mixed"] + ["taken_over"] * ("taken_over" in dropped)
     discarded = {reason: dropped[reason].total() for reason in reasons}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
 
 
-def _both(a: Counter[Mark], b: Counter[Mark]) -> Counter[Mark]:
+def _both(a: Counter[IncarnationId], b: Counter[IncarnationId]) -> Counter[IncarnationId]:
     """The sum, zeros and less than that included."""
     found = Counter(a)
     found.update(b)
     return found
 
 
-def _inherited(resumed: Iterable[Record]) -> dict[int, Counter[Mark]]:
+def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[IncarnationId]]:
     """Per fragment, the inner steps that each incarnation has brought from a checkpoint, or a copy, uncounted."""
-    found: dict[int, Counter[Mark]] = defaultdict(Counter)
+    found: dict[int, Counter[IncarnationId]] = defaultdict(Counter)
     for event in resumed:
         for fragment, steps in enumerate(_data(event)["pending_by_fragment"]):
             found[fragment][_mark(event)] = steps
     return found
 
 
-def _replay(by_name: Mapping[str, list[Record]]) -> dict[str, float] | None:
+def _replay(by_name: Mapping[str, list[Line]]) -> dict[str, float] | None:
     """What ``recover: replay`` has saved, and what it has cost; None in a run without it.
 
     ``replicas`` replaced, their ``steps`` done again in ``seconds``; ``copies`` of ``copy_bytes`` in all, which kept
@@ -173,20 +180,20 @@ def _replay(by_name: Mapping[str, list[Record]]) -> dict[str, float] | None:
     }
 
 
-def _pending(end: Record, fragment: int) -> int:
+def _pending(end: Line, fragment: int) -> int:
     """Of the fragment, if the replica says so; else of fragment 0."""
     fragments: list[int] = end.get("pending_by_fragment", [])
     return int(fragments[fragment] if fragments else end.get("pending_steps", 0))
 
 
-def _decisions(events: Iterable[Record]) -> tuple[dict[int, dict[int, Record]], list[int]]:
+def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list[int]]:
     """The decisions that stand: fragment -> version -> decision; and the versions of any fragment that were decided
     with more than one chain: a fork.
 
     A restarted coordinator may tell one again, the last word counts. A rollback takes back those that the job does not
     go on from: they are made again.
     """
-    found: dict[int, dict[int, Record]] = {0: {}}
+    found: dict[int, dict[int, Line]] = {0: {}}
     forks: set[int] = set()
     rolled_back = False
     for event in events:
@@ -206,29 +213,29 @@ def _decisions(events: Iterable[Record]) -> tuple[dict[int, dict[int, Record]], 
     return found, sorted(forks)
 
 
-def _committed(decisions: Iterable[Record]) -> tuple[Counter[Mark], int]:
+def _committed(decisions: Iterable[Line]) -> tuple[Counter[IncarnationId], int]:
     """Committed inner steps of each incarnation, and how many of all were counted before."""
-    committed: Counter[Mark] = Counter()
-    last: dict[Mark, int] = {}
+    committed: Counter[IncarnationId] = Counter()
+    last: dict[IncarnationId, int] = {}
     twice = 0
     for decision in sorted(decisions, key=lambda event: int(event["version"])):
         for replica, incarnation, steps, last_step, _weight, finite in _data(decision)["members"]:
-            mark = (replica, incarnation)
+            incarnation_id = (replica, incarnation)
             if finite:  # also of a share of a global batch without samples
-                committed[mark] += steps
-                twice += max(0, steps - (last_step - last.get(mark, 0)))
-            last[mark] = max(last_step, last.get(mark, 0))
+                committed[incarnation_id] += steps
+                twice += max(0, steps - (last_step - last.get(incarnation_id, 0)))
+            last[incarnation_id] = max(last_step, last.get(incarnation_id, 0))
     return committed, twice
 
 
-def _discarded(events: Iterable[Record]) -> dict[str, Counter[Mark]]:
-    dropped: dict[str, Counter[Mark]] = {"nonfinite": Counter(), "mixed": Counter(), "reborn": Counter()}
+def _discarded(events: Iterable[Line]) -> dict[str, Counter[IncarnationId]]:
+    dropped: dict[str, Counter[IncarnationId]] = {"nonfinite": Counter(), "mixed": Counter(), "reset": Counter()}
     for event in events:
         dropped.setdefault(_data(event)["reason"], Counter())[_mark(event)] += _data(event)["steps"]
     return dropped
 
 
-def _scores(events: Sequence[Record], dead: set[Mark]) -> dict[str, float | None]:
+def _scores(events: Sequence[Line], dead: set[IncarnationId]) -> dict[str, float | None]:
     """Of the first evaluation, and of the final one of the first survivor in the order of ids."""
     final = [event for event in events if _data(event).get("final") and _mark(event) not in dead]
     first = min(events, key=lambda event: float(event["t_s"]), default=None)
@@ -240,12 +247,12 @@ def _scores(events: Sequence[Record], dead: set[Mark]) -> dict[str, float | None
     return found
 
 
-def _joins(by_name: Mapping[str, list[Record]]) -> list[tuple[Record, Mark]]:
+def _joins(by_name: Mapping[str, list[Line]]) -> list[tuple[Line, IncarnationId]]:
     """The first ``join`` of each incarnation: one that reconnects does not join again."""
-    first: dict[Mark, Record] = {}
+    first: dict[IncarnationId, Line] = {}
     for event in by_name["join"]:
         first.setdefault(_mark(event), event)
-    return [(event, mark) for mark, event in first.items()]
+    return [(event, incarnation_id) for incarnation_id, event in first.items()]
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
@@ -256,9 +263,9 @@ def _spread(values: list[float]) -> dict[str, float] | None:
     return {"median": round(statistics.median(ordered), 4), "p99": round(p99, 4), "max": round(ordered[-1], 4)}
 
 
-def _wire_bytes(events: Iterable[Record]) -> int | None:
+def _wire_bytes(events: Iterable[Line]) -> int | None:
     """What each incarnation sent over the wire, in all; each says its running total."""
-    totals: dict[Mark, int] = {}
+    totals: dict[IncarnationId, int] = {}
     for event in events:
         sent = _data(event).get("wire_bytes")
         if sent is not None:

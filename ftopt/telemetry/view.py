@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Record = Mapping[str, Any]
+Line = Mapping[str, Any]
 
 _STATES = {
     "spawn": "starting",
@@ -36,7 +36,7 @@ class Row:
     steps_per_s: float = 0.0
     _times: deque[float] = field(default_factory=deque)
 
-    def stepped(self, line: Record) -> None:
+    def stepped(self, line: Line) -> None:
         """Takes up a line of the replica's own file."""
         self.state = "training"
         self.inner_step, self.incarnation = line["inner_step"], line["incarnation"]
@@ -65,7 +65,7 @@ class RunView:
         """The row of a replica, made when it is new."""
         return self.rows.setdefault(replica, Row(replica))
 
-    def event(self, record: Record) -> str | None:
+    def event(self, record: Line) -> str | None:
         """Takes up an event line; returns a sentence when the event is a notable one."""
         name, replica = record["event"], record["replica"]
         data = record.get("data", {})
@@ -89,7 +89,7 @@ class RunView:
             return None  # The last holders have left because the job is done.
         return sentence(record)
 
-    def _update(self, row: Row, record: Record, data: Record) -> None:
+    def _update(self, row: Row, record: Line, data: Line) -> None:
         name = record["event"]
         if record["incarnation"] > row.incarnation:
             row.incarnation = record["incarnation"]
@@ -103,7 +103,7 @@ class RunView:
             row.state = _STATES.get(name, row.state)
 
 
-def sentence(record: Record) -> str | None:
+def sentence(record: Line) -> str | None:
     """A notable event in words, None for the others."""
     name, data = record["event"], record.get("data", {})
     who = record["replica"]
@@ -126,10 +126,10 @@ def sentence(record: Record) -> str | None:
         "death": f"{who} died ({data.get('status')})",
         "refuse": f"{who} was refused: {data.get('reason')}",
         "hold": str(data.get("text")),
-        "reborn": f"{who} was away for too long and starts anew",
+        "reset": f"{who} was away for too long and starts anew",
         "fork": f"{who} is on another branch of the history",
         "mismatch": f"version {record.get('version')}: results differ",
-        "put_out": f"version {record.get('version')}: {who} disagrees again; it fetches what the others hold",
+        "evicted": f"version {record.get('version')}: {who} disagrees again; it fetches what the others hold",
         "damaged": f"{who}: memory of version {record.get('version')} has changed; it fetches it anew",
         "outlier": f"{who} weighs nothing: {data.get('reason')}",
         "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",

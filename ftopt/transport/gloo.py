@@ -165,7 +165,7 @@ class GlooCollective:
             whose host cannot be reached.
 
     After any of them the collective is closed, so that the other members fail, too, and every tensor given to
-    it is spoilt: a piece may still be written to.
+    it is corrupted: a piece may still be written to.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ftopt.streams import Beside, reached
+from ftopt.streams import SideStream, reached
 
 Meta = dict[str, str]
 
@@ -40,7 +40,7 @@ _DIMENSIONS = 64
 """torch takes no more."""
 
 
-class Snapshot:
+class StateImage:
     """One version of one fragment as safetensors bytes: a header, and views of the tensors' memory.
 
     Args:
@@ -86,7 +86,7 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous; what lies on a device is copied beside whatever goes on there."""
     found = dict[str, Tensor]()
     for device in {tensor.device for tensor in tensors.values()}:
-        with Beside().after(reached(device), device):
+        with SideStream().after(reached(device), device):
             found |= {name: t.detach().cpu().contiguous() for name, t in tensors.items() if t.device == device}
     return found
 

@@ -3,10 +3,10 @@
 A reduction is written once, for payloads anywhere: pieces go down to the host (`Staging.begin`), through Gloo, and back
 up (`Staging.back`). On the CPU the host's tensor is the piece itself.
 
-On a CUDA device (`Pinned`) copies in both directions are queued on two streams of their own and done by the device's
-copy engines, while Gloo has other pieces under way. They need page-locked memory, which is dear to get. torch keeps
-what it has once got, and gives memory out again when the last tensor on it is gone and the copies that were queued with
-it are done; so no buffer is in use twice, also not after a reduction that failed and left Gloo writing.
+On a CUDA device (`PinnedStaging`) copies in both directions are queued on two streams of their own and done by the
+device's copy engines, while Gloo has other pieces under way. They need page-locked memory, which is dear to get. torch
+keeps what it has once got, and gives memory out again when the last tensor on it is gone and the copies that were
+queued with it are done; so no buffer is in use twice, also not after a reduction that failed and left Gloo writing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Staging(Protocol):
         """What the caller does from here on comes after all copies that were begun."""
 
 
-class OnHost:
+class HostStaging:
     """The tensors are on the host: nothing to do."""
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -55,7 +55,7 @@ class OnHost:
         pass
 
 
-class Copied:
+class CopyStaging:
     """Copies that are done when the call returns: for any device."""
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -72,7 +72,7 @@ class Copied:
         pass
 
 
-class Pinned:
+class PinnedStaging:
     """Copies on two streams of a CUDA device, through page-locked memory.
 
     Args:
@@ -114,8 +114,8 @@ class Pinned:
 def staging_for(device: torch.device) -> Staging:
     """The one for a device."""
     if device.type == "cpu":
-        return OnHost()
-    return Pinned(device) if device.type == "cuda" else Copied()
+        return HostStaging()
+    return PinnedStaging(device) if device.type == "cuda" else CopyStaging()
 
 
 def ahead(staging: Staging, pieces: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -25,11 +25,11 @@ from contextlib import contextmanager
 from aiohttp import web
 from torch import Tensor
 
-from ftopt.net.accept_queue import WaitingRoom
+from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
-from ftopt.transport.snapshot import Meta, Snapshot
+from ftopt.transport.snapshot import Meta, StateImage
 
 Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
 
@@ -78,9 +78,9 @@ class StateServer:
         self._host = host
         self._port = port
         self._on_serve = on_serve
-        self._kept: dict[str, dict[str, Snapshot]] = {}
+        self._kept: dict[str, dict[str, StateImage]] = {}
         self._runner: web.AppRunner | None = None
-        self._room: WaitingRoom | None = None
+        self._room: AcceptQueue | None = None
         self._server: asyncio.Server | None = None
         self._sweep: asyncio.Task[None] | None = None
 
@@ -103,7 +103,7 @@ class StateServer:
             auto_decompress=False,
         )
         await runner.setup()
-        room = WaitingRoom(guarded(runner), limit=_WAITING, patience_s=_PATIENCE_S)
+        room = AcceptQueue(guarded(runner), limit=_WAITING, patience_s=_PATIENCE_S)
         handshake_s = HANDSHAKE_S if self._tls is not None else None
         try:
             self._server = await asyncio.get_running_loop().create_server(
@@ -175,7 +175,7 @@ class StateServer:
                     request.transport.abort()
         return response
 
-    async def _current(self, what: str) -> Snapshot:
+    async def _current(self, what: str) -> StateImage:
         try:
             meta, tensors = self._provider(what)
         except KeyError:
@@ -183,7 +183,7 @@ class StateServer:
         except LookupError as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
         # On another thread: a tensor on a device or a non-contiguous one is copied.
-        fresh = await asyncio.to_thread(Snapshot, meta, tensors)
+        fresh = await asyncio.to_thread(StateImage, meta, tensors)
         kept = self._kept.setdefault(what, {})
         snapshot = kept.setdefault(fresh.etag, fresh)
         snapshot.asked_s = now_s = time.monotonic()
@@ -203,7 +203,7 @@ class StateServer:
 
 
 @contextmanager
-def _reading(snapshot: Snapshot) -> Iterator[None]:
+def _reading(snapshot: StateImage) -> Iterator[None]:
     snapshot.readers += 1
     try:
         yield

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ftopt.checkpoint.manifest import NAME, BadCheckpoint, label, order, read
+from ftopt.checkpoint.manifest import NAME, BadCheckpoint, label, order, read_manifest
 from ftopt.checkpoint.reader import Checkpoint, find, verified, whole
 from ftopt.errors import UserError
 from tests.checkpoint.parts import part, writer
@@ -45,7 +45,7 @@ def test_any_bytes_are_refused_with_file_and_reason(tmp_path: Path, raw: bytes) 
     path = tmp_path / NAME
     path.write_bytes(raw)
     with pytest.raises(BadCheckpoint) as caught:
-        read(path)
+        read_manifest(path)
     assert str(caught.value).startswith(f"{path}: ")
 
 

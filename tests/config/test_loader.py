@@ -6,7 +6,7 @@ import pytest
 
 from ftopt.config.data import Text
 from ftopt.config.loader import dump, load
-from ftopt.config.schema import AdamW, Cosine, Factory, Muon, Sgd
+from ftopt.config.schema import AdamWConfig, CosineConfig, FactoryConfig, MuonConfig, SgdConfig
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
@@ -134,7 +134,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path) -> None:
 
 def test_another_choice_drops_the_settings_that_it_does_not_have() -> None:
     recipe = load("diloco_bytes", ["inner.name=sgd", "inner.lr=0.1", "method.name=local_sgd"])
-    assert isinstance(recipe.inner, Sgd)
+    assert isinstance(recipe.inner, SgdConfig)
     assert recipe.method == LocalSGD(sync_every=50)
 
 
@@ -165,7 +165,7 @@ def test_a_setting_of_another_choice_is_an_unknown_key() -> None:
 
 
 def test_a_factory_or_own_text_needs_one_key(tmp_path: Path) -> None:
-    assert isinstance(load("diloco_bytes", ["model.factory=package.module:function"]).model, Factory)
+    assert isinstance(load("diloco_bytes", ["model.factory=package.module:function"]).model, FactoryConfig)
     recipe = load("diloco_bytes", ["data.name=text", f"data.path={tmp_path}"])
     assert recipe.data == Text(path=str(tmp_path), batch_size=16)
 
@@ -176,15 +176,15 @@ MUON_AND_ADAMW = "inner=[{name: muon, lr: 0.02, schedule: {name: cosine, warmup:
 def test_several_inner_optimizers_are_a_list_that_reads_back(tmp_path: Path) -> None:
     recipe = load("diloco_bytes", [MUON_AND_ADAMW])
     muon, adamw = recipe.inner_sections()
-    assert muon == Muon(lr=0.02, schedule=Cosine(warmup=5))
-    assert adamw == AdamW()
+    assert muon == MuonConfig(lr=0.02, schedule=CosineConfig(warmup=5))
+    assert adamw == AdamWConfig()
     path = tmp_path / "recipe.yaml"
     path.write_text(dump(recipe), encoding="utf-8")
     assert load(str(path)) == recipe
     changed = load(str(path), ["inner.1.lr=1e-2", "inner.0.name=adamw"])
-    first = AdamW(lr=0.02, params="matrices", schedule=Cosine(warmup=5))
-    assert changed.inner_sections() == [first, AdamW(lr=0.01)]
-    assert load(str(path), ["inner.name=sgd"]).inner == Sgd()
+    first = AdamWConfig(lr=0.02, params="matrices", schedule=CosineConfig(warmup=5))
+    assert changed.inner_sections() == [first, AdamWConfig(lr=0.01)]
+    assert load(str(path), ["inner.name=sgd"]).inner == SgdConfig()
     with pytest.raises(
         UserError, match=r"inner\.lr: inner is a list here; name one of its items, inner\.0 to inner\.1"
     ):

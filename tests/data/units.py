@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftopt.data.shared import Share
+from ftopt.data.shared import ShareSource
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -83,7 +83,7 @@ class StandIn:
         self.ledgers.append((samples, accumulate))
         return self.units
 
-    def keep_global_batch(self, samples: Samples) -> Share:
+    def keep_global_batch(self, samples: Samples) -> ShareSource:
         raise NotImplementedError
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ftopt.sync.protocol.intervals import Range
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 
 NEAR = 15
 """Inner steps on either side of a resume whose losses are compared."""
@@ -16,7 +16,7 @@ NEAR = 15
 
 def units_by_version(folder: RunFolder) -> dict[int, list[Range]]:
     """Version of fragment 0 -> ranges of units, one for each contribution of its commit; the last word counts."""
-    decided = [event for event in read(folder.events) if event["event"] == "decide" and not event["fragment"]]
+    decided = [event for event in read_lines(folder.events) if event["event"] == "decide" and not event["fragment"]]
     return {
         event["version"]: [tuple(part) for parts in event["data"]["ranges"].values() for part in parts]
         for event in decided
@@ -43,7 +43,7 @@ def times(units: dict[int, list[Range]]) -> Counter[int]:
 
 def losses(folder: RunFolder, first: int, last: int) -> list[float]:
     """Of all replicas' inner steps from ``first`` to ``last`` included."""
-    rows = [row for path in sorted(folder.replicas.glob("*.jsonl")) for row in read(path)]
+    rows = [row for path in sorted(folder.replicas.glob("*.jsonl")) for row in read_lines(path)]
     return [row["loss"] for row in rows if first <= row["inner_step"] <= last]
 
 

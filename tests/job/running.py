@@ -14,7 +14,7 @@ import pytest
 
 from ftopt.cli.main import main
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 from tests.forkserver import CONTEXT
 
 TINY = (
@@ -112,7 +112,7 @@ def summary_of(folder: Path) -> dict[str, Any]:
 
 def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
     """Its events of one name."""
-    return [event for event in read(folder_of(folder).events) if event["event"] == name]
+    return [event for event in read_lines(folder_of(folder).events) if event["event"] == name]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from ftopt.config.loader import load
-from ftopt.config.schema import Adam, AdamW, Gpt, Inner, Muon, Sgd, Torch
+from ftopt.config.schema import AdamConfig, AdamWConfig, GptConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
 from ftopt.job.inner import inner_optimizers
-from ftopt.job.model import build
+from ftopt.job.model import build_model
 from tests.job.running import TINY, text
 from tests.job.test_task import data_of, trained
 
@@ -21,10 +21,10 @@ needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return build(Gpt(layers=1, heads=2, width=16, context=16))
+    return build_model(GptConfig(layers=1, heads=2, width=16, context=16))
 
 
-def names(net: nn.Module, *sections: Inner) -> list[list[str]]:
+def names(net: nn.Module, *sections: InnerConfig) -> list[list[str]]:
     found = {id(p): name for name, p in net.named_parameters()}
     made = inner_optimizers(sections, net)
     return [[found[id(p)] for group in optimizer.param_groups for p in group["params"]] for optimizer in made]
@@ -32,7 +32,7 @@ def names(net: nn.Module, *sections: Inner) -> list[list[str]]:
 
 @needs_muon
 def test_muon_has_the_matrices_and_adamw_the_rest() -> None:
-    head, matrices, rest = names(model(), AdamW(params="head"), Muon(), AdamW())
+    head, matrices, rest = names(model(), AdamWConfig(params="head"), MuonConfig(), AdamWConfig())
     assert head == ["head.weight"]
     assert matrices == [f"blocks.0.{part}.weight" for part in ("attention.qkv", "attention.out", "mlp.0", "mlp.2")]
     assert rest == ["embed.weight", "blocks.0.norm_attention.weight", "blocks.0.norm_mlp.weight", "norm.weight"]
@@ -41,30 +41,34 @@ def test_muon_has_the_matrices_and_adamw_the_rest() -> None:
 def test_a_pattern_takes_what_it_matches_and_frozen_parameters_are_nobodys() -> None:
     net = model()
     net.get_submodule("embed").requires_grad_(False)
-    norms, rest = names(net, Sgd(params="*norm*"), Sgd())
+    norms, rest = names(net, SgdConfig(params="*norm*"), SgdConfig())
     assert norms == ["blocks.0.norm_attention.weight", "blocks.0.norm_mlp.weight", "norm.weight"]
     assert "embed.weight" not in rest and len(rest) == 5
 
 
 def test_norms_and_biases_are_not_decayed_on_request() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    (optimizer,) = inner_optimizers([AdamW(weight_decay=0.1, decay="weights")], net)
+    (optimizer,) = inner_optimizers([AdamWConfig(weight_decay=0.1, decay="weights")], net)
     decays = [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
     assert decays == [(0.1, 1), (0.0, 3)]
-    (optimizer,) = inner_optimizers([AdamW(weight_decay=0.1)], net)
+    (optimizer,) = inner_optimizers([AdamWConfig(weight_decay=0.1)], net)
     assert len(optimizer.param_groups) == 1
 
 
 @pytest.mark.parametrize(
     ("section", "cls", "settings"),
     [
-        (AdamW(lr=0.1, betas=[0.8, 0.9]), torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}),
-        (Adam(weight_decay=0.2), torch.optim.Adam, {"weight_decay": 0.2}),
-        (Sgd(momentum=0.9, nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-        (Torch(cls="torch.optim.RMSprop", lr=0.3, args={"alpha": 0.5}), torch.optim.RMSprop, {"lr": 0.3, "alpha": 0.5}),
+        (AdamWConfig(lr=0.1, betas=[0.8, 0.9]), torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.9)}),
+        (AdamConfig(weight_decay=0.2), torch.optim.Adam, {"weight_decay": 0.2}),
+        (SgdConfig(momentum=0.9, nesterov=True), torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (
+            TorchConfig(cls="torch.optim.RMSprop", lr=0.3, args={"alpha": 0.5}),
+            torch.optim.RMSprop,
+            {"lr": 0.3, "alpha": 0.5},
+        ),
     ],
 )
-def test_each_name_is_its_class_with_its_settings(section: Inner, cls: type, settings: dict[str, object]) -> None:
+def test_each_name_is_its_class_with_its_settings(section: InnerConfig, cls: type, settings: dict[str, object]) -> None:
     (optimizer,) = inner_optimizers([section], model())
     assert type(optimizer) is cls
     assert settings.items() <= optimizer.param_groups[0].items()
@@ -73,16 +77,19 @@ def test_each_name_is_its_class_with_its_settings(section: Inner, cls: type, set
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ([Sgd(params="blocks")], r"leaves 3 parameters out: embed\.weight, norm\.weight, head\.weight; add a section"),
-        ([Sgd(), Sgd(params="head")], r"inner\[1\]\.params='head'; no parameter is left for it \(none\)"),
-        ([Sgd(params="haed")], r"inner\.params='haed'; no parameter is left for it \(embed\.weight, "),
-        ([Torch(cls="torch.optim.Adm")], r"inner\.cls='torch\.optim\.Adm'; .*package\.module\.Class"),
-        ([Torch(cls="torch.nn.Linear")], r"is no torch\.optim\.Optimizer"),
-        ([Torch(cls="torch.optim.LBFGS")], r"calls for the loss several times"),
-        ([Torch(cls="torch.optim.RMSprop", args={"alpa": 1})], r"inner: RMSprop for .*unexpected keyword"),
+        (
+            [SgdConfig(params="blocks")],
+            r"leaves 3 parameters out: embed\.weight, norm\.weight, head\.weight; add a section",
+        ),
+        ([SgdConfig(), SgdConfig(params="head")], r"inner\[1\]\.params='head'; no parameter is left for it \(none\)"),
+        ([SgdConfig(params="haed")], r"inner\.params='haed'; no parameter is left for it \(embed\.weight, "),
+        ([TorchConfig(cls="torch.optim.Adm")], r"inner\.cls='torch\.optim\.Adm'; .*package\.module\.Class"),
+        ([TorchConfig(cls="torch.nn.Linear")], r"is no torch\.optim\.Optimizer"),
+        ([TorchConfig(cls="torch.optim.LBFGS")], r"calls for the loss several times"),
+        ([TorchConfig(cls="torch.optim.RMSprop", args={"alpa": 1})], r"inner: RMSprop for .*unexpected keyword"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_with_what_to_do(sections: list[Inner], said: str) -> None:
+def test_what_cannot_be_shared_out_is_refused_with_what_to_do(sections: list[InnerConfig], said: str) -> None:
     with pytest.raises(UserError, match=said):
         inner_optimizers(sections, model())
 
@@ -90,7 +97,7 @@ def test_what_cannot_be_shared_out_is_refused_with_what_to_do(sections: list[Inn
 @needs_muon
 def test_muon_says_which_tensors_it_refuses() -> None:
     with pytest.raises(UserError, match=r"inner: Muon for embed\.weight.*2D"):
-        inner_optimizers([Muon(params="rest")], model())
+        inner_optimizers([MuonConfig(params="rest")], model())
 
 
 @needs_muon

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from ftopt.config.schema import Constant, Cosine, Factory, Gpt
+from ftopt.config.schema import ConstantConfig, CosineConfig, FactoryConfig, GptConfig
 from ftopt.errors import UserError
-from ftopt.job.model import build
+from ftopt.job.model import build_model
 from ftopt.job.schedule import factor
 
 
 def test_a_byte_sees_only_what_was_before_it() -> None:
     torch.manual_seed(0)
-    model = build(Gpt(width=32, context=16)).eval()
+    model = build_model(GptConfig(width=32, context=16)).eval()
     tokens = torch.randint(256, (2, 16))
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 256
@@ -28,7 +28,7 @@ def test_a_byte_sees_only_what_was_before_it() -> None:
 
 def test_the_same_bytes_elsewhere_are_seen_by_their_distance() -> None:
     torch.manual_seed(0)
-    model = build(Gpt(layers=1, width=32, context=16)).eval()
+    model = build_model(GptConfig(layers=1, width=32, context=16)).eval()
     pair = torch.tensor([[1, 2]])
     apart = torch.tensor([[1, 7, 2]])
     assert not torch.allclose(model(pair)[:, -1], model(apart)[:, -1])
@@ -38,7 +38,7 @@ def test_one_seed_gives_one_model_of_the_documented_size() -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(3)
-        models.append(build(Gpt()))
+        models.append(build_model(GptConfig()))
     vectors = [nn.utils.parameters_to_vector(model.parameters()) for model in models]
     assert torch.equal(vectors[0], vectors[1])
     assert vectors[0].numel() == 131_392
@@ -48,19 +48,19 @@ def test_a_factory_gives_the_users_model(monkeypatch: pytest.MonkeyPatch, tmp_pa
     module = types.ModuleType("their_models")
     module.__dict__.update(small=lambda width=8: nn.Embedding(256, width), text=lambda: "no model")
     monkeypatch.setitem(sys.modules, "their_models", module)
-    built = build(Factory(factory="their_models:small", args={"width": 4}))
+    built = build_model(FactoryConfig(factory="their_models:small", args={"width": 4}))
     assert isinstance(built, nn.Embedding)
     for wrong in ("their_models:missing", "no_such_module:small", "their_models:text"):
         with pytest.raises(UserError, match=r"model\.factory"):
-            build(Factory(factory=wrong))
+            build_model(FactoryConfig(factory=wrong))
     with pytest.raises(UserError, match=r"model\.factory"):
-        build(Factory(factory="their_models:small", args={"depth": 4}))
+        build_model(FactoryConfig(factory="their_models:small", args={"depth": 4}))
 
 
 def test_the_schedule_warms_up_and_decays_to_its_floor() -> None:
-    cosine = Cosine(warmup=50, floor=0.1)
+    cosine = CosineConfig(warmup=50, floor=0.1)
     assert factor(cosine, 0, 600) == pytest.approx(1 / 50)
     assert factor(cosine, 49, 600) == pytest.approx(1.0)
     assert factor(cosine, 325, 600) == pytest.approx(0.55)
     assert factor(cosine, 600, 600) == factor(cosine, 900, 600) == pytest.approx(0.1)
-    assert factor(Constant(), 0, 600) == factor(Constant(warmup=5), 4, 600) == 1.0
+    assert factor(ConstantConfig(), 0, 600) == factor(ConstantConfig(warmup=5), 4, 600) == 1.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 from tests.job.running import Start, events_of, folder_of, summary_of
 
 
@@ -26,7 +26,7 @@ def test_the_steps_of_a_killed_replica_are_done_again_bit_for_bit(tmp_path: Path
     ).wait()
     assert status == 0, error
     first, second = [], []
-    for line in read(folder_of(tmp_path).steps("r1")):
+    for line in read_lines(folder_of(tmp_path).steps("r1")):
         (first if line["incarnation"] == 1 else second).append((line["inner_step"], line["loss"], line["lr"]))
     done = first[40:]
     assert len(done) == 16 and second[: len(done)] == done

@@ -16,7 +16,7 @@ from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.cli.main import main
 from ftopt.sync.protocol.intervals import union
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 from tests.job.recount import NEAR, loss_around, losses, that_stand, times
 from tests.job.running import Run, Start, alive, events_of, summary_of, until
 
@@ -28,7 +28,7 @@ _PATIENCE_S = 200.0
 def kill_all(run: Run, folder: RunFolder) -> None:
     """kill -9 of the runner, the coordinator and all replicas."""
     run.signal(signal.SIGSTOP)  # so that it starts nothing more
-    pids = [event["data"]["pid"] for event in read(folder.events) if event["event"] == "spawn"]
+    pids = [event["data"]["pid"] for event in read_lines(folder.events) if event["event"] == "spawn"]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     run.signal(signal.SIGKILL)
@@ -48,8 +48,8 @@ def at_a_moment(folder: Path, known: set[Path], chance: random.Random) -> RunFol
     until(here.events.exists, _PATIENCE_S)
     if chance.random() < 0.75:
         until(lambda: _told(here, "checkpoint") > 0, _PATIENCE_S)
-        enough = len(read(here.events)) + chance.randint(0, 60)
-    until(lambda: len(read(here.events)) >= enough, _PATIENCE_S)
+        enough = len(read_lines(here.events)) + chance.randint(0, 60)
+    until(lambda: len(read_lines(here.events)) >= enough, _PATIENCE_S)
     return here
 
 
@@ -58,7 +58,7 @@ def newest_run(folder: Path) -> RunFolder:
 
 
 def _told(folder: RunFolder, name: str) -> int:
-    return sum(event["event"] == name for event in read(folder.events))
+    return sum(event["event"] == name for event in read_lines(folder.events))
 
 
 def every_step_once(summary: dict[str, object]) -> None:

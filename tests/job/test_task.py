@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ftopt.config.loader import load
-from ftopt.config.schema import Convnet, Recipe
+from ftopt.config.schema import ConvnetConfig, Recipe
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.job.model import build
+from ftopt.job.model import build_model
 from ftopt.job.subscribers import StepRecord
 from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
@@ -83,7 +83,7 @@ def test_what_a_batch_counts(tmp_path: Path) -> None:
 
 
 def test_the_convolutional_net_has_the_documented_size() -> None:
-    sizes = [sum(p.numel() for p in build(Convnet(batch_norm=norm)).parameters()) for norm in (False, True)]
+    sizes = [sum(p.numel() for p in build_model(ConvnetConfig(batch_norm=norm)).parameters()) for norm in (False, True)]
     assert sizes == [9_930, 10_026]
 
 
@@ -149,7 +149,7 @@ def test_tokens_beyond_what_a_factorys_model_knows_are_refused(factory: Make, tm
 
 
 def test_a_recipe_that_was_not_checked_is_refused_all_the_same() -> None:
-    unlike = Recipe(name="unlike", method=LocalSGD(sync_every=5), model=Convnet())
+    unlike = Recipe(name="unlike", method=LocalSGD(sync_every=5), model=ConvnetConfig())
     with pytest.raises(UserError, match=re.escape("model.name=convnet reads images; use data.name=digits")):
         task_of(unlike)
 

@@ -22,22 +22,24 @@ from ftopt.methods import (
     StreamingDiLoCo,
     SyncSGD,
 )
-from ftopt.methods.triggers import Agreed, Number, Seen
+from ftopt.methods.triggers import Measurement, MemberStats, RoundStats
 from tests.reference import balanced
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
 SHARED = LocalSGD(sync_every="balanced", round_steps=200)
 
 
-def _round(method: LocalSGD, agreed: Agreed, step_s: dict[int, float]) -> tuple[dict[int, int], Agreed]:
+def _round(method: LocalSGD, agreed: RoundStats, step_s: dict[int, float]) -> tuple[dict[int, int], RoundStats]:
     """Each replica's steps in a round, and what is agreed on after it."""
     steps = {m: method.steps_until_due(replace(AT, agreed=agreed, pace=1 / s)) for m, s in step_s.items()}
-    return steps, agreed.after([Seen(float(steps[m]), steps[m], 0.1, 0.0, pace=1 / s) for m, s in step_s.items()])
+    return steps, agreed.after(
+        [MemberStats(float(steps[m]), steps[m], 0.1, 0.0, pace=1 / s) for m, s in step_s.items()]
+    )
 
 
 def test_steps_go_by_speed_and_everyone_arrives_at_the_same_time() -> None:
     step_s = {0: 0.01, 1: 0.02, 2: 0.05, 3: 0.1}
-    first, agreed = _round(SHARED, Agreed(), step_s)
+    first, agreed = _round(SHARED, RoundStats(), step_s)
     assert first == dict.fromkeys(step_s, 20), "a tenth, before any speed is known"
     second, _ = _round(SHARED, agreed, step_s)
     assert second == {0: 111, 1: 56, 2: 22, 3: 11}
@@ -61,7 +63,7 @@ def test_it_is_the_plain_loop(step_s: list[float], slower: list[float], total: i
         return step_s[m] * slower[(m + number) % 5]
 
     expected = balanced.rounds(there, at, total, -(-total // 10))
-    agreed, last = Agreed(), dict[int, float]()
+    agreed, last = RoundStats(), dict[int, float]()
     for number, members in enumerate(there):
         steps = {m: method.steps_until_due(replace(AT, agreed=agreed, pace=last.get(m))) for m in members}
         for m, exact in expected[number].items():
@@ -69,12 +71,12 @@ def test_it_is_the_plain_loop(step_s: list[float], slower: list[float], total: i
         if number and there[number - 1] == members:
             assert abs(sum(steps.values()) - total) <= sum(0.5 if n > 1 else 1 for n in steps.values())
         last = {m: 1 / at(m, number) for m in members}
-        agreed = agreed.after([Seen(float(n), n, 0.1, 0.0, pace=last[m]) for m, n in steps.items()])
+        agreed = agreed.after([MemberStats(float(n), n, 0.1, 0.0, pace=last[m]) for m, n in steps.items()])
 
 
 def test_when_a_replica_is_gone_the_round_behind_the_next_outer_step_has_all_steps_again() -> None:
     speeds = {0: 0.01, 1: 0.02, 2: 0.02}
-    _, agreed = _round(SHARED, Agreed(), speeds)
+    _, agreed = _round(SHARED, RoundStats(), speeds)
     del speeds[2]
     short, agreed = _round(SHARED, agreed, speeds)
     assert short == {0: 100, 1: 50}
@@ -83,9 +85,9 @@ def test_when_a_replica_is_gone_the_round_behind_the_next_outer_step_has_all_ste
 
 
 def test_who_has_measured_nothing_takes_an_even_share() -> None:
-    agreed = Agreed(members=4.0, pace=100.0)
+    agreed = RoundStats(members=4.0, pace=100.0)
     assert SHARED.steps_until_due(replace(AT, agreed=agreed)) == 50
-    assert SHARED.steps_until_due(replace(AT, agreed=Agreed(members=4.0), pace=3.0)) == 50
+    assert SHARED.steps_until_due(replace(AT, agreed=RoundStats(members=4.0), pace=3.0)) == 50
     assert SHARED.steps_until_due(replace(AT, agreed=agreed, pace=1e-9)) == 1, "never none"
     assert SHARED.steps_until_due(replace(AT, agreed=agreed, pace=1e9)) == 200, "and never more than there are"
 
@@ -93,12 +95,12 @@ def test_who_has_measured_nothing_takes_an_even_share() -> None:
 def test_without_a_number_the_mean_is_the_methods_own_default() -> None:
     method = DiLoCo(sync_every="balanced")
     assert method.steps_until_due(AT) == 500
-    assert method.steps_until_due(replace(AT, agreed=Agreed(members=4.0, pace=40.0), pace=20.0)) == 1000
+    assert method.steps_until_due(replace(AT, agreed=RoundStats(members=4.0, pace=40.0), pace=20.0)) == 1000
 
 
 def test_a_trigger_or_averaging_may_come_before() -> None:
     method = LocalSGD(sync_every="balanced", round_steps=40, trigger=AnyOf([Every(9)]), outer_start_step=3)
-    agreed = Agreed(members=2.0, pace=2.0)
+    agreed = RoundStats(members=2.0, pace=2.0)
     assert method.due(replace(AT, steps=1, inner_step=3)) is Due.YES
     shared = replace(AT, agreed=agreed, pace=0.5, inner_step=9)
     assert [method.due(replace(shared, steps=n)) for n in (8, 9)] == [Due.NO, Due.YES]
@@ -106,8 +108,8 @@ def test_a_trigger_or_averaging_may_come_before() -> None:
 
 
 def test_speeds_are_exchanged_only_where_they_are_asked_for_and_all_replicas_must() -> None:
-    assert SHARED.uses == Number.PACE
-    assert LocalSGD(sync_every=50).uses == Number.NONE
+    assert SHARED.uses == Measurement.PACE
+    assert LocalSGD(sync_every=50).uses == Measurement.NONE
     assert (SHARED.period, LocalSGD(sync_every=50).period) == (None, 50)
     assert SHARED.settings()["sync_every"] == "balanced"
     assert SHARED.settings()["round_steps"] == "200"

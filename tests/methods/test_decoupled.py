@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups, solo
-from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, Mine, Round, Span, StreamingDiLoCo, Work
+from ftopt.methods import SGD, Balanced, ContributionStats, DecoupledDiLoCo, ReplicaView, Round, Span, StreamingDiLoCo
 from ftopt.methods.aggregation import CANCELLED, directions_, lengthened_, lengths, norm
 from ftopt.optimizer import wrap
 from ftopt.optimizer.tensors.flat import parameters
@@ -27,7 +27,7 @@ def _aggregate(vs: list[Tensor], weights: list[float], layout: tuple[Span, ...] 
     """What the members of a quorum make of their displacements."""
     method, n = DecoupledDiLoCo(), vs[0].numel()
     zero = torch.zeros(n)
-    mines = [Mine(zero, zero, -v, layout, alone=len(vs) == 1) for v in vs]
+    mines = [ReplicaView(zero, zero, -v, layout, alone=len(vs) == 1) for v in vs]
     shares = tuple(w / sum(weights) for w in weights)
     mean = torch.zeros(n)
     for mine, share in zip(mines, shares, strict=True):
@@ -129,9 +129,9 @@ def test_lengths_and_directions_leave_embeddings_out() -> None:
 
 def test_weights_are_tokens_times_tokens_a_step() -> None:
     method = DecoupledDiLoCo()
-    assert method.weight(Work(steps=10, tokens=400)) == 400 * 40
-    assert method.weight(Work(steps=10, tokens=0)) == 10.0, "nobody counts"
-    assert method.weight(Work(steps=0, tokens=0)) == 0.0
+    assert method.weight(ContributionStats(steps=10, tokens=400)) == 400 * 40
+    assert method.weight(ContributionStats(steps=10, tokens=0)) == 10.0, "nobody counts"
+    assert method.weight(ContributionStats(steps=0, tokens=0)) == 0.0
 
 
 def embedded(seed: int) -> nn.Module:

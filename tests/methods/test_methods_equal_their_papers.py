@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from ftopt.methods import DiLoCo, LocalSGD, Mine, Round
+from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round
 from tests.forkserver import CONTEXT
 from tests.optimizer.running import train
 from tests.problems import problem
@@ -103,7 +103,7 @@ def test_rounds_without_training_leave_a_bf16_anchor_where_it_is(method: DiLoCo 
     outer = method.init(anchor)
     now = anchor
     for version in range(1, 21):
-        mine = Mine(anchor=now, start=start, params=start, layout=())
+        mine = ReplicaView(anchor=now, start=start, params=start, layout=())
         shares = [method.payload(mine, torch.empty(1000)) * 0.25 for _ in range(4)]
         now, outer = method.outer_step(now, outer, sum(shares[1:], shares[0]), Round(0, version, version, ()))
     torch.testing.assert_close(now, anchor, rtol=0, atol=1e-6)

@@ -35,7 +35,7 @@ def train(
     steps: int = STEPS,
     look: Callable[[int, list[nn.Module]], None] = lambda step, models: None,
 ) -> list[list[Tensor]]:
-    """Trains with spoilt gradients; ``look`` is called by one replica while all wait at the end of a step."""
+    """Trains with corrupted gradients; ``look`` is called by one replica while all wait at the end of a step."""
     models = [task.model(0) for _ in range(REPLICAS)]
     steps_done = [0] * REPLICAS
 

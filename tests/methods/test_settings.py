@@ -9,12 +9,22 @@ from torch import nn
 
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, DiLoCo, LocalSGD, Mine, Progress, StreamingDiLoCo, Work
+from ftopt.methods import (
+    SGD,
+    Balanced,
+    ContributionStats,
+    DecoupledDiLoCo,
+    DiLoCo,
+    LocalSGD,
+    Progress,
+    ReplicaView,
+    StreamingDiLoCo,
+)
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, parameters
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.checks import check
+from ftopt.sync.protocol.checks import check_message
 from ftopt.sync.protocol.replica.fragment import Identity
 from ftopt.sync.protocol.replica.machine import Replica, Send
 from ftopt.sync.protocol.settings import Sync
@@ -76,20 +86,22 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
 
 
 def test_weights_go_by_steps() -> None:
-    assert DiLoCo().weight(Work(30, 1000)) == LocalSGD(sync_every=1).weight(Work(30, 7)) == 30.0
+    assert (
+        DiLoCo().weight(ContributionStats(30, 1000)) == LocalSGD(sync_every=1).weight(ContributionStats(30, 7)) == 30.0
+    )
 
 
 def test_weights_go_by_tokens_or_not_at_all_on_request() -> None:
-    assert DiLoCo(weights="tokens").weight(Work(30, 1000)) == 1000.0
-    assert DiLoCo(weights="uniform").weight(Work(30, 1000)) == 1.0
-    assert DiLoCo(weights="uniform").weight(Work(0, 0)) == 0.0, "what has no steps weighs nothing"
-    assert DiLoCo(staleness_discount=0.5).weight(Work(30, 0, staleness=2)) == 7.5
+    assert DiLoCo(weights="tokens").weight(ContributionStats(30, 1000)) == 1000.0
+    assert DiLoCo(weights="uniform").weight(ContributionStats(30, 1000)) == 1.0
+    assert DiLoCo(weights="uniform").weight(ContributionStats(0, 0)) == 0.0, "what has no steps weighs nothing"
+    assert DiLoCo(staleness_discount=0.5).weight(ContributionStats(30, 0, staleness=2)) == 7.5
 
 
 def test_a_lone_bf16_payload_of_local_sgd_is_the_parameters_themselves() -> None:
     anchor, params = torch.randn(100), torch.randn(100).bfloat16().float()
     start = anchor.bfloat16().float()
-    out = LocalSGD(sync_every=1).payload(Mine(anchor, start, params, (), alone=True), torch.empty(100))
+    out = LocalSGD(sync_every=1).payload(ReplicaView(anchor, start, params, (), alone=True), torch.empty(100))
     assert torch.equal(out, params)
 
 
@@ -127,7 +139,7 @@ def test_a_hello_tells_of_many_fragments_in_few_words(n: int) -> None:
     identity = Identity("job", "r0", dict(told.lines), {}, told.initial, told.fragments, "host:1")
     ((hello,),) = ([e.message for e in Replica(identity).connect() if isinstance(e, Send)],)
     assert isinstance(hello, m.Hello)
-    check(hello)
+    check_message(hello)
     views[-1].write(torch.ones(views[-1].numel))
     other = OuterStep(views, method, group).fingerprint()
     assert other.initial != told.initial and other.lines == told.lines

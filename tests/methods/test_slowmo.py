@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftopt.methods import SGD, DiLoCo, Mine, Round, SlowMo
+from ftopt.methods import SGD, DiLoCo, ReplicaView, Round, SlowMo
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
 from tests.reference.bmuf import bmuf
@@ -54,7 +54,9 @@ def test_at_rate_0_the_mean_displacement_is_taken_and_the_momentum_stays(rate: f
 
 def test_the_rate_is_the_weighted_mean_of_the_members() -> None:
     method = SlowMo(slow_momentum=0.0)
-    scalars = [method.scalars(Mine(torch.zeros(1), torch.zeros(1), torch.zeros(1), (), lr=lr)) for lr in (0.1, 0.4)]
+    scalars = [
+        method.scalars(ReplicaView(torch.zeros(1), torch.zeros(1), torch.zeros(1), (), lr=lr)) for lr in (0.1, 0.4)
+    ]
     at = Round(0, 1, 0, (), shares=(0.75, 0.25), scalars=tuple(scalars))
     _, state = method.outer_step(torch.zeros(1), method.init(torch.zeros(1)), torch.tensor([0.35]), at)
     assert state["momentum"].item() == pytest.approx(0.35 / 0.175)

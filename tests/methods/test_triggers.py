@@ -32,7 +32,7 @@ from ftopt.methods import (
     Trigger,
 )
 from ftopt.methods.divergence import bound
-from ftopt.methods.triggers import Agreed, Means, Number, Numbers, Seen
+from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.trigger_metrics import dot
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
@@ -44,11 +44,11 @@ def _after(steps: int, inner_step: int | None = None, **known: Any) -> Progress:
 
 
 def _own(square: float, steps: int = 10) -> Progress:
-    return _after(steps, own=Numbers(square))
+    return _after(steps, own=Measurements(square))
 
 
 def _means(square: float, along: float | None, *, steps: int = 10, count: int = 3) -> Progress:
-    return _after(steps, means=Means(count, Numbers(square, along)))
+    return _after(steps, means=MeanMeasurements(count, Measurements(square, along)))
 
 
 # ---------------------------------------------------------------- by steps and seconds
@@ -57,7 +57,7 @@ def _means(square: float, along: float | None, *, steps: int = 10, count: int = 
 def test_every_is_due_from_its_step_on_and_needs_nothing() -> None:
     trigger = Every(5)
     assert [trigger.due(_after(steps)) for steps in (0, 4, 5, 6)] == [NO, NO, YES, YES]
-    assert trigger.uses is trigger.needs(_after(5)) is Number.NONE
+    assert trigger.uses is trigger.needs(_after(5)) is Measurement.NONE
 
 
 def test_every_seconds_goes_by_the_clock() -> None:
@@ -89,10 +89,18 @@ def test_any_of_says_the_most_urgent_and_all_of_waits_for_the_last() -> None:
 
 def test_what_is_joined_asks_for_what_its_parts_ask_for() -> None:
     nested = AnyOf([Every(7), AllOf([LocalCondition(1.0, check_every=2), LinearFDA(1.0, check_every=3)]), AdaComm()])
-    assert nested.uses == Number.SQUARE | Number.ALONG | Number.LOSS
+    assert nested.uses == Measurement.SQUARE | Measurement.ALONG | Measurement.LOSS
     wanted = [nested.needs(_after(steps)) for steps in range(7)]
-    both = Number.SQUARE | Number.ALONG
-    assert wanted == [Number.NONE, Number.NONE, Number.SQUARE, both, Number.SQUARE, Number.NONE, both]
+    both = Measurement.SQUARE | Measurement.ALONG
+    assert wanted == [
+        Measurement.NONE,
+        Measurement.NONE,
+        Measurement.SQUARE,
+        both,
+        Measurement.SQUARE,
+        Measurement.NONE,
+        both,
+    ]
     assert nested.shares and not AnyOf([Every(1), LocalCondition(1.0)]).shares
     assert (AnyOf([Every(7), Every(3), EverySeconds(1)]).longest, AllOf([Every(7), Every(3)]).longest) == (3, 7)
     assert AllOf([Every(7), EverySeconds(1)]).longest is None
@@ -153,7 +161,7 @@ def test_a_dominant_common_drift_leaves_the_small_difference_its_digits() -> Non
 
 def test_the_local_condition_looks_every_so_many_steps() -> None:
     trigger = LocalCondition(4.0, check_every=3)
-    assert [trigger.needs(_after(steps)) for steps in range(4)] == [Number.NONE] * 3 + [Number.SQUARE]
+    assert [trigger.needs(_after(steps)) for steps in range(4)] == [Measurement.NONE] * 3 + [Measurement.SQUARE]
     assert [trigger.due(_own(x)) for x in (3.9, 4.0, 4.1)] == [NO, NO, NOW]
     assert trigger.due(_after(3)) is NO, "what was not measured is no reason"
 
@@ -171,7 +179,7 @@ def test_linear_fda_goes_by_the_means_at_its_own_steps() -> None:
 
 
 def _agreed(**known: float) -> Progress:
-    return _after(1, elements=1000, agreed=Agreed(**{"members": 4.0, "steps": 10.0, **known}))
+    return _after(1, elements=1000, agreed=RoundStats(**{"members": 4.0, "steps": 10.0, **known}))
 
 
 def _period(trigger: ExactDivergence | AdaComm | SignalToNoise, **known: float) -> int:
@@ -196,7 +204,7 @@ def test_exact_divergence_finds_the_period_under_noise_and_under_steady_drift(po
     steps = float(trigger.initial)
     for _ in range(20):
         var = (steps / 200) ** power
-        steps = float(trigger.period(Agreed(members=4.0, steps=steps, divergence=var), 1))
+        steps = float(trigger.period(RoundStats(members=4.0, steps=steps, divergence=var), 1))
     assert 190 <= steps <= 200
 
 
@@ -225,7 +233,7 @@ def test_signal_to_noise_finds_the_noise_of_plain_sgd(workers: int, sigma: float
     for eta in rates:
         theta -= eta * sigma * torch.randn(workers, d, generator=generator, dtype=torch.float64)
     divergence = float((theta - theta.mean(0)).square().sum(1).mean())
-    agreed = Agreed(
+    agreed = RoundStats(
         members=workers, rates_square=float(rates.square().sum()), divergence=divergence, gradient_norm=norm
     )
     expected = norm / (sigma * math.sqrt(d))
@@ -243,18 +251,20 @@ def test_signal_to_noise_without_noise_or_without_peers() -> None:
 
 
 def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
-    a = Seen(4.0, 4, 0.1, 0.04, loss=2.0, distance=8.0)
-    b = Seen(12.0, 12, 0.1, 0.12, distance=4.0)
-    first = Agreed().after([a, b])
+    a = MemberStats(4.0, 4, 0.1, 0.04, loss=2.0, distance=8.0)
+    b = MemberStats(12.0, 12, 0.1, 0.12, distance=4.0)
+    first = RoundStats().after([a, b])
     assert (first.members, first.steps, first.divergence) == (2.0, 10.0, 5.0)
     assert (first.loss, first.first_loss, first.first_lr) == (2.0, 2.0, pytest.approx(0.1))
     assert first.gradient_norm is None
     second = first.after([replace(b, loss=1.0, lr=0.05)])
     assert (second.loss, second.first_loss, second.lr, second.first_lr) == pytest.approx((1.0, 2.0, 0.05, 0.1))
-    assert Agreed().after([replace(a, loss=math.inf)]).loss is None
+    assert RoundStats().after([replace(a, loss=math.inf)]).loss is None
     assert first.pace is None
     assert first.after([replace(a, pace=2.0), replace(b, pace=4.0), b]).pace == 9.0, "a sum, of all three"
-    assert Agreed().after([replace(a, weight=7.0, steps=7)] * 3).steps == 7, "not a bit less: periods are rounded down"
+    assert RoundStats().after([replace(a, weight=7.0, steps=7)] * 3).steps == 7, (
+        "not a bit less: periods are rounded down"
+    )
 
 
 # ---------------------------------------------------------------- as a setting
@@ -263,8 +273,8 @@ def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
 def test_a_method_is_due_by_its_trigger_and_at_the_latest_after_sync_every() -> None:
     method = LocalSGD(sync_every=8, trigger=LocalCondition(1.0, check_every=2))
     assert [method.due(_own(x, steps)) for x, steps in ((0.5, 4), (2.0, 4), (0.5, 8), (2.0, 8))] == [NO, NOW, YES, YES]
-    assert [method.needs(_after(steps)) for steps in (3, 4)] == [Number.NONE, Number.SQUARE]
-    assert LocalSGD(sync_every=8).uses is LocalSGD(sync_every=8).needs(_after(4)) is Number.NONE
+    assert [method.needs(_after(steps)) for steps in (3, 4)] == [Measurement.NONE, Measurement.SQUARE]
+    assert LocalSGD(sync_every=8).uses is LocalSGD(sync_every=8).needs(_after(4)) is Measurement.NONE
 
 
 def test_until_the_outer_start_step_every_step_is_due() -> None:

@@ -91,7 +91,7 @@ class Scripted:
             if self.chance.random() < 0.1:
                 self.foreign()
             if self.chance.random() < 0.03:
-                self.reborn()
+                self.reset()
                 if self.chance.random() < 0.5:
                     self.foreign()
         finally:
@@ -159,17 +159,17 @@ class Scripted:
         self._tally("foreign")
         self._install(counted=self.committed.counted_step)
 
-    def reborn(self) -> None:
+    def reset(self) -> None:
         """Away for longer than the job remembers: what was pending is lost."""
         self.reborn_pending = True
-        self._tally("reborn")
-        self._install(counted=self.committed.counted_step, reborn=True)
+        self._tally("reset")
+        self._install(counted=self.committed.counted_step, reset=True)
 
-    def _install(self, *, counted: int, reborn: bool = False) -> None:
+    def _install(self, *, counted: int, reset: bool = False) -> None:
         assert self._host is not None
         self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
         tensors = {"anchor": self.anchor.to(torch.float32, copy=True)}
-        self._host.install(self.committed, digest(tensors), tensors, reborn=reborn)
+        self._host.install(self.committed, digest(tensors), tensors, reset=reset)
         self._outstanding = None
 
     def _tally(self, what: str) -> None:

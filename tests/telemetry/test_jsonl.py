@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.events import Event
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 
 
 def test_an_event_is_one_line_with_its_time_and_without_empty_fields(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_an_event_is_one_line_with_its_time_and_without_empty_fields(tmp_path: P
 def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     JsonLines(path, 0.0, clock=lambda: 0.0).write({"loss": math.nan, "more": [math.inf, 1.0]})
-    assert read(path) == [{"t_s": 0.0, "loss": None, "more": [None, 1.0]}]
+    assert read_lines(path) == [{"t_s": 0.0, "loss": None, "more": [None, 1.0]}]
 
 
 def test_two_writers_append_to_one_file(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_two_writers_append_to_one_file(tmp_path: Path) -> None:
     writers = [JsonLines(path, 0.0, clock=lambda: 0.0) for _ in range(2)]
     for number in range(10):
         writers[number % 2].write({"n": number})
-    assert [line["n"] for line in read(path)] == list(range(10))
+    assert [line["n"] for line in read_lines(path)] == list(range(10))
 
 
 def test_a_tail_gives_new_whole_lines_and_waits_for_the_rest_of_one(tmp_path: Path) -> None:

@@ -222,8 +222,8 @@ def test_a_payload_that_is_not_finite_ends_the_mean_for_all(transport: str) -> N
         collective.mean_encoded_(flat, FP4(), [0.5, 0.5])
 
     before_s = time.monotonic()
-    other, spoilt = in_threads(2, work)
-    assert isinstance(spoilt, FloatingPointError)
+    other, corrupted = in_threads(2, work)
+    assert isinstance(corrupted, FloatingPointError)
     assert isinstance(other, ConnectionError)
     assert time.monotonic() - before_s < SOON_S
 

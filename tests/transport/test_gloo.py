@@ -18,7 +18,7 @@ import torch
 
 from ftopt.transport.gloo import GlooCollective, GlooTransport, PeerLost
 from ftopt.transport.sockets import _address
-from ftopt.transport.staging import Copied, staging_for
+from ftopt.transport.staging import CopyStaging, staging_for
 
 from .helpers import DictOps, Late, TcpOps, in_threads, members, survivors_of_a_kill, tcp_store, wait_until
 
@@ -39,7 +39,9 @@ def test_a_group_of_one_makes_no_process_group() -> None:
         collective.all_reduce_(flat)
 
 
-@pytest.mark.parametrize("staging", [staging_for, Late, lambda device: Copied()], ids=["in place", "staged", "copied"])
+@pytest.mark.parametrize(
+    "staging", [staging_for, Late, lambda device: CopyStaging()], ids=["in place", "staged", "copied"]
+)
 @pytest.mark.parametrize("numel", [0, 1, 3, 255, 256, 257, 10_001])
 def test_pieces_of_every_length_are_summed(numel: int, staging: Any) -> None:
     _sums_are_right(numel, staging, torch.device("cpu"))

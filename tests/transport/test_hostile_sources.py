@@ -16,7 +16,7 @@ import torch
 
 from ftopt.net.tls import Tls
 from ftopt.transport import state_server, state_transfer
-from ftopt.transport.snapshot import Meta, Snapshot
+from ftopt.transport.snapshot import Meta, StateImage
 from tests.sync.server.doors import Certificates, no_errors_logged
 
 from .test_state_transfer import arrived, get, same, serving, state
@@ -220,7 +220,7 @@ def damage(data: bytes, chance: random.Random) -> bytes:
 
 def feed_the_reader(count: int, chance: random.Random) -> None:
     meta, tensors = {"record": "{}", "digest": "d"}, {"a": torch.ones(3), "b": torch.zeros(2, 2, dtype=torch.int64)}
-    snapshot = Snapshot(meta, tensors)
+    snapshot = StateImage(meta, tensors)
     good = b"".join(snapshot.chunks(0, snapshot.size))
     for _ in range(count):
         data = damage(good, chance)
@@ -244,7 +244,7 @@ def test_many_damaged_bodies_are_read_or_refused(chance: random.Random) -> None:
 
 async def _random_answers(count: int, chance: random.Random) -> None:
     meta, tensors = state(numel=20_000)
-    snapshot = Snapshot(meta, tensors)
+    snapshot = StateImage(meta, tensors)
     body = b"".join(snapshot.chunks(0, snapshot.size))
 
     def answer(request: bytes) -> list[bytes]:

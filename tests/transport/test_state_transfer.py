@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ftopt.transport import state_server
-from ftopt.transport.snapshot import Arriving, Meta, Snapshot
+from ftopt.transport.snapshot import Arriving, Meta, StateImage
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
 
@@ -74,11 +74,11 @@ async def get(urls: list[str], **options: Any) -> tuple[Meta, dict[str, Tensor]]
 
 def test_a_snapshot_is_valid_safetensors_and_bit_equal_whatever_the_order() -> None:
     meta, tensors = state()
-    snapshot = Snapshot(meta, tensors)
+    snapshot = StateImage(meta, tensors)
     body = b"".join(snapshot.chunks(0, snapshot.size))
     assert len(body) == snapshot.size
     assert same(safetensors.torch.load(body), tensors)
-    turned = Snapshot(dict(reversed(meta.items())), dict(reversed(tensors.items())))
+    turned = StateImage(dict(reversed(meta.items())), dict(reversed(tensors.items())))
     assert turned.etag == snapshot.etag
     assert b"".join(turned.chunks(0, turned.size)) == body
     assert b"".join(snapshot.chunks(100, 3000)) == body[100:3000]
@@ -86,12 +86,12 @@ def test_a_snapshot_is_valid_safetensors_and_bit_equal_whatever_the_order() -> N
         arriving = arrived(body, pieces=pieces)
         assert arriving.meta == meta
         assert same(arriving.tensors, tensors)
-    assert Snapshot(meta | {"version": "2"}, tensors).etag != snapshot.etag
+    assert StateImage(meta | {"version": "2"}, tensors).etag != snapshot.etag
 
 
 def test_a_snapshot_of_contiguous_tensors_copies_nothing() -> None:
     tensor = torch.zeros(4)
-    snapshot = Snapshot({}, {"a": tensor})
+    snapshot = StateImage({}, {"a": tensor})
     tensor.fill_(1.0)
     assert arrived(b"".join(snapshot.chunks(0, snapshot.size))).tensors["a"].tolist() == [1.0] * 4
 
@@ -116,7 +116,7 @@ def test_a_state_comes_as_it_was(numel: int) -> None:
 
 async def _ranges() -> None:
     meta, tensors = state()
-    snapshot = Snapshot(meta, tensors)
+    snapshot = StateImage(meta, tensors)
     body = b"".join(snapshot.chunks(0, snapshot.size))
     async with serving(lambda _: (meta, tensors), token=None) as (url, _), aiohttp.ClientSession(url) as session:
         async with session.get("/ping") as response:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ftopt.methods import Method
-from ftopt.methods.triggers import Seen
+from ftopt.methods.triggers import MemberStats
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
-from ftopt.optimizer.outer.trigger_metrics import Gauge, Tally
+from ftopt.optimizer.outer.trigger_metrics import StepTotals, TriggerMetrics
 from ftopt.optimizer.tensors.digest import damage, digest_and_sums
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.gradients import Fetched
@@ -126,8 +126,8 @@ class Snapshot:
     start: Tensor
     tokens: int
     lr: float
-    tally: Tally
-    seen: Seen
+    totals: StepTotals
+    seen: MemberStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Base:
 
     step: int
     tokens: int
-    tally: Tally
+    totals: StepTotals
     version: int
     snapshot: Snapshot | None
     residuals: Mapping[str, Residual]
@@ -163,10 +163,10 @@ class Fragment:
         state: its initial committed state, of the parameters as they are.
     """
 
-    def __init__(self, view: FlatView, method: Method, gauge: Gauge, state: State) -> None:
+    def __init__(self, view: FlatView, method: Method, trigger_metrics: TriggerMetrics, state: State) -> None:
         self.view = view
         self.method = method
-        self.gauge = gauge
+        self.trigger_metrics = trigger_metrics
         self.index = state.meta.fragment
         self.tau = method.tau
         self.period = method.period if method.is_plain else None  # None: `method.due` goes by more than steps
@@ -180,20 +180,20 @@ class Fragment:
         self.base = self.start
         self.base_step = 0
         self.base_tokens = 0
-        self.base_tally = Tally()
+        self.base_totals = StepTotals()
         self.base_version = state.meta.version
         # Error feedback, by the payload's units: what the codec left out of all that was counted, and what it will have
         # left out when that on its way is. Under the lock.
         self.residuals: Mapping[str, Residual] = {}
         self.left_out: Mapping[str, Residual] | None = None
-        self.reborn = False
+        self.reset = False
         # As it was when `taken` was the newest, while it is not. Under the lock.
         self.before: Base | None = None
         # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
         self.tried = 0
         # The local step that triggers count from: the last proposal's, or that of a take-over of something else; when.
-        self.marked_step = 0
-        self.marked_s = 0.0
+        self.trigger_from_step = 0
+        self.trigger_from_s = 0.0
         # The local step at which the last snapshot was taken. Training thread.
         self.snapshot_step = 0
         # Inner steps a second over the last contribution. Training thread.
@@ -217,7 +217,7 @@ class Fragment:
             self.base = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             self.base_step = snapshot.contribution.last_step
             self.base_tokens = snapshot.tokens
-            self.base_tally = snapshot.tally
+            self.base_totals = snapshot.totals
             self.base_version = state.meta.version
             if self.left_out is not None:
                 self.residuals, self.left_out = self.left_out, None
@@ -227,5 +227,5 @@ class Fragment:
         """The pending work as the training thread sees it, on ``taken``. Under lock."""
         if self.state is not self.taken and self.before is not None:
             return self.before
-        tally, version = self.base_tally, self.base_version
-        return Base(self.base_step, self.base_tokens, tally, version, self.snapshot, self.residuals)
+        totals, version = self.base_totals, self.base_version
+        return Base(self.base_step, self.base_tokens, totals, version, self.snapshot, self.residuals)

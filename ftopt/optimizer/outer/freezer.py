@@ -13,9 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from ftopt.streams import Beside, reached
+from ftopt.streams import SideStream, reached
 
-Work = Callable[[], Callable[[], None]]
+FreezeTask = Callable[[], Callable[[], None]]
 """What is done on the freezer's thread; returns what is left for the training thread."""
 
 
@@ -28,10 +28,10 @@ class Freezer:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._beside = Beside()
+        self._beside = SideStream()
         self.under_way: list[Future[Callable[[], None]]] = []
 
-    def begin(self, device: torch.device, work: Work) -> None:
+    def begin(self, device: torch.device, work: FreezeTask) -> None:
         """Does it behind the training thread; on a GPU on a stream of its own, after what has been queued so far."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")

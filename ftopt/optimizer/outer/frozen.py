@@ -27,8 +27,8 @@ class Assumed:
 
     Args:
         share: by which it is multiplied; None: by nothing.
-        alone: as in `ftopt.methods.Mine`.
-        averages: as in `ftopt.methods.Mine`.
+        alone: as in `ftopt.methods.ReplicaView`.
+        averages: as in `ftopt.methods.ReplicaView`.
     """
 
     share: float | None = None

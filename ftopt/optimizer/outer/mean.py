@@ -9,13 +9,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from ftopt.codecs import Codec
-from ftopt.methods import Mine, Round
+from ftopt.methods import ReplicaView, Round
 from ftopt.optimizer.outer.error_feedback import Feedback, Residual
 from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State
 from ftopt.optimizer.outer.frozen import Assumed
 from ftopt.optimizer.outer.trigger_metrics import pack, seen_of
 from ftopt.optimizer.tensors import pieces
-from ftopt.optimizer.tensors.buffers import of, part, payload
+from ftopt.optimizer.tensors.buffers import of, part, payload_with_buffers
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pieces import piece_of
 from ftopt.sync.group import Attempt, Collective, Summed, bits, floats
@@ -58,7 +58,7 @@ class Mean:
         """
         method, layout, view = fragment.method, fragment.view.layout, fragment.view
         frozen = snapshot.params
-        mine = Mine(
+        mine = ReplicaView(
             anchor=state.anchor,
             start=snapshot.start,
             params=frozen.flat() if frozen.copy is not None else state.anchor.new_empty(0),
@@ -88,7 +88,7 @@ class Mean:
                 with frozen.parts(piece_of(work)) as parts:
                     pieces.payload(method, mine, parts, work, fragment.assumed.share)
             else:
-                payload(method, mine, work, trained=view.trained)
+                payload_with_buffers(method, mine, work, trained=view.trained)
                 if fragment.assumed.share is not None:
                     work.mul_(fragment.assumed.share)
         exact, summed = work, begin(work, at)
@@ -100,8 +100,8 @@ class Mean:
             if share is not None and mine.lossy:
                 exact.mul_(share)
             collective.all_reduce_(exact, summed if exact is work else None)
-        if fragment.gauge.learns:
-            distance = fragment.gauge.distance(method, mine, work) if attempt.weight > 0 else None
+        if fragment.trigger_metrics.learns:
+            distance = fragment.trigger_metrics.distance(method, mine, work) if attempt.weight > 0 else None
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
             found = [seen_of(floats(row)) for row in collective.exchange(bits(pack(told)))]
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.step import OuterStep, Share
+from ftopt.optimizer.outer.step import OuterStep, ShareOffer
 from ftopt.sync.group import ReplicaGroup
 
 
-class Accumulation:
+class MicroBatches:
     """Computes a replica's share (`ftopt.sync.replica.global_batch.Computes`). Training thread.
 
     A contribution is the mean over the replica's samples and weighs as much as there are, so that the members' mean is
@@ -65,7 +65,7 @@ class Accumulation:
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
             self._outer.count(self._inner.largest_lr, None, None)
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=self._counted())
-        self._outer.propose_share(Share(plan, units, samples), lr=self._inner.largest_lr())
+        self._outer.propose_share(ShareOffer(plan, units, samples), lr=self._inner.largest_lr())
 
     def report(self, state: str, *, unit_s: float) -> None:
         self._outer.step_s = unit_s

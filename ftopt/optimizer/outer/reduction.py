@@ -23,7 +23,7 @@ from ftopt.optimizer.tensors.buffers import joined, part
 from ftopt.optimizer.tensors.digest import digest_and_sums
 from ftopt.optimizer.tensors.gradients import Live
 from ftopt.optimizer.tensors.memory import Memory
-from ftopt.streams import Beside, reached
+from ftopt.streams import SideStream, reached
 from ftopt.sync.group import Attempt, Collective, Committed, Damaged, ReplicaGroup, Summed
 
 
@@ -40,11 +40,11 @@ class Reduction:
         self._shared_out = group.global_batch is not None  # gradients belong to one version (TIE)
         self._lock = threading.Lock()
         self._memory = Memory()
-        self._kept = memory or self._memory
+        self._committed_memory = memory or self._memory
         self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, self._lock, self._memory)
         self._fragments: list[Fragment] = []
         self._live: Live | None = None
-        self._reducing, self._installing = Beside(), Beside()
+        self._reducing, self._installing = SideStream(), SideStream()
 
     # Steps 3 and 4, on the reducer thread.
 
@@ -74,7 +74,7 @@ class Reduction:
         with self._lock:
             if fragment.state is state:
                 fragment.result = result
-        self._kept.rest()
+        self._committed_memory.release()
         return result.digest
 
     def _result(
@@ -85,14 +85,14 @@ class Reduction:
             self._look_over(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
-            method, trained = fragment.method, slice(0, fragment.view.trained)
+            method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
             averages = attempt.inner_step < method.outer_start_step
             steps: list[pieces.Steps] = []
 
             def begin(mean: Tensor, at: Round) -> Summed | None:
                 if averages or not _can_begin_early(fragment):
                     return None
-                steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, self._kept))
+                steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, memory))
                 return steps[0].there
 
             work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
@@ -108,7 +108,7 @@ class Reduction:
                 gradient = method.aggregate(mean, at)
                 own = methods_own(state.outer)
                 if method.elementwise:
-                    step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, self._kept)
+                    step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, memory)
                     anchor, outer, (of_anchor, of_outer) = step.finish()
                     sums = name_tensors(of_anchor, of_outer)
                 else:
@@ -116,10 +116,10 @@ class Reduction:
             if anchor.numel() < work.numel():
                 anchor = joined(anchor, state.anchor, work, at)
                 sums.pop("anchor", None)
-            outer = {**outer, **fragment.gauge.after(state.outer, at.seen)}
+            outer = {**outer, **fragment.trigger_metrics.after(state.outer, at.seen)}
         elif self._shared_out:  # nothing finite in the whole batch
             outer = fragment.method.init(anchor)
-        anchor, outer = self._kept.keep(anchor), self._keep_all(outer)
+        anchor, outer = self._committed_memory.place(anchor), self._place_all(outer)
         return Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
 
     def _look_over(self, state: State) -> None:
@@ -129,12 +129,12 @@ class Reduction:
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
             raise Damaged(f"the committed state of version {at.version} is damaged in {', '.join(blocks[:8])}")
 
-    def keep(self, state: State) -> State:
+    def place(self, state: State) -> State:
         """A state that was not made here, where committed states lie."""
-        return replace(state, anchor=self._kept.keep(state.anchor), outer=self._keep_all(state.outer))
+        return replace(state, anchor=self._committed_memory.place(state.anchor), outer=self._place_all(state.outer))
 
-    def _keep_all(self, outer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._kept.keep(tensor) for name, tensor in outer.items()}
+    def _place_all(self, outer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._committed_memory.place(tensor) for name, tensor in outer.items()}
 
     def _fresh(self, fragment: Fragment) -> Tensor:
         """A flat tensor of the fragment's length, with nothing in particular in it."""
@@ -179,9 +179,9 @@ class Reduction:
         finally:
             live.lock.release()
 
-    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reborn: bool) -> None:
+    def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """A fetched state becomes the committed one; pending work is rebased onto it, or dropped if
-        ``reborn``.
+        ``reset``.
 
         Raises:
             ValueError: it is damaged or not of this model; nothing has changed.
@@ -194,13 +194,13 @@ class Reduction:
                 held = fragment.state
                 state = State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
             else:
-                state = self.keep(check_fetched(fragment.state, committed, digest, tensors))
+                state = self.place(check_fetched(fragment.state, committed, digest, tensors))
         with self._lock:
             fragment.advance(state)
-            fragment.reborn = fragment.reborn or reborn
+            fragment.reset = fragment.reset or reset
 
 
 def _can_begin_early(fragment: Fragment) -> bool:
     """Whether its outer step can begin when the first elements of the mean are there."""
     plain = type(fragment.method).aggregate is Method.aggregate
-    return plain and in_pieces(fragment) and not fragment.gauge.learns
+    return plain and in_pieces(fragment) and not fragment.trigger_metrics.learns

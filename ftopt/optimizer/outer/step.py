@@ -31,8 +31,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ftopt.methods import GRADIENT, Due, Method, Mine, Progress, Work
-from ftopt.methods.triggers import AT_ROUNDS, Means, Number, Numbers, Seen
+from ftopt.methods import GRADIENT, ContributionStats, Due, Method, Progress, ReplicaView
+from ftopt.methods.triggers import AT_ROUNDS, MeanMeasurements, Measurement, Measurements, MemberStats
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State, name_tensors
 from ftopt.optimizer.outer.freezer import Freezer
@@ -40,12 +40,12 @@ from ftopt.optimizer.outer.frozen import Frozen, flat_parts
 from ftopt.optimizer.outer.mean import in_pieces
 from ftopt.optimizer.outer.merge import mixed, rebase_
 from ftopt.optimizer.outer.reduction import Reduction
-from ftopt.optimizer.outer.trigger_metrics import Gauge, Tally, means_of
+from ftopt.optimizer.outer.trigger_metrics import StepTotals, TriggerMetrics, means_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import damage, digest, digest_and_sums
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.optimizer.tensors.gradients import Gradients, Live
+from ftopt.optimizer.tensors.gradients import GradientView, Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
 from ftopt.streams import publish, used_here
@@ -57,7 +57,7 @@ _DESCRIBED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShareOffer:
     """What a contribution to a global batch is made of.
 
     Args:
@@ -80,8 +80,8 @@ class _Proposal:
     start: Tensor
     tokens: int
     lr: float
-    tally: Tally
-    seen: Seen
+    totals: StepTotals
+    seen: MemberStats
     now: bool
     shared: bool
 
@@ -114,40 +114,40 @@ class OuterStep(Reduction):
         super().__init__(group, memory)
         self.local_steps = 0
         self.tokens = 0
-        self.tally = Tally()
+        self.totals = StepTotals()
         self.step_s = 0.0
         self.nonfinite_drops = 0
         self.rounds_taken = 0  # take-overs of a committed contribution of this replica
         self.doing = "starting"  # the last `report`
-        self.resumed = False  # `ftopt.optimizer.recovery.restore.restore` has put in what this replica was
+        self.resumed = False  # `ftopt.optimizer.recovery.restore.restore_replica` has put in what this replica was
         self._method = method
-        self._uses_loss = Number.LOSS in method.uses
-        self._uses_tally = bool(AT_ROUNDS & method.uses)
+        self._uses_loss = Measurement.LOSS in method.uses
+        self._uses_totals = bool(AT_ROUNDS & method.uses)
         self.clock = clock
         self._said_lossless = False
         self.freezer = Freezer()
         self.broken_off: list[Fragment] = []  # frozen in place when a boundary raised; `join` goes on with them
-        self._gradients: Gradients | None = None
+        self._gradients: GradientView | None = None
         self._inner = inner[0] if inner is not None else None
         self.exchanges_gradients = False
         if method.gradients is not None and inner is not None:
             self.exchanges_gradients = True
-            self._gradients = Gradients(inner[1])
+            self._gradients = GradientView(inner[1])
             self._live = Live(inner[1], inner[0]) if not views else None
             self._add(self._gradients, method.gradients)
         for view in views:
             self._add(view, method)
-        self._kept.check(self._fragments[0].view.device)
+        self._committed_memory.check(self._fragments[0].view.device)
 
     def _add(self, view: FlatView, method: Method) -> None:
-        anchor = self._kept.keep(view.read(view.empty()))
-        gauge = Gauge(view, method.uses)
-        outer = self._keep_all(method.init(part(anchor, slice(0, view.trained))) | gauge.first())
+        anchor = self._committed_memory.place(view.read(view.empty()))
+        trigger_metrics = TriggerMetrics(view, method.uses)
+        outer = self._place_all(method.init(part(anchor, slice(0, view.trained))) | trigger_metrics.first())
         digest, sums = digest_and_sums(name_tensors(anchor, outer))
-        if isinstance(view, Gradients) and self._live is not None:
+        if isinstance(view, GradientView) and self._live is not None:
             digest = self._live.digest()
         state = State(Committed(len(self._fragments), 0, 0, 0), anchor, outer, digest, sums)
-        self._fragments.append(Fragment(view, method, gauge, state))
+        self._fragments.append(Fragment(view, method, trigger_metrics, state))
 
     # Starting, and where it stands. Training thread.
 
@@ -167,7 +167,7 @@ class OuterStep(Reduction):
         fetched = [fragment.state.digest for fragment in self._fragments] != initial
         for fragment in self._fragments:
             if not self._take_over(fragment) and not self.resumed:
-                self.mark(fragment, anew=True)
+                self.restart_trigger(fragment, anew=True)
         return fetched
 
     def fingerprint(self) -> Fingerprint:
@@ -233,14 +233,14 @@ class OuterStep(Reduction):
         fragment = self._fragments[index]
         return Progress(
             fragment=index,
-            steps=self._beat(fragment) - fragment.marked_step,
+            steps=self._beat(fragment) - fragment.trigger_from_step,
             pending_steps=self.pending_steps(index),
             local_steps=self.local_steps,
             inner_step=self.inner_step(),
-            seconds=self.clock() - fragment.marked_s,
+            seconds=self.clock() - fragment.trigger_from_s,
             elements=fragment.view.trained,
-            agreed=fragment.gauge.agreed(fragment.taken.outer),
-            pace=fragment.pace or self.tally.pace(fragment.base_tally),
+            agreed=fragment.trigger_metrics.agreed(fragment.taken.outer),
+            pace=fragment.pace or self.totals.pace(fragment.base_totals),
         )
 
     def count(self, largest_lr: Callable[[], float], loss: float | Tensor | None, step_s: float | None) -> None:
@@ -256,8 +256,8 @@ class OuterStep(Reduction):
         self.local_steps += 1
         if self._group.units is not None:
             self._group.units.used()
-        if self._uses_tally:
-            self.tally = self.tally.plus(largest_lr(), loss if self._uses_loss else None, step_s)
+        if self._uses_totals:
+            self.totals = self.totals.plus(largest_lr(), loss if self._uses_loss else None, step_s)
 
     # Steps 1, 2 and 6, on the training thread, between two inner steps.
 
@@ -283,7 +283,7 @@ class OuterStep(Reduction):
             if (
                 fragment.state is not fragment.taken
                 or fragment.period is None
-                or step >= fragment.marked_step + fragment.period
+                or step >= fragment.trigger_from_step + fragment.period
                 or step == fragment.snapshot_step + fragment.tau
                 or called_in(fragment.index)
             ):
@@ -356,14 +356,14 @@ class OuterStep(Reduction):
         wanted = fragment.method.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             with torch.no_grad():
-                own = fragment.gauge.look(wanted, fragment.start, self._fresh(fragment))
+                own = fragment.trigger_metrics.look(wanted, fragment.start, self._fresh(fragment))
             progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.method.due(progress)
 
-    def _share(self, fragment: Fragment, own: Numbers) -> Means | None:
+    def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
         """Tells the others, if the trigger goes by them; what is known of them."""
         index, version = fragment.index, fragment.taken.meta.version
-        reading = fragment.gauge.reading(own, index, version) if fragment.method.shares else None
+        reading = fragment.trigger_metrics.reading(own, index, version) if fragment.method.shares else None
         if reading is None:
             return None
         self._group.share(reading)
@@ -424,7 +424,7 @@ class OuterStep(Reduction):
         self.freezer.join()  # no pass follows to do it behind, and who leaves next must have offered it
         return True
 
-    def propose_share(self, share: Share, *, lr: float) -> None:
+    def propose_share(self, share: ShareOffer, *, lr: float) -> None:
         """Offers the gradients that are added up as a share of the global batch."""
         self._propose(self._fragments[0], lr, share=share)
 
@@ -469,7 +469,7 @@ class OuterStep(Reduction):
 
     @torch.no_grad()
     def _propose(
-        self, fragment: Fragment, lr: float, *, now: bool = False, share: Share | None = None, waits: bool = False
+        self, fragment: Fragment, lr: float, *, now: bool = False, share: ShareOffer | None = None, waits: bool = False
     ) -> None:
         """Freezes the parameters and offers the contribution; ``waits``: the training thread is going to."""
         taken, view, index = fragment.taken, fragment.view, fragment.index
@@ -477,7 +477,7 @@ class OuterStep(Reduction):
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self.inner_step())
         steps = self.local_steps - fragment.base_step
         tokens = self.tokens - fragment.base_tokens
-        work = Work(steps, tokens, staleness=version - fragment.base_version)
+        work = ContributionStats(steps, tokens, staleness=version - fragment.base_version)
         weight = fragment.method.weight(work) if share is None else float(share.samples)
         ranges = self._group.units.offer() if self._group.units is not None and not index else ()
         contribution = Contribution(
@@ -492,17 +492,17 @@ class OuterStep(Reduction):
             overlap_s=self._tau(fragment) * self.step_s,
             grace=fragment.method.grace,
         )
-        seen = fragment.gauge.seen(steps, lr, self.tally, fragment.base_tally)
-        if Number.LOSS in fragment.method.uses and steps and seen.loss is None:
+        seen = fragment.trigger_metrics.seen(steps, lr, self.totals, fragment.base_totals)
+        if Measurement.LOSS in fragment.method.uses and steps and seen.loss is None:
             self._warn_of_no_loss()
         proposal = _Proposal(
-            contribution, taken, fragment.start, self.tokens, lr, self.tally, seen, now, share is not None
+            contribution, taken, fragment.start, self.tokens, lr, self.totals, seen, now, share is not None
         )
         fragment.snapshot_step = self.local_steps
         fragment.pace = seen.pace or fragment.pace
-        self.mark(fragment, anew=self._averages(fragment))
-        tau, whole = self._tau(fragment), view.trained == view.numel and not isinstance(view, Gradients)
-        if waits and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.gauge.learns:
+        self.restart_trigger(fragment, anew=self._averages(fragment))
+        tau, whole = self._tau(fragment), view.trained == view.numel and not isinstance(view, GradientView)
+        if waits and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.trigger_metrics.learns:
             self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal))
         elif whole and share is None and tau:
             self.freezer.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
@@ -518,7 +518,7 @@ class OuterStep(Reduction):
         """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
         view, start, assumed = fragment.view, fragment.start, fragment.assumed
         frozen, made = Frozen(view), self._fresh(fragment)
-        mine = Mine(
+        mine = ReplicaView(
             anchor=fragment.taken.anchor,
             start=start,
             params=start.new_empty(0),
@@ -569,7 +569,7 @@ class OuterStep(Reduction):
                 # next round.
                 return
             fragment.snapshot = Snapshot(
-                contribution, params, start, proposal.tokens, proposal.lr, proposal.tally, proposal.seen
+                contribution, params, start, proposal.tokens, proposal.lr, proposal.totals, proposal.seen
             )
             fragment.in_place = params if params.copy is None else None
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
@@ -581,12 +581,12 @@ class OuterStep(Reduction):
         whoever waited for an average that the others are not due for would hold up their gradients."""
         return self.inner_step() if self._gradients is not None and fragment.index else self.local_steps
 
-    def mark(self, fragment: Fragment, *, anew: bool) -> None:
+    def restart_trigger(self, fragment: Fragment, *, anew: bool) -> None:
         """Triggers count from here; ``anew``: by the job's steps, since no proposal of this replica gives the beat."""
-        fragment.marked_step, fragment.marked_s = self._beat(fragment), self.clock()
+        fragment.trigger_from_step, fragment.trigger_from_s = self._beat(fragment), self.clock()
         if anew:
             count = len(self._fragments)
-            fragment.marked_step -= fragment.method.phase(fragment.index, count, self.inner_step())
+            fragment.trigger_from_step -= fragment.method.phase(fragment.index, count, self.inner_step())
 
     def _warn_of_no_loss(self) -> None:
         if not self._said_lossless:
@@ -604,7 +604,7 @@ class OuterStep(Reduction):
         tau = self._tau(fragment)
         while fragment.state is not fragment.taken:
             with self._lock:
-                state, base, reborn = fragment.state, fragment.base, fragment.reborn
+                state, base, reset = fragment.state, fragment.base, fragment.reset
             used_here([base, *state.tensors().values()])
             counted = base is not fragment.start
             since = self.local_steps - fragment.snapshot_step
@@ -612,22 +612,22 @@ class OuterStep(Reduction):
                 return False
             version = state.meta.version
             self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self.inner_step())
-            start = self._kept.keep(fragment.view.cast(state.anchor))
+            start = self._committed_memory.place(fragment.view.cast(state.anchor))
             alpha = fragment.method.mix if counted and tau and since == tau else None
             if self.local_steps == fragment.base_step:
                 fragment.view.write(start)
                 fragment.base_version = version
-            elif reborn or (self._shared_out and version != fragment.taken.meta.version):
-                self._drop(fragment, start, "reborn" if reborn else "taken_over")
+            elif reset or (self._shared_out and version != fragment.taken.meta.version):
+                self._drop(fragment, start, "reset" if reset else "taken_over")
             elif alpha is not None:
                 self._mix(fragment, start, alpha)
             elif counted or version != fragment.taken.meta.version:
                 self._rebase(fragment, base, start, self._unknown(fragment, base) if state.fetched else [])
             # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
-            if reborn and self._group.units is not None and not fragment.index:
+            if reset and self._group.units is not None and not fragment.index:
                 self._group.units.redo()
-            fragment.gauge.moved(fragment.taken.anchor, state.anchor, version - fragment.taken.meta.version)
-            if isinstance(fragment.view, Gradients):
+            fragment.trigger_metrics.moved(fragment.taken.anchor, state.anchor, version - fragment.taken.meta.version)
+            if isinstance(fragment.view, GradientView):
                 self._apply(fragment, fragment.view, state)
             else:
                 fragment.applied = state
@@ -635,15 +635,15 @@ class OuterStep(Reduction):
             with self._lock:
                 fragment.taken, fragment.base, fragment.before = state, start, None
                 if fragment.state is state:
-                    fragment.reborn = False
+                    fragment.reset = False
             if counted:
                 self.rounds_taken += 1
             else:
-                self.mark(fragment, anew=True)
-        self._kept.rest()
+                self.restart_trigger(fragment, anew=True)
+        self._committed_memory.release()
         return True
 
-    def _apply(self, fragment: Fragment, view: Gradients, state: State) -> None:
+    def _apply(self, fragment: Fragment, view: GradientView, state: State) -> None:
         """One step of the inner optimizers with the agreed gradient, or a peer's model in the place of this one."""
         assert self._inner is not None
         gradient: Tensor | None = state.outer[GRADIENT]
@@ -692,7 +692,7 @@ class OuterStep(Reduction):
         with self._lock:
             fragment.base_step += steps
             if fragment.base_step == self.local_steps:
-                fragment.base_tokens, fragment.base_tally = self.tokens, self.tally
+                fragment.base_tokens, fragment.base_totals = self.tokens, self.totals
         self._group.emit(
             "discarded",
             fragment=fragment.index,

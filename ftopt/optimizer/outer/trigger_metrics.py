@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ftopt.methods import Method, Mine
-from ftopt.methods.triggers import AT_ROUNDS, Agreed, Means, Number, Numbers, Seen
+from ftopt.methods import Method, ReplicaView
+from ftopt.methods.triggers import AT_ROUNDS, MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.tensors.buffers import of
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Means as Told
 from ftopt.sync.group import Reading
 
 AGREED = "agreed"
-"""The outer state's name for `Agreed`: fp64, one number a field."""
-_NOTHING = Agreed()
+"""The outer state's name for `RoundStats`: fp64, one number a field."""
+_NOTHING = RoundStats()
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
 """Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
 
@@ -38,7 +38,7 @@ def dot(a: Tensor, b: Tensor) -> float:
     return float(total)
 
 
-class Tally(NamedTuple):
+class StepTotals(NamedTuple):
     """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
     ``seconds`` over ``timed`` ones."""
 
@@ -48,27 +48,27 @@ class Tally(NamedTuple):
     seconds: float = 0.0
     timed: int = 0
 
-    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> Tally:
+    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
         """With one step more; its loss, and how long it took, when that is known."""
         losses, counted = self.losses, self.counted
         if loss is not None:
             losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
         seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
-        return Tally(losses, counted, self.rates_square + lr * lr, seconds, timed)
+        return StepTotals(losses, counted, self.rates_square + lr * lr, seconds, timed)
 
-    def pace(self, since: Tally) -> float | None:
+    def pace(self, since: StepTotals) -> float | None:
         """Steps a second after ``since``; None when no time was measured."""
         seconds = self.seconds - since.seconds
         return (self.timed - since.timed) / seconds if seconds > 0 else None
 
-    def mean_loss(self, since: Tally) -> float | None:
+    def mean_loss(self, since: StepTotals) -> float | None:
         """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""
         counted = self.counted - since.counted
         mean = float(self.losses - since.losses) / counted if counted else math.nan
         return mean if math.isfinite(mean) else None
 
 
-class Gauge:
+class TriggerMetrics:
     """The measurements of one fragment.
 
     Args:
@@ -76,11 +76,11 @@ class Gauge:
         uses: what the method's trigger ever wants; nothing else costs anything.
     """
 
-    def __init__(self, view: FlatView, uses: Number) -> None:
+    def __init__(self, view: FlatView, uses: Measurement) -> None:
         self._view = view
         self._uses = uses
         self.direction: Tensor | None = None  # xi, of the last outer step; training thread
-        self._read: tuple[object, Agreed] = (None, Agreed())
+        self._read: tuple[object, RoundStats] = (None, RoundStats())
 
     @property
     def learns(self) -> bool:
@@ -89,7 +89,7 @@ class Gauge:
 
     # Between two outer steps. Training thread.
 
-    def look(self, wanted: Number, start: Tensor, out: Tensor) -> Numbers:
+    def look(self, wanted: Measurement, start: Tensor, out: Tensor) -> Measurements:
         """What is ``wanted`` of ``u = params - start``.
 
         Args:
@@ -97,10 +97,10 @@ class Gauge:
             out: flat fp32, overwritten.
         """
         u = self._trained(self._view.read(out).sub_(start))
-        along = dot(u, self.direction) if Number.ALONG in wanted and self.direction is not None else None
-        return Numbers(dot(u, u) if Number.SQUARE in wanted else None, along)
+        along = dot(u, self.direction) if Measurement.ALONG in wanted and self.direction is not None else None
+        return Measurements(dot(u, u) if Measurement.SQUARE in wanted else None, along)
 
-    def reading(self, own: Numbers, fragment: int, version: int) -> Reading | None:
+    def reading(self, own: Measurements, fragment: int, version: int) -> Reading | None:
         """What is told of them to the other replicas; None: nothing."""
         if own.square is None:
             return None
@@ -108,7 +108,7 @@ class Gauge:
 
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
         """Another anchor is taken up, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
-        if Number.ALONG not in self._uses or not versions:
+        if Measurement.ALONG not in self._uses or not versions:
             return
         self.direction = None
         if versions == 1:
@@ -116,18 +116,18 @@ class Gauge:
             norm = math.sqrt(dot(step, step))
             self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
 
-    def seen(self, steps: int, lr: float, now: Tally, base: Tally) -> Seen:
+    def seen(self, steps: int, lr: float, now: StepTotals, base: StepTotals) -> MemberStats:
         """What a contribution tells the other members, as far as it is known when it is frozen."""
-        gradient = self._view.gradient_norm() if Number.GRADIENT in self._uses else None
-        loss = now.mean_loss(base) if Number.LOSS in self._uses else None
-        pace = now.pace(base) if Number.PACE in self._uses else None
-        return Seen(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
+        gradient = self._view.gradient_norm() if Measurement.GRADIENT in self._uses else None
+        loss = now.mean_loss(base) if Measurement.LOSS in self._uses else None
+        pace = now.pace(base) if Measurement.PACE in self._uses else None
+        return MemberStats(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
 
     # At an outer step. Reducer thread.
 
-    def distance(self, method: Method, mine: Mine, mean: Tensor) -> float | None:
+    def distance(self, method: Method, mine: ReplicaView, mean: Tensor) -> float | None:
         """The squared distance between what this replica sends and the mean; None when nobody asks."""
-        if Number.DISTANCE not in self._uses:
+        if Measurement.DISTANCE not in self._uses:
             return None
         mine, mean = of(mine, slice(0, self._view.trained)), self._trained(mean)
         apart = method.payload(mine, torch.empty_like(mean)).sub_(mean)
@@ -139,13 +139,13 @@ class Gauge:
 
     def first(self) -> dict[str, Tensor]:
         """What belongs to the outer state at version 0, beside the method's own."""
-        return {AGREED: _tensor(Agreed())} if self.learns else {}
+        return {AGREED: _tensor(RoundStats())} if self.learns else {}
 
-    def after(self, outer: Mapping[str, Tensor], seen: tuple[Seen, ...]) -> dict[str, Tensor]:
+    def after(self, outer: Mapping[str, Tensor], seen: tuple[MemberStats, ...]) -> dict[str, Tensor]:
         """What belongs to the outer state after an outer step in which these were seen."""
         return {AGREED: _tensor(_agreed(outer[AGREED]).after(seen))} if self.learns else {}
 
-    def agreed(self, outer: Mapping[str, Tensor]) -> Agreed:
+    def agreed(self, outer: Mapping[str, Tensor]) -> RoundStats:
         """What the members of the last outer step agreed on. Training thread; free to call every step."""
         if not self.learns:
             return _NOTHING
@@ -154,11 +154,11 @@ class Gauge:
         return self._read[1]
 
 
-def means_of(told: Told | None, version: int) -> Means | None:
+def means_of(told: Told | None, version: int) -> MeanMeasurements | None:
     """What the replicas have told, if it is of that version."""
     if told is None or told.version != version or not told.values:
         return None
-    return Means(told.count, Numbers(*told.values[:2]))
+    return MeanMeasurements(told.count, Measurements(*told.values[:2]))
 
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -166,24 +166,24 @@ def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in outer.items() if name != AGREED}
 
 
-def pack(record: Agreed | Seen) -> list[float]:
+def pack(record: RoundStats | MemberStats) -> list[float]:
     """Its fields as numbers; NaN for None."""
     return [math.nan if value is None else float(value) for value in astuple(record)]
 
 
-def seen_of(row: Sequence[float]) -> Seen:
+def seen_of(row: Sequence[float]) -> MemberStats:
     """The reverse of `pack`."""
     weight, steps, lr, rates_square, *rest = row
-    return Seen(weight, steps, lr, rates_square, *map(_known, rest))
+    return MemberStats(weight, steps, lr, rates_square, *map(_known, rest))
 
 
-def _tensor(agreed: Agreed) -> Tensor:
+def _tensor(agreed: RoundStats) -> Tensor:
     return torch.tensor(pack(agreed), dtype=torch.float64)
 
 
-def _agreed(tensor: Tensor) -> Agreed:
+def _agreed(tensor: Tensor) -> RoundStats:
     members, *rest = tensor.tolist()
-    return Agreed(members, *map(_known, rest))
+    return RoundStats(members, *map(_known, rest))
 
 
 def _known(value: float) -> float | None:

@@ -14,13 +14,13 @@ from torch import Tensor
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.fragment import Fragment, State, check_fetched
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.recovery.capture import Saved, Tree, Version
+from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, Tree
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Committed, Held, Record
 
 
 @dataclass(frozen=True)
-class _Work:
+class _AdoptedWork:
     """Pending work of one replica on one fragment: ``delta``, by which it has moved the parameters since."""
 
     delta: Tensor
@@ -28,20 +28,25 @@ class _Work:
     tokens: int
 
 
-def _work(view: FlatView, saved: Saved, index: int, newest: Version) -> _Work:
+def _work(view: FlatView, saved: SavedReplica, index: int, newest: CommittedVersion) -> _AdoptedWork:
     """What the newest version in the checkpoint does not count of it."""
     own, part = saved.own, saved.own["fragments"][index]
     if part["params"] is None:
-        return _Work(torch.zeros(view.numel, device=view.device), 0, 0)
+        return _AdoptedWork(torch.zeros(view.numel, device=view.device), 0, 0)
     frozen = part["snapshot"]
     step, tokens = part["base_step"], part["base_tokens"]
     base = view.cast(saved.committed[index].tensors["anchor"].to(view.device))
-    if frozen is not None and newest.record.counted_step(*saved.held.mark) >= frozen["contribution"]["last_step"]:
+    if (
+        frozen is not None
+        and newest.record.counted_step(*saved.held.incarnation_id) >= frozen["contribution"]["last_step"]
+    ):
         step, tokens, base = frozen["contribution"]["last_step"], frozen["tokens"], frozen["params"].to(view.device)
-    return _Work(part["params"].to(view.device) - base, own["local_steps"] - step, own["tokens"] - tokens)
+    return _AdoptedWork(part["params"].to(view.device) - base, own["local_steps"] - step, own["tokens"] - tokens)
 
 
-def adopt(outer: OuterStep, saved: Saved, adopted: Sequence[Saved], newest: Sequence[Version]) -> None:
+def adopt(
+    outer: OuterStep, saved: SavedReplica, adopted: Sequence[SavedReplica], newest: Sequence[CommittedVersion]
+) -> None:
     """Moves a restored replica onto the newest versions, with its own pending work and that of ``adopted``.
 
     Nothing stays frozen: nobody who knew of a contribution under way lives. The counters go on so far that every
@@ -55,9 +60,9 @@ def adopt(outer: OuterStep, saved: Saved, adopted: Sequence[Saved], newest: Sequ
     outer.tokens += max(sum(work.tokens for work in others) for _, *others in works)
     for fragment, found in zip(outer.fragments, works, strict=True):
         view, trained = fragment.view, slice(0, fragment.view.trained)
-        state = outer.keep(state_of(fragment, newest[fragment.index], saved.held, newest[0].record))
+        state = outer.place(state_of(fragment, newest[fragment.index], saved.held, newest[0].record))
         if state.meta.version != fragment.state.meta.version:
-            fragment.gauge.direction = None
+            fragment.trigger_metrics.direction = None
         fragment.state = fragment.taken = fragment.applied = state
         fragment.start = fragment.base = view.cast(state.anchor)
         fragment.snapshot = None
@@ -69,7 +74,7 @@ def adopt(outer: OuterStep, saved: Saved, adopted: Sequence[Saved], newest: Sequ
         fragment.base_tokens = outer.tokens - sum(work.tokens for work in found)
         for each in adopted:
             add_residuals(fragment, each.own["fragments"][fragment.index]["residuals"])
-        outer.mark(fragment, anew=True)
+        outer.restart_trigger(fragment, anew=True)
 
 
 def add_residuals(fragment: Fragment, left: Tree) -> None:
@@ -86,11 +91,11 @@ def add_residuals(fragment: Fragment, left: Tree) -> None:
     fragment.residuals = residuals
 
 
-def state_of(fragment: Fragment, version: Version, held: Held, first: Record) -> State:
+def state_of(fragment: Fragment, version: CommittedVersion, held: Held, first: Record) -> State:
     """The version as this replica holds it. ValueError: it does not fit the model, or is damaged."""
     record = version.record
     meta = Committed(
-        record.fragment, record.version, first.inner_step, record.counted_step(*held.mark), record
+        record.fragment, record.version, first.inner_step, record.counted_step(*held.incarnation_id), record
     )  # fmt: skip
     return replace(check_fetched(fragment.state, meta, version.digest, version.tensors), fetched=False)
 

@@ -23,9 +23,9 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.fragment import Base, Fragment, Snapshot, State
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.outer.trigger_metrics import Tally, pack
+from ftopt.optimizer.outer.trigger_metrics import StepTotals, pack
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
 
@@ -33,7 +33,7 @@ Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Version:
+class CommittedVersion:
     """A committed state of one fragment: its record, digest and tensors."""
 
     record: Record
@@ -52,7 +52,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedReplica:
     """One replica.
 
     Args:
@@ -62,7 +62,7 @@ class Saved:
     """
 
     held: Held
-    committed: tuple[Version, ...]
+    committed: tuple[CommittedVersion, ...]
     own: Tree
 
 
@@ -72,13 +72,15 @@ class Saved:
 def cut_of(outer: OuterStep) -> Cut | None:
     """Where the replica stands; None where it cannot be saved: it has fetched that version, or starts anew."""
     first = outer.fragments[0].taken
-    if first.made is None or any(fragment.reborn for fragment in outer.fragments):
+    if first.made is None or any(fragment.reset for fragment in outer.fragments):
         return None
     return Cut(first.made.attempt, first.made.size, first.meta.version, first.meta.inner_step)
 
 
 @torch.no_grad()
-def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup, *, copies: Copies) -> Saved:
+def capture_replica(
+    outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup, *, copies: CopyPool
+) -> SavedReplica:
     """Copies what training changes. Training thread, between two inner steps."""
     outer.join()
     now_s = outer.clock()
@@ -95,7 +97,7 @@ def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGrou
     own: Tree = {
         "local_steps": outer.local_steps,
         "tokens": outer.tokens,
-        "tally": of_tally(outer.tally),
+        "tally": of_totals(outer.totals),
         "rounds_taken": outer.rounds_taken,
         "fragments": [
             _of_fragment(fragment, base, now_s, copies)
@@ -107,7 +109,7 @@ def capture(outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGrou
     }
     for device in {fragment.view.device for fragment in outer.fragments}:
         publish(device)
-    return Saved(held, tuple(Version(_record(t), t.digest, t.tensors()) for t, _ in seen), own)
+    return SavedReplica(held, tuple(CommittedVersion(_record(t), t.digest, t.tensors()) for t, _ in seen), own)
 
 
 def _record(state: State) -> Record:
@@ -115,21 +117,21 @@ def _record(state: State) -> Record:
     return state.meta.record
 
 
-def _flat(view: FlatView, copies: Copies) -> Tensor:
-    return view.read(copies.room((view.numel,), torch.float32, view.device))
+def _flat(view: FlatView, copies: CopyPool) -> Tensor:
+    return view.read(copies.empty((view.numel,), torch.float32, view.device))
 
 
-def _of_fragment(fragment: Fragment, base: Base, now_s: float, copies: Copies) -> Tree:
+def _of_fragment(fragment: Fragment, base: Base, now_s: float, copies: CopyPool) -> Tree:
     return {
         "params": _flat(fragment.view, copies),
         "base_step": base.step,
         "base_tokens": base.tokens,
-        "base_tally": of_tally(base.tally),
+        "base_tally": of_totals(base.totals),
         "base_version": base.version,
         "residuals": {units: of_residual(left) for units, left in base.residuals.items()},
-        "direction": fragment.gauge.direction,
-        "marked_step": fragment.marked_step,
-        "marked_ago_s": now_s - fragment.marked_s,
+        "direction": fragment.trigger_metrics.direction,
+        "trigger_from_step": fragment.trigger_from_step,
+        "trigger_from_ago_s": now_s - fragment.trigger_from_s,
         "snapshot_step": fragment.snapshot_step,
         "pace": fragment.pace,
         "snapshot": None if base.snapshot is None else _of_snapshot(base.snapshot, copies),
@@ -141,19 +143,19 @@ def of_residual(residual: Residual) -> Tree:
     return {"own": residual.own, "first": first, "owed": values}
 
 
-def _of_snapshot(snapshot: Snapshot, copies: Copies) -> Tree:
+def _of_snapshot(snapshot: Snapshot, copies: CopyPool) -> Tree:
     return {
         "contribution": asdict(snapshot.contribution),
         "params": copies.of(snapshot.params.flat()),  # its buffer is used again once the round is decided
         "tokens": snapshot.tokens,
         "lr": snapshot.lr,
-        "tally": of_tally(snapshot.tally),
+        "tally": of_totals(snapshot.totals),
         "seen": pack(snapshot.seen),
     }
 
 
-def of_tally(tally: Tally) -> Tree:
-    return tally._asdict()
+def of_totals(totals: StepTotals) -> Tree:
+    return totals._asdict()
 
 
 def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
-from ftopt.optimizer.tensors.gradients import Gradients
+from ftopt.optimizer.tensors.gradients import GradientView
 
 
 def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -49,7 +49,7 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
 def _flat(outer: OuterStep, model: nn.Module) -> dict[str, Any]:
     """What lies in flat tensors: the fragments', or the model's where it is the committed state itself."""
     views: list[tuple[int | str, FlatView]] = [
-        (f.index, f.view) for f in outer.fragments if not isinstance(f.view, Gradients)
+        (f.index, f.view) for f in outer.fragments if not isinstance(f.view, GradientView)
     ]
     if outer.live is not None:
         views.append(("model", FlatView(model)))

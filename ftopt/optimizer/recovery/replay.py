@@ -26,7 +26,7 @@ from ftopt.optimizer.recovery.adopt import add_residuals
 from ftopt.optimizer.recovery.capture import buffers, of_residual
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.rng import capture, restore
 from ftopt.sync.group import Inherited
 from ftopt.tree import decode, encode
@@ -50,7 +50,7 @@ class Replay:
 
 
 @torch.no_grad()
-def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: Copies) -> tuple[str, dict[str, Tensor]]:
+def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) -> tuple[str, dict[str, Tensor]]:
     """The copy: a text and tensors. Training thread, between two inner steps; a pass over the inner state.
 
     Raises:
@@ -70,14 +70,14 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: Copies) ->
     return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
 
 
-def _of_fragment(outer: OuterStep, fragment: Fragment, base: Base, copies: Copies) -> dict[str, Any]:
+def _of_fragment(outer: OuterStep, fragment: Fragment, base: Base, copies: CopyPool) -> dict[str, Any]:
     steps = outer.local_steps - base.step
     view = fragment.view
     return {
         "steps": steps,
         "tokens": outer.tokens - base.tokens,
-        "marked_ago": outer.local_steps - fragment.marked_step,
-        "params": view.read(copies.room((view.numel,), torch.float32, view.device)) if steps else None,
+        "marked_ago": outer.local_steps - fragment.trigger_from_step,
+        "params": view.read(copies.empty((view.numel,), torch.float32, view.device)) if steps else None,
         "base": fragment.start if steps else None,
         "residuals": {units: of_residual(left) for units, left in base.residuals.items()},
     }
@@ -100,15 +100,15 @@ def take_up(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherit
         if part["params"] is not None:
             _move(fragment, part["params"], part["base"])
         add_residuals(fragment, part["residuals"])
-        outer.mark(fragment, anew=False)
-        fragment.marked_step -= part["marked_ago"]
+        outer.restart_trigger(fragment, anew=False)
+        fragment.trigger_from_step -= part["marked_ago"]
     inner_state.restore(inner, model, value["inner"], groups=False)
     for name, buffer in buffers(model):
         buffer.copy_(value["buffers"][uncompiled(name)])
     restore(value["rng"])
     steps = max(0, inherited.inner_step - int(value["inner_step"]))
     pending = tuple(outer.pending_steps(fragment.index) for fragment in outer.fragments)
-    return Replay(inherited.copy.mark, steps, outer.inner_step() + steps, pending)
+    return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, pending)
 
 
 def _move(fragment: Fragment, params: Tensor, base: Tensor) -> None:

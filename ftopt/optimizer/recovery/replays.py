@@ -12,7 +12,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.replay import Replay, copy_of, take_up
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import ReplicaGroup
 
 
@@ -51,14 +51,14 @@ class Replays:
         self._units = group.units
         self._clock = clock
         self._began_s = 0.0
-        self._copies: Copies | None = Copies()
+        self._copies: CopyPool | None = CopyPool()
 
     def copy(self, outer: OuterStep) -> None:
         """A round begins: offers a copy of what this replica is."""
         if self._copies is None:
             return
         began_s = self._clock()
-        self._copies.again()
+        self._copies.recycle()
         try:
             text, tensors = copy_of(outer, self._inner, self._model, self._copies)
         except UserError as error:
@@ -75,16 +75,16 @@ class Replays:
         inherited = self._group.inherited()
         if inherited is None:
             return False
-        mark, used = list(inherited.copy.mark), inherited.copy.used
+        incarnation_id, used = list(inherited.copy.incarnation_id), inherited.copy.used
         try:
             replay = take_up(outer, self._inner, self._model, inherited)
         except ValueError as error:
-            self._group.emit("replay_failed", data={"of": mark, "reason": str(error)})
+            self._group.emit("replay_failed", data={"of": incarnation_id, "reason": str(error)})
             return False
         if any(replay.pending):
             self._units.spend(used)
         size = sum(t.numel() * t.element_size() for t in inherited.copy.tensors.values())
-        data = {"of": mark, "steps": replay.steps, "pending_by_fragment": list(replay.pending), "bytes": size}
+        data = {"of": incarnation_id, "steps": replay.steps, "pending_by_fragment": list(replay.pending), "bytes": size}
         self._group.emit("replay", inner_step=outer.inner_step(), data={**data, "fetch_s": inherited.fetch_s})
         self.under_way, self._began_s = replay, self._clock()
         return True

@@ -1,4 +1,4 @@
-"""How a replica goes on from a checkpoint: as it was, as an heir of others, or as one that was not there.
+"""How a replica goes on from a checkpoint: as it was, as an adopter of others, or as one that was not there.
 
 Everything is put in before it connects; to the job it is then one that was away
 (`ftopt.sync.protocol.replica.resumed`).
@@ -20,9 +20,9 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State
 from ftopt.optimizer.outer.frozen import Frozen
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.outer.trigger_metrics import Tally, seen_of
+from ftopt.optimizer.outer.trigger_metrics import StepTotals, seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
-from ftopt.optimizer.recovery.capture import Saved, Tree, Version, buffers, of_tally
+from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, Tree, buffers, of_totals
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.sync.group import Contribution, Foreign, Held, Position, union
 
@@ -40,9 +40,9 @@ class Resume:
         damaged, foreign: the error to raise for a reason why it cannot be used.
     """
 
-    saved: Saved
-    adopted: tuple[Saved, ...]
-    newest: tuple[Version, ...]
+    saved: SavedReplica
+    adopted: tuple[SavedReplica, ...]
+    newest: tuple[CommittedVersion, ...]
     lines: Mapping[str, str]
     source: str
     damaged: Callable[[str], UserError]
@@ -52,8 +52,8 @@ class Resume:
     def held(self) -> Held:
         """What the group goes on from.
 
-        An heir stands on the newest versions, nothing of it is under way, and what the others' pending steps have used
-        is its own (ADOPT).
+        An adopter stands on the newest versions, nothing of it is under way, and the units of the others' pending steps
+        are its own (ADOPT).
         """
         held = self.saved.held
         if not self.adopted:
@@ -72,7 +72,7 @@ class Fallback(Protocol):
         """What this replica goes on from, as that incarnation. Raises UserError."""
 
 
-def newcomer(held: Held, newest: Sequence[Version], peer: Saved) -> Saved:
+def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica) -> SavedReplica:
     """A replica that was not there: the newest state, nothing pending, and a fresh inner state.
 
     Args:
@@ -80,10 +80,11 @@ def newcomer(held: Held, newest: Sequence[Version], peer: Saved) -> Saved:
         newest: a version a fragment.
         peer: one that was there; where the inner state belongs to the committed one, it is this one's.
     """
-    zero = of_tally(Tally())
+    zero = of_totals(StepTotals())
     part = {
         "params": None, "base_step": 0, "base_tokens": 0, "base_tally": zero, "base_version": 0, "residuals": {},
-        "direction": None, "marked_step": None, "marked_ago_s": 0.0, "snapshot_step": 0, "pace": None, "snapshot": None,
+        "direction": None, "trigger_from_step": None, "trigger_from_ago_s": 0.0, "snapshot_step": 0, "pace": None,
+        "snapshot": None,
     }  # fmt: skip
     own: Tree = {
         "local_steps": 0, "tokens": 0, "tally": zero, "rounds_taken": 0,
@@ -91,10 +92,10 @@ def newcomer(held: Held, newest: Sequence[Version], peer: Saved) -> Saved:
         "inner": peer.own["inner"] if peer.own["model"] is not None else None,
         "buffers": None, "model": peer.own["model"],
     }  # fmt: skip
-    return Saved(replace(held, records=tuple(v.record for v in newest)), tuple(newest), own)
+    return SavedReplica(replace(held, records=tuple(v.record for v in newest)), tuple(newest), own)
 
 
-def check(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
+def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
     """Refuses what is of another model, method or inner optimizer; warns of other settings.
 
     Raises:
@@ -131,15 +132,15 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
 
 
 @torch.no_grad()
-def restore(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
+def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
     """Makes this replica what a checked ``resume`` says, before it starts."""
     saved, own = resume.saved, resume.saved.own
     outer.resumed = True
     outer.local_steps, outer.tokens = own["local_steps"], own["tokens"]
-    outer.tally, outer.rounds_taken = Tally(**own["tally"]), own["rounds_taken"]
+    outer.totals, outer.rounds_taken = StepTotals(**own["tally"]), own["rounds_taken"]
     first = saved.committed[0].record
     for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
-        _put(outer, fragment, outer.keep(state_of(fragment, version, saved.held, first)), part)
+        _put(outer, fragment, outer.place(state_of(fragment, version, saved.held, first)), part)
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
     for name, buffer in buffers(model) if own["buffers"] is not None else []:
@@ -156,9 +157,9 @@ def _put(outer: OuterStep, fragment: Fragment, state: State, part: Tree) -> None
     fragment.state = fragment.taken = fragment.applied = state
     fragment.start = fragment.base = view.cast(state.anchor)
     fragment.base_step, fragment.base_tokens = part["base_step"], part["base_tokens"]
-    fragment.base_tally, fragment.base_version = Tally(**part["base_tally"]), part["base_version"]
+    fragment.base_totals, fragment.base_version = StepTotals(**part["base_tally"]), part["base_version"]
     fragment.residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
-    fragment.gauge.direction = on(view, part["direction"])
+    fragment.trigger_metrics.direction = on(view, part["direction"])
     fragment.snapshot_step, fragment.pace = part["snapshot_step"], part["pace"]
     view.write(fragment.start if part["params"] is None else part["params"].to(view.device))
     if frozen is not None:
@@ -168,10 +169,13 @@ def _put(outer: OuterStep, fragment: Fragment, state: State, part: Tree) -> None
             fragment.start,
             frozen["tokens"],
             frozen["lr"],
-            Tally(**frozen["tally"]),
+            StepTotals(**frozen["tally"]),
             seen_of(frozen["seen"]),
         )
-    if part["marked_step"] is None:
-        outer.mark(fragment, anew=True)
+    if part["trigger_from_step"] is None:
+        outer.restart_trigger(fragment, anew=True)
     else:
-        fragment.marked_step, fragment.marked_s = part["marked_step"], outer.clock() - part["marked_ago_s"]
+        fragment.trigger_from_step, fragment.trigger_from_s = (
+            part["trigger_from_step"],
+            outer.clock() - part["trigger_from_ago_s"],
+        )

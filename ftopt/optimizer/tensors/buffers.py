@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
-from ftopt.methods import LocalSGD, Method, Mine, Round
+from ftopt.methods import LocalSGD, Method, ReplicaView, Round
 from ftopt.optimizer.tensors.flat import uncompiled
 
 _PLAIN = LocalSGD(sync_every=1)
@@ -70,7 +70,7 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
     return shared
 
 
-def payload(method: Method, mine: Mine, out: Tensor, *, trained: int) -> Tensor:
+def payload_with_buffers(method: Method, mine: ReplicaView, out: Tensor, *, trained: int) -> Tensor:
     """`Method.payload` for the first ``trained`` elements, what `LocalSGD` sends through fp32 for those behind."""
     method.payload(of(mine, slice(0, trained)), part(out, slice(0, trained)))
     if trained < out.numel():
@@ -103,7 +103,7 @@ def keep_between(moved: Tensor, now: Tensor, start: Tensor) -> None:
     torch.clamp(moved, torch.minimum(now, start), torch.maximum(now, start), out=moved)
 
 
-def of(mine: Mine, where: slice) -> Mine:
+def of(mine: ReplicaView, where: slice) -> ReplicaView:
     """A part of a replica's side of the round; the tensors that were the same one are so again."""
     anchor = part(mine.anchor, where)
     start = anchor if mine.start is mine.anchor else part(mine.start, where)

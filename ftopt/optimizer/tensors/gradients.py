@@ -1,9 +1,9 @@
 """Gradients as a fragment: what a method exchanges that averages them instead of parameters.
 
-To the outer step a `Gradients` is a view like that of parameters: its values are *minus the sum of the gradients that
-no round has counted yet*, its anchor is 0. So freezing, counting once and carrying over what came too late are the same
-code for both. Taking up a committed state means one step of the inner optimizers with the agreed gradient (`Live`).
-"""
+To the outer step a `GradientView` is a view like that of parameters: its values are *minus the sum of the gradients
+that no round has counted yet*, its anchor is 0. So freezing, counting once and carrying over what came too late are
+the same code for both. Taking up a committed state means one step of the inner optimizers with the agreed gradient
+(`Live`)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.inner_state import device_of
+from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView, trainable
 from ftopt.streams import used_here
@@ -24,7 +23,7 @@ _LOCK_S = 1.0
 _PARAMS, _GRADIENT, _INNER, _NUMBER = "params", "gradient", "inner.", "number."
 
 
-class Gradients(FlatView):
+class GradientView(FlatView):
     """Minus the sum of the gradients of the parameters that train, flat fp32.
 
     Args:

@@ -151,10 +151,10 @@ class Mapped(Memory):
         _maps[block.data_ptr()] = mapped
         return block
 
-    def over(self, flat: Tensor) -> Tensor:
+    def target(self, flat: Tensor) -> Tensor:
         return self.take(flat.numel(), flat.device)
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def place(self, tensor: Tensor) -> Tensor:
         if tensor.dim() != 1 or tensor.dtype != torch.float32 or is_mapped(tensor):
             return tensor
         kept = self.take(tensor.numel(), tensor.device)
@@ -164,7 +164,7 @@ class Mapped(Memory):
             let_go(place)
         return kept
 
-    def rest(self) -> None:
+    def release(self) -> None:
         for mapped in list(_maps.values()):
             mapped.madvise(mmap.MADV_DONTNEED)
 

@@ -41,15 +41,15 @@ class Memory:
     def check(self, device: torch.device) -> None:
         """Whether there will be room, once the first states of a model on ``device`` are there. Raises UserError."""
 
-    def over(self, flat: Tensor) -> Tensor:
+    def target(self, flat: Tensor) -> Tensor:
         """Where a committed state goes that could lie in the memory of ``flat``."""
         return flat
 
-    def keep(self, tensor: Tensor) -> Tensor:
+    def place(self, tensor: Tensor) -> Tensor:
         """A tensor of a committed state, where those lie. Whoever gives it does not look at it again."""
         return tensor
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Nobody looks at a committed state for a while. Any thread; if somebody does, nothing is wrong."""
 
     def _near(self, numel: int) -> Tensor:

@@ -17,7 +17,7 @@ from ftopt.errors import UserError
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import trainable
 
-Source = tuple[str, Callable[[], Tensor]]
+MomentSource = tuple[str, Callable[[], Tensor]]
 """A tensor's name, and where it is at the moment."""
 
 _INSTEAD = "PAFT's moments=false or SlowMo's inner_buffers=keep"
@@ -28,15 +28,16 @@ _MOMENTS = {
 }
 
 
-def moments(model: nn.Module, inner: Inner, codec: Codec) -> Sequence[Source]:
+def moments(model: nn.Module, inner: Inner, codec: Codec) -> Sequence[MomentSource]:
     """The moments of all parameters that train. One that is not there yet, before the first step, is read as zeros.
 
     Raises:
-        UserError: an inner optimizer of a class whose moments are not known, or that keeps none; `check_exact`'s.
+        UserError: an inner optimizer of a class whose moments are not known, or that keeps none;
+        `check_moments_exact`'s.
     """
-    check_exact(codec)
+    check_moments_exact(codec)
     named = {id(p): name for name, p in trainable(model)}
-    found: list[Source] = []
+    found: list[MomentSource] = []
     for optimizer in inner.optimizers:
         kind = type(optimizer).__name__
         keys = _MOMENTS.get(kind, ())
@@ -53,7 +54,7 @@ def moments(model: nn.Module, inner: Inner, codec: Codec) -> Sequence[Source]:
     return found
 
 
-def check_exact(codec: Codec) -> None:
+def check_moments_exact(codec: Codec) -> None:
     """Moments do not go through a codec that rounds: a second moment that comes out too small, or negative, makes steps
     of any length.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ftopt.methods import Method, Mine, Round
+from ftopt.methods import Method, ReplicaView, Round
 from ftopt.optimizer.tensors.digest import BLOCK_BYTES, block_sums, blocks_of
 from ftopt.optimizer.tensors.mapped import behind, let_go
 from ftopt.optimizer.tensors.memory import Memory
@@ -86,7 +86,7 @@ def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
     return measured
 
 
-def payload(method: Method, mine: Mine, parts: Parts, out: Tensor, share: float | None) -> Measured:
+def payload(method: Method, mine: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
     """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
 
     Args:
@@ -136,7 +136,7 @@ class Steps:
         self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
         self._size = piece_of(mean)
         self._missing = [piece.numel() for piece in split(mean)]  # elements of each piece; 0: its step is done
-        self._made_anchor = memory.over(mean)
+        self._made_anchor = memory.target(mean)
 
     def there(self, start: int, stop: int) -> None:
         """These elements of the mean are there, for the first time; the pieces that are whole get their step."""

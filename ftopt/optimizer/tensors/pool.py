@@ -11,21 +11,21 @@ from torch import Tensor, nn
 _Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
-class Copies:
+class CopyPool:
     """Copies of tensors; after `again` their memory is that of the next copies of the same shapes."""
 
     def __init__(self) -> None:
         self._lent: list[Tensor] = []
         self._free: dict[_Kind, list[Tensor]] = defaultdict(list)
 
-    def again(self) -> None:
+    def recycle(self) -> None:
         """Nobody needs the copies made so far any more. Memory that the last ones did not need is given up."""
         self._free.clear()
         for tensor in self._lent:
             self._free[tuple(tensor.shape), tensor.dtype, tensor.device].append(tensor)
         self._lent.clear()
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor with nothing in particular in it."""
         free = self._free[tuple(shape), dtype, device]
         tensor = free.pop() if free else torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -36,4 +36,4 @@ class Copies:
         """A copy, contiguous, on the same device; of a subclass of tensors its own clone."""
         if type(tensor) not in (Tensor, nn.Parameter):
             return tensor.detach().clone()
-        return self.room(tensor.shape, tensor.dtype, tensor.device).copy_(tensor.detach())
+        return self.empty(tensor.shape, tensor.dtype, tensor.device).copy_(tensor.detach())

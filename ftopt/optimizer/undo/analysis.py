@@ -14,14 +14,14 @@ from ftopt.errors import UserError
 from ftopt.optimizer.tensors.gradients import local
 from ftopt.optimizer.undo.inverses import AdamRule, Done, Rule, SgdRule
 from ftopt.optimizer.undo.probe import broken_inside, took_place
-from ftopt.optimizer.undo.record import INVERTIBLE, Mark, Record, Sample, kind_of, log_of
+from ftopt.optimizer.undo.record import INVERTIBLE, ParameterMark, Sample, StepRecord, kind_of, log_of
 
 _CHUNK = 1 << 16
 """Elements that are computed at once: all that is needed beside the tensors themselves."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ParameterStep:
     """One parameter's part of the step.
 
     Args:
@@ -61,7 +61,7 @@ class Task:
         return bool(self.counted or any(self.done.values()))
 
 
-def tasks_of(optimizer: Optimizer) -> tuple[list[Task], bool]:
+def tasks_of(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
     """What it did to each parameter that has a gradient, and whether it went through."""
     if type(optimizer) not in INVERTIBLE:
         names = ", ".join(f"torch.optim.{kind.__name__}" for kind in INVERTIBLE)
@@ -87,7 +87,7 @@ def tasks_of(optimizer: Optimizer) -> tuple[list[Task], bool]:
     return _through(optimizer, log.record, rules), True
 
 
-def _through(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> list[Task]:
+def _through(optimizer: Optimizer, record: StepRecord, rules: Sequence[Rule]) -> list[ParameterStep]:
     """The record's step was taken as a whole; its gradients must still be there."""
     tasks, gone = [], []
     for number, marks in enumerate(record.marks()):
@@ -105,13 +105,15 @@ def _through(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> lis
                 continue
             t = _count(optimizer, p)
             first = t == 1 or (t == 0 and not _has_moments(mark.state, rules[number]))
-            tasks.append(Task(optimizer, name, p, rules[number], rules[number].whole, int(t > 0), first, mark.state))
+            tasks.append(
+                ParameterStep(optimizer, name, p, rules[number], rules[number].whole, int(t > 0), first, mark.state)
+            )
     if gone:
         raise _no_gradient(gone)
     return tasks
 
 
-def _broken_off(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> list[Task]:
+def _broken_off(optimizer: Optimizer, record: StepRecord, rules: Sequence[Rule]) -> list[ParameterStep]:
     """The record's step raised: which operations came to which tensor."""
     tasks = []
     for number, (marks, rule) in enumerate(zip(record.marks(), rules, strict=True)):
@@ -136,7 +138,7 @@ def _broken_off(optimizer: Optimizer, record: Record, rules: Sequence[Rule]) -> 
                 raise UserError(f"undo_step: {name} has been changed by more than the step; restore a checkpoint")
             t = _count(optimizer, p)
             first = t == counted[p] if t else not _has_moments(mark.state, rule)
-            tasks.append(Task(optimizer, name, p, rule, done, counted[p], first, mark.state))
+            tasks.append(ParameterStep(optimizer, name, p, rule, done, counted[p], first, mark.state))
     return tasks
 
 
@@ -153,7 +155,7 @@ def _came_to(
     return took_place(samples, with_gradient, optimizer.state, rule)
 
 
-def _times_counted(optimizer: Optimizer, mark: Mark) -> int:
+def _times_counted(optimizer: Optimizer, mark: ParameterMark) -> int:
     """By how much a step count went up; 0 for SGD."""
     now = optimizer.state.get(mark.parameter, {}).get("step")
     if now is None:
@@ -161,7 +163,7 @@ def _times_counted(optimizer: Optimizer, mark: Mark) -> int:
     return int(now) if mark.state is None else int(now._version) - mark.state["step"]
 
 
-def _changes(optimizer: Optimizer, mark: Mark, moment: str) -> int:
+def _changes(optimizer: Optimizer, mark: ParameterMark, moment: str) -> int:
     """How often a moment was changed in place; of one that the step made, since then."""
     now = optimizer.state.get(mark.parameter, {}).get(moment)
     if now is None or (moment == "momentum_buffer" and (mark.state is None or moment not in mark.state)):
@@ -170,7 +172,7 @@ def _changes(optimizer: Optimizer, mark: Mark, moment: str) -> int:
     return int(now._version) - before
 
 
-def _by_counters(optimizer: Optimizer) -> tuple[list[Task], bool]:
+def _by_counters(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
     """Nothing was recorded: gradients and settings at hand are taken for the step's, the state says who stepped."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UserError(
@@ -197,7 +199,7 @@ def _by_counters(optimizer: Optimizer) -> tuple[list[Task], bool]:
         first = did and _looks_first(name, p, state, rule) if isinstance(rule, SgdRule) else t == 1
         done = rule.whole if did else dict.fromkeys(rule.whole, 0)
         had = None if first or not state else dict.fromkeys(state, 0)
-        tasks.append(Task(optimizer, name, p, rule, done, int(did and t > 0), first, had))
+        tasks.append(ParameterStep(optimizer, name, p, rule, done, int(did and t > 0), first, had))
     return tasks, all(stepped)
 
 

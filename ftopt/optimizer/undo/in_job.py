@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ftopt.errors import UserError
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.undo.record import StepLog
+from ftopt.optimizer.undo.record import StepRecorder
 from ftopt.sync.group import Committed
 
 
@@ -21,13 +21,13 @@ class LastStep:
         counted: the step has been taken and counted; False: it has raised; None: there is none to be undone.
     """
 
-    def __init__(self, outer: OuterStep, logs: Sequence[StepLog | None]) -> None:
+    def __init__(self, outer: OuterStep, logs: Sequence[StepRecorder | None]) -> None:
         self.counted: bool | None = None
         self._outer = outer
         self._logs = logs
         self._recorded = [log for log in logs if log is not None]
         self._taken: list[Committed] = []
-        self._tokens, self._tally = outer.tokens, outer.tally
+        self._tokens, self._tally = outer.tokens, outer.totals
         self._looks_again = True
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class LastStep:
             # What the parameters are based on; not the states themselves, which would live on with it.
             self._taken = [fragment.taken.meta for fragment in self._outer.fragments]
             self._looks_again = False
-        self._tokens, self._tally = self._outer.tokens, self._outer.tally
+        self._tokens, self._tally = self._outer.tokens, self._outer.totals
         self.counted = False
 
     def look_again(self) -> None:
@@ -78,4 +78,4 @@ class LastStep:
     def uncount(self) -> None:
         """The books as they stood before the step."""
         self._outer.local_steps -= 1
-        self._outer.tokens, self._outer.tally = self._tokens, self._tally
+        self._outer.tokens, self._outer.totals = self._tokens, self._tally

@@ -40,7 +40,7 @@ Kind = tuple[torch.device, torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class ParameterMark:
     """What was noted of one parameter.
 
     Args:
@@ -92,7 +92,7 @@ class States:
         }
 
 
-class Gradients:
+class RecordedGradients:
     """The gradients of a step, all but one held: when that one is gone (``zero_grad``), the others are let go of.
 
     Args:
@@ -123,7 +123,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StepRecord:
     """One step; `marks` sorts out what was noted.
 
     Args:
@@ -146,9 +146,9 @@ class Record:
     samples: Mapping[int, Mapping[Kind, Sequence[Sample]]]
     found_inf: Tensor | None
     versions_after: list[int] | None = None
-    gradients: Gradients | None = None
+    gradients: RecordedGradients | None = None
 
-    def marks(self) -> list[list[Mark]]:
+    def marks(self) -> list[list[ParameterMark]]:
         """Each group's parameters."""
         ps, count = self.parameters, len(self.parameters)
         had = self.states.versions(self.versions[count:])
@@ -162,11 +162,11 @@ class Record:
             nothing if gradients is None else gradients.sound(ps),
             strict=True,
         )
-        marks = iter([Mark(p, v, had.get(p), after, of_g is not None, g) for p, v, after, of_g, g in rows])
+        marks = iter([ParameterMark(p, v, had.get(p), after, of_g is not None, g) for p, v, after, of_g, g in rows])
         return [list(islice(marks, size)) for size in self.sizes]
 
 
-class StepLog:
+class StepRecorder:
     """Records an optimizer's steps by its hooks.
 
     Args:
@@ -181,7 +181,7 @@ class StepLog:
         self.why = "none has been taken since its steps are recorded"
         self.steps = 0
         self._states: States | None = None
-        # What a `Record` is made of, as noted before and after the step: every step pays for this.
+        # What a `StepRecord` is made of, as noted before and after the step: every step pays for this.
         self._begun: tuple[Any, ...] | None = None
         self._ended: tuple[Any, ...] = ()
         optimizer.register_step_pre_hook(self._before)
@@ -189,9 +189,9 @@ class StepLog:
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
 
     @property
-    def record(self) -> Record | None:
+    def record(self) -> StepRecord | None:
         """The last step's; None when there is none to be undone."""
-        return None if self._begun is None else Record(*self._begun, *self._ended)
+        return None if self._begun is None else StepRecord(*self._begun, *self._ended)
 
     def forget(self, why: str) -> None:
         """There is nothing to undo, since ..."""
@@ -233,24 +233,24 @@ class StepLog:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._begun is not None:
             parameters = self._begun[2]
-            self._ended = (list(map(_version, parameters)), Gradients(list(map(_gradient, parameters))))
+            self._ended = (list(map(_version, parameters)), RecordedGradients(list(map(_gradient, parameters))))
 
 
-def log_of(optimizer: Optimizer) -> StepLog | None:
+def log_of(optimizer: Optimizer) -> StepRecorder | None:
     """The optimizer's log, if its steps are recorded."""
     return _LOGS.get(optimizer)
 
 
-def record_steps(optimizer: Optimizer) -> StepLog | None:
+def record_steps(optimizer: Optimizer) -> StepRecorder | None:
     """Records the optimizer's steps from now on; None if it is none of `INVERTIBLE`."""
     if type(optimizer) not in INVERTIBLE:
         return None
     if (log := _LOGS.get(optimizer)) is None:
-        log = _LOGS[optimizer] = StepLog(optimizer)
+        log = _LOGS[optimizer] = StepRecorder(optimizer)
     return log
 
 
-_LOGS: weakref.WeakKeyDictionary[Optimizer, StepLog] = weakref.WeakKeyDictionary()
+_LOGS: weakref.WeakKeyDictionary[Optimizer, StepRecorder] = weakref.WeakKeyDictionary()
 
 
 def first_elements(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.undo.analysis import Task, chunks, tasks_of, wide
+from ftopt.optimizer.undo.analysis import ParameterStep, chunks, tasks_of, wide
 from ftopt.optimizer.undo.record import record_steps
 
 
@@ -61,7 +61,7 @@ def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = Non
     return Undone(whole, len(todo), parameters - len(todo))
 
 
-def _check(task: Task) -> None:
+def _check(task: ParameterStep) -> None:
     unit = torch.finfo(task.parameter.dtype).eps / 2
     for part in chunks(_tensors(task)):
         now = wide(part)
@@ -73,7 +73,7 @@ def _check(task: Task) -> None:
 
 
 @torch.no_grad()
-def _write(task: Task) -> None:
+def _write(task: ParameterStep) -> None:
     state = task.state
     if task.touched:
         for part in chunks(_tensors(task)):
@@ -91,11 +91,11 @@ def _write(task: Task) -> None:
             state.pop(name, None)
 
 
-def _before(task: Task, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _before(task: ParameterStep, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return task.rule.before(now, task.done, t=task.t, first=task.first)
 
 
-def _tensors(task: Task) -> dict[str, Tensor]:
+def _tensors(task: ParameterStep) -> dict[str, Tensor]:
     gradient = task.parameter.grad
     assert gradient is not None
     moments = {name: task.state[name] for name in task.rule.moments if task.state.get(name) is not None}

@@ -25,11 +25,11 @@ def from_replica(text: str) -> m.FromReplica:
     message = m.decode(text)
     if not isinstance(message, m.FromReplica):
         raise m.MessageError(f"a replica sends no {type(message).__name__}")
-    check(message)
+    check_message(message)
     return message
 
 
-def check(message: m.FromReplica) -> None:
+def check_message(message: m.FromReplica) -> None:
     """Raises `MessageError` for a message that makes no sense, whatever the state of the job."""
     match message:
         case m.Hello():
@@ -47,7 +47,7 @@ def check(message: m.FromReplica) -> None:
             _text("reason", message.reason, limits.MAX_TEXT)
             if message.peer:
                 _name("peer", message.peer)
-        case m.Progress():
+        case m.Heartbeat():
             _text("state", message.state, limits.MAX_WORD)
             _within("inner_step", message.inner_step, MAX_STEPS)
             _within("step_s", message.step_s, limits.MAX_STEP_S)
@@ -69,7 +69,7 @@ def check(message: m.FromReplica) -> None:
             for version in message.versions:
                 _within("versions", version, MAX_STEPS)
         case m.Keeps():
-            _marks("mark", [message.mark], 1)
+            _marks("mark", [message.incarnation_id], 1)
             _within("serial", message.serial, MAX_INT)
         case m.StoreSet():
             _text("key", message.key, limits.MAX_KEY)
@@ -110,16 +110,16 @@ def _hello(hello: m.Hello) -> None:
         _position(position)
     for contribution in hello.contributions:
         _contribution(contribution)
-    for mark in hello.prepared:
-        _within("prepared.attempt", mark.attempt, MAX_INT)
-        _within("prepared.version", mark.version, MAX_STEPS)
-        _word("prepared.digest", mark.digest)
+    for incarnation_id in hello.prepared:
+        _within("prepared.attempt", incarnation_id.attempt, MAX_INT)
+        _within("prepared.version", incarnation_id.version, MAX_STEPS)
+        _word("prepared.digest", incarnation_id.digest)
     _marks("roster", hello.roster, limits.MAX_REPLICAS)
     _marks("gone", hello.gone, limits.MAX_GONE)
-    _few("heirs", hello.heirs, limits.MAX_REPLICAS)
-    for replica, heir in hello.heirs:
-        _name("heirs", replica)
-        _name("heirs", heir)
+    _few("adopted_by", hello.adopted_by, limits.MAX_REPLICAS)
+    for replica, adopter in hello.adopted_by:
+        _name("adopted_by", replica)
+        _name("adopted_by", adopter)
     _ranges("claim", hello.claim, limits.MAX_RANGES)
     _ranges("done", hello.done, limits.MAX_DONE)
     _within("cursor", hello.cursor, limits.MAX_UNIT)
@@ -162,7 +162,7 @@ def _position(position: m.Position) -> None:
 
 
 def _once_a_fragment(
-    what: str, parts: Sequence[m.Position | m.Contribution | m.PreparedMark | m.Reading], fragments: int
+    what: str, parts: Sequence[m.Position | m.Contribution | m.PreparedAttempt | m.Reading], fragments: int
 ) -> None:
     seen: set[int] = set()
     for part in parts:
@@ -172,9 +172,9 @@ def _once_a_fragment(
         seen.add(part.fragment)
 
 
-def _marks(what: str, marks: Sequence[m.Mark], most: int) -> None:
-    _few(what, marks, most)
-    for replica, incarnation in marks:
+def _marks(what: str, incarnation_ids: Sequence[m.IncarnationId], most: int) -> None:
+    _few(what, incarnation_ids, most)
+    for replica, incarnation in incarnation_ids:
         _name(what, replica)
         _within(what, incarnation, MAX_STEPS, least=1)
 

@@ -51,6 +51,9 @@ MAX_OVERLAP_S = 1e9
 MAX_GRACE = 1e6
 """Gamma of the adaptive grace."""
 
+HISTORY = 1000
+"""Decisions of a fragment that are kept: enough to tell a fork from lateness."""
+
 
 def wrong_name(name: str) -> str:
     """Why ``name`` can be no job's or replica's, "" when it can."""

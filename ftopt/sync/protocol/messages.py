@@ -12,19 +12,19 @@ import hashlib
 import json
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.wire import MessageError as MessageError
-from ftopt.sync.protocol.wire import build, parse, shallow
+from ftopt.sync.protocol.wire import build_value, parse, shallow
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this protocol, and of what members send each other in a reduction. A replica and a coordinator with
 different ones refuse each other."""
 
-Mark = tuple[str, int]
+IncarnationId = tuple[str, int]
 T = typing.TypeVar("T")
 
 
@@ -62,6 +62,12 @@ class Contribution:
     plan: int = 0
 
 
+def excluded(contribution: Contribution) -> Contribution:
+    """What an outlier takes part with: nothing new, so that COUNT keeps what it has."""
+    counted = contribution.last_step - contribution.steps
+    return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Which committed state of a fragment a replica holds: ``version`` outer steps, told apart by the hash chain."""
@@ -72,7 +78,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedMark:
+class PreparedAttempt:
     """An attempt that a replica has prepared and whose fate it does not know."""
 
     fragment: int
@@ -112,9 +118,9 @@ class Record:
         return found[0][2] if found and found[0][:2] == (replica, incarnation) else 0
 
 
-def first_chain(fragment: int, epoch: int, founder: str, initial: str) -> str:
+def first_chain(fragment: int, epoch: int, initial_source: str, initial: str) -> str:
     """CHAIN of version 0: it tells one start of a job from any other, also of the same initial state."""
-    return hashlib.sha256(f"{fragment}|{epoch}|{founder}|{initial}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{fragment}|{epoch}|{initial_source}|{initial}".encode()).hexdigest()[:32]
 
 
 def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:
@@ -130,9 +136,9 @@ def same_start(a: str, b: str) -> bool:
     return a[:8] == b[:8]
 
 
-def is_gone(mark: Mark, gone: Mapping[str, int]) -> bool:
-    """Whether ``gone`` (replica -> newest gone incarnation; older ones are gone with it) covers ``mark``."""
-    return mark[1] <= gone.get(mark[0], 0)
+def is_gone(incarnation_id: IncarnationId, gone: Mapping[str, int]) -> bool:
+    """Whether ``gone`` (replica -> newest gone incarnation; older ones are gone with it) covers ``incarnation_id``."""
+    return incarnation_id[1] <= gone.get(incarnation_id[0], 0)
 
 
 # ---------------------------------------------------------------- replica -> coordinator
@@ -145,7 +151,7 @@ class Hello:
     ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
     ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
     fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold. With a global
-    batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``heirs``: of a sender that
+    batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``adopted_by``: of a sender that
     comes out of a checkpoint, who takes over what somebody had pending who does not come back (ADOPT). ``checkpoint``:
     of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it cannot be read.
     """
@@ -164,9 +170,9 @@ class Hello:
     settings: dict[str, int | float | str | None]
     positions: tuple[Position, ...]
     contributions: tuple[Contribution, ...]
-    prepared: tuple[PreparedMark, ...]
-    roster: tuple[Mark, ...]
-    gone: tuple[Mark, ...]
+    prepared: tuple[PreparedAttempt, ...]
+    roster: tuple[IncarnationId, ...]
+    gone: tuple[IncarnationId, ...]
     inner_step: int
     samples: Samples | None = None
     claim: Ranges = ()
@@ -176,7 +182,7 @@ class Hello:
     plan: int = 0
     units: Ranges = ()
     checkpoint: Position | None = None
-    heirs: tuple[tuple[str, str], ...] = ()
+    adopted_by: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Heartbeat:
     """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`."""
 
     state: str
@@ -261,9 +267,9 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """The sender has fetched that copy of ``mark``, and keeps it. Answers `Keep`."""
+    """The sender has fetched that copy of ``incarnation_id``, and keeps it. Answers `Keep`."""
 
-    mark: Mark
+    incarnation_id: IncarnationId
     serial: int
 
 
@@ -299,12 +305,12 @@ class StoreGet:
 class Welcome:
     epoch: int
     incarnation: int
-    roster: tuple[Mark, ...]
-    gone: tuple[Mark, ...]
+    roster: tuple[IncarnationId, ...]
+    gone: tuple[IncarnationId, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refuse:
     """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act), or ``unreadable``: the hello
     was none (a newcomer gives up; who was let in before trains on and comes again)."""
 
@@ -334,7 +340,7 @@ class Restore:
     back with that as ``incarnation``. ``roster``: who else was told so: it is to be waited for (WAIT)."""
 
     incarnation: int
-    roster: tuple[Mark, ...] = ()
+    roster: tuple[IncarnationId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,11 +353,11 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
-    """Changes of the roster: replicas that are known now, and gone marks (FENCE)."""
+class RosterUpdate:
+    """Changes of the roster: replicas that are known now, and gone incarnations (FENCE)."""
 
-    known: tuple[Mark, ...]
-    gone: tuple[Mark, ...]
+    known: tuple[IncarnationId, ...]
+    gone: tuple[IncarnationId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +394,10 @@ class Void:
 class Quorum:
     """An attempt starts. Of constant size: members come as a change of the last list sent on this connection.
 
-    ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone marks whose COUNT entries
-    the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why that one
-    weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have used.
-    ``plan``: the one that they are shares of (COVER), 0 without a global batch.
+    ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone incarnations whose COUNT
+    entries the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why
+    that one weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have
+    used. ``plan``: the one that they are shares of (COVER), 0 without a global batch.
     """
 
     fragment: int
@@ -404,9 +410,9 @@ class Quorum:
     total_weight: float
     contributors: int
     advance: int
-    joined: tuple[Mark, ...]
-    left: tuple[Mark, ...]
-    drop: tuple[Mark, ...]
+    joined: tuple[IncarnationId, ...]
+    left: tuple[IncarnationId, ...]
+    drop: tuple[IncarnationId, ...]
     outlier: str = ""
     ranges: Ranges = ()
     plan: int = 0
@@ -432,13 +438,13 @@ class Commit:
 class Grant:
     """Units that the receiver holds from now on, beside what it has.
 
-    ``cursor``: no unit from there on is granted before all are told of another one. ``dry``: there is nothing more to
-    grant for now.
+    ``cursor``: no unit from there on is granted before all are told of another one. ``out_of_units``: there is nothing
+    more to grant for now.
     """
 
     ranges: Ranges
     cursor: int
-    dry: bool = False
+    out_of_units: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -456,22 +462,23 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The receiver is to fetch the ``serial``-th copy of ``mark`` at ``source``, and to keep it."""
+    """The receiver is to fetch the ``serial``-th copy of ``incarnation_id`` at ``source``, and to keep it."""
 
-    mark: Mark
+    incarnation_id: IncarnationId
     serial: int
     source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Inherit:
-    """To a newcomer: what its predecessor ``mark``, which is gone, held of the ledger is the receiver's (ADOPT).
+    """To a newcomer: what its predecessor ``incarnation_id``, which is gone, held of the ledger is the receiver's
+    (ADOPT).
 
     ``source`` keeps a copy of it, from which its work can be done again. ``inner_step``: how far it had come, as far as
     it had told.
     """
 
-    mark: Mark
+    incarnation_id: IncarnationId
     ranges: Ranges
     source: str
     inner_step: int
@@ -486,11 +493,11 @@ class StoreValue:
 
 
 FromReplica = (
-    Hello | Propose | Prepared | Failed | Progress | Holds | Lacks | Ask | Copied | Keeps | Leaving | Bye | StoreSet
+    Hello | Propose | Prepared | Failed | Heartbeat | Holds | Lacks | Ask | Copied | Keeps | Leaving | Bye | StoreSet
     | StoreGet
 )  # fmt: skip
 FromCoordinator = (
-    Welcome | Refused | Hold | Start | Restore | Behind | Roster | CallIn | Means | TrainOn | Void | Quorum | Abort
+    Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Means | TrainOn | Void | Quorum | Abort
     | Commit | Grant | Plan | Keep | Inherit | StoreValue
 )  # fmt: skip
 
@@ -516,9 +523,9 @@ def decode(text: str) -> FromReplica | FromCoordinator:
     cls = _TYPES.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise MessageError(f"unknown message type {kind!r:.80}")
-    return typing.cast("FromReplica | FromCoordinator", build(cls, data, cls.__name__))
+    return typing.cast("FromReplica | FromCoordinator", build_value(cls, data, cls.__name__))
 
 
 def from_plain(cls: type[T], data: Any) -> T:
     """An instance of a message part (`Contribution`, ...) from its JSON value; raises `MessageError`."""
-    return typing.cast(T, build(cls, data, cls.__name__))
+    return typing.cast(T, build_value(cls, data, cls.__name__))

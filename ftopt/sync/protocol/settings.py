@@ -26,7 +26,8 @@ class Sync:
         tail_s: at the end of the data: seconds after which a replica is gone for good that holds samples and does
             nothing with them, while another one has nothing left to train on. Default None: ``forget_s``.
         norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
-            steps stay pending. Counts with two peers at least. Default 100: a spoilt replica, no noisy one; None: off.
+            steps stay pending. Counts with two peers at least. Default 100: a corrupted replica, no noisy one; None:
+            off.
         recover: what becomes of the inner steps that a dead replica had not handed in. ``drop`` (default): its samples
             are others' to train on. ``replay``: a neighbour keeps a copy of what it was at the start of its round, and
             the process that comes in its place does its steps again; see ``docs/replay.md``.

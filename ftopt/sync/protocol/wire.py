@@ -53,7 +53,7 @@ def _names(cls: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(cls))
 
 
-def build(kind: Any, value: Any, where: str) -> Any:
+def build_value(kind: Any, value: Any, where: str) -> Any:
     """A value of type ``kind`` from its JSON value; raises `MessageError` that begins with ``where``."""
     return _builder(kind)(value, where)
 
@@ -63,7 +63,7 @@ _Build = Callable[[Any, str], Any]
 
 @cache
 def _builder(kind: Any) -> _Build:
-    """`build` for one type: what is known of the type is looked up once, not with each message."""
+    """`build_value` for one type: what is known of the type is looked up once, not with each message."""
     if is_dataclass(kind) and isinstance(kind, type):
         return _dataclass_builder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

@@ -18,7 +18,7 @@ from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, in_order
 from ftopt.sync.protocol.replica import machine as p
-from ftopt.sync.replica.inheritance import Copy, Inherited
+from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
 
 OnEnd = Callable[[asyncio.Task[None]], None]
 
@@ -37,7 +37,7 @@ class Owner(Protocol):
     def replica(self) -> str:
         """This replica's id."""
 
-    def run(self, effects: list[p.Effect]) -> None:
+    def run(self, effects: list[p.ReplicaEffect]) -> None:
         """Performs what the machine asks for."""
 
     def inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:
@@ -47,7 +47,7 @@ class Owner(Protocol):
         """Tells an event."""
 
 
-class Neighbour:
+class Backup:
     """One replica's own copy, and those that it keeps.
 
     Args:
@@ -60,9 +60,9 @@ class Neighbour:
         self._owner = owner
         self._transfer = transfer
         self._timeout_s = timeout_s
-        self._own: Copy | None = None
+        self._own: ReplicaCopy | None = None
         self._serial = 0
-        self._kept: dict[str, Copy] = {}
+        self._kept: dict[str, ReplicaCopy] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.inheriting = False
         """A predecessor's copy is being fetched."""
@@ -74,24 +74,24 @@ class Neighbour:
             raise LookupError(f"no copy of {replica}")
         return copy.meta(), copy.tensors
 
-    def offer(self, copy: Copy) -> None:
+    def offer(self, copy: ReplicaCopy) -> None:
         """This replica's own, to be kept by whom the coordinator chooses."""
         self._own, self._serial = copy, self._serial + 1
         self._owner.run(self._owner.machine.copied(self._serial, copy.versions))
 
     def keep(self, order: m.Keep, on_end: OnEnd) -> None:
         """Fetches a neighbour's copy."""
-        self._begin(order.mark[0], self._keep(order), on_end)
+        self._begin(order.incarnation_id[0], self._keep(order), on_end)
 
     def inherit(self, order: m.Inherit, clock: Callable[[], float], on_end: OnEnd) -> None:
         """Fetches the predecessor's copy."""
         self.inheriting = True
         self._begin("", self._inherit(order, clock), on_end)
 
-    def gone(self, marks: tuple[m.Mark, ...]) -> None:
+    def gone(self, incarnation_ids: tuple[m.IncarnationId, ...]) -> None:
         """These are gone; their replacements may still ask for the copies."""
-        for mark in marks:
-            if (kept := self._kept.get(mark[0])) is not None and kept.mark[1] <= mark[1]:
+        for incarnation_id in incarnation_ids:
+            if (kept := self._kept.get(incarnation_id[0])) is not None and kept.incarnation_id[1] <= incarnation_id[1]:
                 asyncio.get_running_loop().call_later(_KEEP_GONE_S, self._drop, kept)
 
     def lost(self) -> None:
@@ -110,33 +110,33 @@ class Neighbour:
         self._tasks[name] = asyncio.create_task(work)
         self._tasks[name].add_done_callback(on_end)
 
-    def _drop(self, copy: Copy) -> None:
-        if self._kept.get(copy.mark[0]) is copy:
-            del self._kept[copy.mark[0]]
+    def _drop(self, copy: ReplicaCopy) -> None:
+        if self._kept.get(copy.incarnation_id[0]) is copy:
+            del self._kept[copy.incarnation_id[0]]
 
     async def _keep(self, order: m.Keep) -> None:
         with suppress(ConnectionError, ValueError):  # it may have died meanwhile; the next round brings another one
-            self._kept[order.mark[0]] = await self._fetch(order.mark, order.source)
+            self._kept[order.incarnation_id[0]] = await self._fetch(order.incarnation_id, order.source)
             self._owner.run(self._owner.machine.keeps(order))
 
     async def _inherit(self, order: m.Inherit, clock: Callable[[], float]) -> None:
         began = clock()
         inherited: Inherited | None = None
         try:
-            copy = await self._fetch(order.mark, order.source)
+            copy = await self._fetch(order.incarnation_id, order.source)
             inherited = Inherited(copy, order.inner_step, clock() - began)
         except (ConnectionError, ValueError) as error:
-            self._owner.emit("replay_failed", data={"of": list(order.mark), "reason": str(error)})
+            self._owner.emit("replay_failed", data={"of": list(order.incarnation_id), "reason": str(error)})
         self.inheriting = False
         known = (*inherited.copy.used, *inherited.copy.queue) if inherited is not None else ()
         self._owner.inherit(in_order(order.ranges, known), inherited)
 
-    async def _fetch(self, mark: m.Mark, source: str) -> Copy:
+    async def _fetch(self, incarnation_id: m.IncarnationId, source: str) -> ReplicaCopy:
         def expect(meta: Meta) -> None:
-            if Copy.of(meta, {}).mark != mark:
-                raise ValueError(f"it holds no copy of {mark[0]}, incarnation {mark[1]}")
+            if ReplicaCopy.of(meta, {}).incarnation_id != incarnation_id:
+                raise ValueError(f"it holds no copy of {incarnation_id[0]}, incarnation {incarnation_id[1]}")
 
         meta, tensors = await self._transfer.fetch(
-            [source], f"copy/{mark[0]}", timeout_s=self._timeout_s, expect=expect
+            [source], f"copy/{incarnation_id[0]}", timeout_s=self._timeout_s, expect=expect
         )
-        return Copy.of(meta, tensors)
+        return ReplicaCopy.of(meta, tensors)

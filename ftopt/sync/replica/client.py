@@ -31,10 +31,10 @@ from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WANTS, MAX_W
 from ftopt.sync.protocol.replica import machine as p
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
-from ftopt.sync.replica.backup import Neighbour
+from ftopt.sync.replica.backup import Backup
 from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
-from ftopt.sync.replica.inheritance import Copy, Inherited
+from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
 from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.reducer import Reducer
@@ -121,7 +121,7 @@ class Client:
         self._cut_until_s = 0.0
         self._reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, timeout_s=sync.dead_after_s)
-        self.neighbour = Neighbour(self, state, timeout_s=sync.dead_after_s)
+        self.backup = Backup(self, state, timeout_s=sync.dead_after_s)
         self._inherited: Inherited | None = None
 
     # ------------------------------------------------------------ training thread
@@ -212,8 +212,8 @@ class Client:
 
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
         used, queue = self.units.kept() if self.units is not None else ((), ())
-        copy = Copy((self.replica, self._incarnation), versions, used, queue, text, tensors)
-        self._network.soon(self.neighbour.offer, copy)
+        copy = ReplicaCopy((self.replica, self._incarnation), versions, used, queue, text, tensors)
+        self._network.soon(self.backup.offer, copy)
 
     def inherited(self) -> Inherited | None:
         inherited, self._inherited = self._inherited, None
@@ -391,7 +391,7 @@ class Client:
             await channel.closed()
             delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
             self._channel = None
-            self.neighbour.lost()
+            self.backup.lost()
             self.run(machine.disconnect())
             self._reducer.fail_store()
             if self._said_bye:
@@ -406,7 +406,7 @@ class Client:
                 state, (inner_step, step_s) = self._state, self.host.standing()
                 if self._waiting and state == "training":
                     state = "waiting"
-                progress = m.Progress(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
+                progress = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
                 channel.send(m.encode(progress))
             await asyncio.sleep(self.sync.heartbeat_s)
 
@@ -435,7 +435,7 @@ class Client:
         if self._channel is not None:
             await self._channel.close()
         await self._link.end()
-        await self.neighbour.stop()
+        await self.backup.stop()
         await self._fetcher.stop()
 
     async def _committed(self) -> list[Committed]:
@@ -468,8 +468,8 @@ class Client:
         if isinstance(message, m.StoreValue):
             self._reducer.store_value(message.key, base64.b64decode(message.value))
         elif isinstance(message, m.FromCoordinator):
-            if isinstance(message, m.Roster):
-                self.neighbour.gone(message.gone)
+            if isinstance(message, m.RosterUpdate):
+                self.backup.gone(message.gone)
             self.run(machine.receive(message))
 
     def accept(self, contribution: Contribution) -> None:
@@ -497,13 +497,13 @@ class Client:
         if self._machine is not None:
             self.run(self._machine.leave())
 
-    def run(self, effects: list[p.Effect]) -> None:
+    def run(self, effects: list[p.ReplicaEffect]) -> None:
         """Performs what the machine asks for. Network thread."""
         for effect in effects:
             self._perform(effect)
         self._mirror()
 
-    def _perform(self, effect: p.Effect) -> None:
+    def _perform(self, effect: p.ReplicaEffect) -> None:
         match effect:
             case p.Send(message=message):
                 self._send(message)
@@ -518,38 +518,38 @@ class Client:
                 self.host.discard(fragment)
                 with self._changed:
                     self._failed[fragment] += 1
-            case p.Adopt(attempt=attempt, record=record):
+            case p.CommitPrepared(attempt=attempt, record=record):
                 started = self._reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
                 self.host.commit(started, self.committed(record))
-            case p.Begin(record=record, reborn=reborn):
-                if reborn:  # otherwise the host begins with its own state anyway
+            case p.Begin(record=record, reset=reset):
+                if reset:  # otherwise the host begins with its own state anyway
                     digest, tensors = self.host.state(record.fragment)
-                    self.host.install(self.committed(record), digest, tensors, reborn=True)
-            case p.Restore():
+                    self.host.install(self.committed(record), digest, tensors, reset=True)
+            case p.RestoreCheckpoint():
                 with self._changed:
                     self._restoring, self._welcomed = True, False
                 self._hang_up()
             case p.Fetch():
                 self._fetcher.begin(effect, self._on_task_end)
-            case p.Granted(ranges=ranges, dry=dry) if self.units is not None:
-                self.units.grant(ranges, dry=dry)
+            case p.Granted(ranges=ranges, out_of_units=out_of_units) if self.units is not None:
+                self.units.grant(ranges, out_of_units=out_of_units)
             case p.Settled(done=done, own=own) if self.units is not None:
                 if twice := self.units.settle(done, own):
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
             case p.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
                 self.global_batch.assign(version, plan, units, ended=ended)
-            case p.Keep(order=order):
-                self.neighbour.keep(order, self._on_task_end)
-            case p.Inherit(order=order):
-                self.neighbour.inherit(order, time.monotonic, self._on_task_end)
-            case p.Reborn(reason=reason):
+            case p.KeepCopy(order=order):
+                self.backup.keep(order, self._on_task_end)
+            case p.InheritWork(order=order):
+                self.backup.inherit(order, time.monotonic, self._on_task_end)
+            case p.Reset(reason=reason):
                 self._inherited = None
                 if self.units is not None:
                     self.units.reset()
                 if self.global_batch is not None:
                     self.global_batch.reset()
-                self.emit("reborn", data={"reason": reason})
+                self.emit("reset", data={"reason": reason})
                 self._hang_up()
             case p.GiveUp(reason=reason):
                 self._fail(Refused(reason))
@@ -590,7 +590,7 @@ class Client:
             if machine.incarnation:
                 self._incarnation = machine.incarnation
             self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
-            let_in = self._welcomed and not self.neighbour.inheriting
+            let_in = self._welcomed and not self.backup.inheriting
             self._ready, self._may_train = machine.ready and let_in, machine.may_train and let_in
             self._changed.notify_all()
         if self.global_batch is not None:

@@ -18,7 +18,7 @@ from ftopt.sync.group import Committed, Contribution, Host
 from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import machine as p
-from ftopt.sync.replica.backup import Neighbour
+from ftopt.sync.replica.backup import Backup
 
 _FETCH_AGAIN_S = 0.2
 
@@ -35,7 +35,7 @@ class Owner(Protocol):
         """The machine."""
 
     @property
-    def neighbour(self) -> Neighbour:
+    def backup(self) -> Backup:
         """The copies that are kept here."""
 
     @property
@@ -45,7 +45,7 @@ class Owner(Protocol):
     def committed(self, record: m.Record) -> Committed:
         """``record`` as the host sees it."""
 
-    def run(self, effects: list[p.Effect]) -> None:
+    def run(self, effects: list[p.ReplicaEffect]) -> None:
         """Performs what the machine asks for."""
 
     def accept(self, contribution: Contribution) -> None:
@@ -113,7 +113,7 @@ class Fetcher:
             raise LookupError("cut off")
         kind, _, name = what.partition("/")
         if kind == "copy":
-            return self._owner.neighbour.copy_of(name)
+            return self._owner.backup.copy_of(name)
         machine, fragment = self._owner.machine, int(name)
         if not 0 <= fragment < machine.identity.fragments:
             raise KeyError(fragment)
@@ -180,8 +180,8 @@ class Fetcher:
         if self._owner.cut_off or not machine.install(record):
             raise ConnectionError(f"version {record.version} is not wanted any more")
         self._installing.add(fragment)
-        committed, reborn = self._owner.committed(record), machine.reborn_in(fragment)
-        await asyncio.to_thread(self._owner.host.install, committed, meta["digest"], tensors, reborn=reborn)
+        committed, reset = self._owner.committed(record), machine.reset_in(fragment)
+        await asyncio.to_thread(self._owner.host.install, committed, meta["digest"], tensors, reset=reset)
         return record
 
     async def _take_from_any(self, sources: Sequence[str], fragment: int, expect: Callable[[Meta], None]) -> m.Record:

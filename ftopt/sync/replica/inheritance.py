@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.messages import Mark
+from ftopt.sync.protocol.messages import IncarnationId
 
 
 @dataclass(frozen=True)
-class Copy:
+class ReplicaCopy:
     """What a replica was at the start of a round.
 
     Args:
@@ -26,7 +26,7 @@ class Copy:
         tensors: named in the text.
     """
 
-    mark: Mark
+    incarnation_id: IncarnationId
     versions: tuple[int, ...]
     used: Ranges
     queue: Ranges
@@ -35,11 +35,11 @@ class Copy:
 
     def meta(self) -> dict[str, str]:
         """All but the tensors, to be sent beside them."""
-        about = {"mark": self.mark, "versions": self.versions, "used": self.used, "queue": self.queue}
+        about = {"mark": self.incarnation_id, "versions": self.versions, "used": self.used, "queue": self.queue}
         return {"copy": json.dumps(about, separators=(",", ":")), "text": self.text}
 
     @classmethod
-    def of(cls, meta: dict[str, str], tensors: Mapping[str, Tensor]) -> Copy:
+    def of(cls, meta: dict[str, str], tensors: Mapping[str, Tensor]) -> ReplicaCopy:
         """The reverse. ValueError: it is none."""
         try:
             about, text = json.loads(meta["copy"]), meta["text"]
@@ -60,7 +60,7 @@ class Inherited:
         fetch_s: seconds that fetching the copy took.
     """
 
-    copy: Copy
+    copy: ReplicaCopy
     inner_step: int
     fetch_s: float
 

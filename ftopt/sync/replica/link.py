@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Bytes of a message: a hello of 1024 fragments whose roster and gone marks are full has 3 MiB."""
+"""Bytes of a message: a hello of 1024 fragments whose roster and gone incarnations are full has 3 MiB."""
 
 
 class Channel(Protocol):

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.ledger.unit_queue import Stock
+from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.samples import Samples
 
 SPARE = 16
 """Units beside three rounds' worth: what loaders prefetch."""
-FIRST = 8
+FIRST_WANTS = 8
 """Units of a round, before one was measured."""
 _IDLE_S = 0.05
 
@@ -33,10 +33,10 @@ class Units:
     def __init__(self, samples: Samples, *, round_units: int | None = None) -> None:
         self.samples = samples
         self._round = round_units
-        self._measured = FIRST
+        self._measured = FIRST_WANTS
         self._changed = threading.Condition()
-        self._stock = Stock()
-        self._dry = False
+        self._unit_queue = UnitQueue()
+        self._out_of_units = False
         self._ended = False
         self._closed = False
         self._ask: Callable[[], None] | None = None
@@ -64,20 +64,20 @@ class Units:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
-                unit = self._stock.take()
+                unit = self._unit_queue.take()
                 if unit is not None:
-                    low = self._stock.queued <= self.wants // 6
+                    low = self._unit_queue.queued <= self.wants // 6
                     break
-                if self._ended or self._closed or (self._dry and self._stock.unused):
+                if self._ended or self._closed or (self._out_of_units and self._unit_queue.unused):
                     return None
-                if not self._dry:
+                if not self._out_of_units:
                     ask()
                 left_s = _IDLE_S if deadline_s is None else min(_IDLE_S, deadline_s - time.monotonic())
                 if left_s <= 0:
                     raise TimeoutError(f"no unit was granted within {timeout_s:g} s")
                 self._changed.wait(left_s)
-                dry = self._dry and not self._stock.queued
-            if dry and self._idle is not None and self._idle[0] is threading.current_thread():
+                out_of_units = self._out_of_units and not self._unit_queue.queued
+            if out_of_units and self._idle is not None and self._idle[0] is threading.current_thread():
                 self._idle[1]()
         if low:
             ask()
@@ -89,7 +89,7 @@ class Units:
         False: this replica was given up meanwhile, and the unit is another one's: leave the batch out.
         """
         with self._changed:
-            return self._stock.draw(unit)
+            return self._unit_queue.draw(unit)
 
     @property
     def ended(self) -> bool:
@@ -101,27 +101,27 @@ class Units:
     def used(self) -> None:
         """An inner step has used all that was drawn."""
         with self._changed:
-            self._stock.use()
+            self._unit_queue.use()
 
     def unuse(self) -> None:
         """That step is undone: what it used counts as drawn again."""
         with self._changed:
-            self._stock.unuse()
+            self._unit_queue.unuse()
 
     def offer(self) -> Ranges:
         """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
         with self._changed:
-            ranges = self._stock.offer()
+            ranges = self._unit_queue.offer()
             if self._round is None:
-                self._measured = max(FIRST, sum(stop - start for start, stop in ranges))
+                self._measured = max(FIRST_WANTS, sum(stop - start for start, stop in ranges))
             return ranges
 
     def redo(self) -> None:
         """All steps that are not counted yet are void: their units are taken again."""
         with self._changed:
-            self._stock.redo()
+            self._unit_queue.redo()
 
-    def when_dry(self, idle: Callable[[], None]) -> None:
+    def when_out_of_units(self, idle: Callable[[], None]) -> None:
         """While this thread waits in `take` for units that others hold, ``idle`` is called now and then.
 
         At the end of the data a replica waits for its peers: what it has left must be offered, or nobody could finish.
@@ -140,28 +140,28 @@ class Units:
         self._ask = ask
         self._round = self._round or round_units
 
-    def grant(self, ranges: Ranges, *, dry: bool) -> None:
+    def grant(self, ranges: Ranges, *, out_of_units: bool) -> None:
         """More units, or the answer that there are none."""
         with self._changed:
-            self._stock.grant(ranges)
-            self._dry = dry and not ranges
+            self._unit_queue.grant(ranges)
+            self._out_of_units = out_of_units and not ranges
             self._changed.notify_all()
 
     def inherit(self, ranges: Ranges) -> None:
         """Those of a replica that this one replaces, in the order in which they are to be used: before all others."""
         with self._changed:
-            self._stock.grant_first(ranges)
+            self._unit_queue.grant_first(ranges)
             self._changed.notify_all()
 
     def spend(self, ranges: Ranges) -> None:
         """Inherited steps have used these."""
         with self._changed:
-            self._stock.spend(ranges)
+            self._unit_queue.spend(ranges)
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
-        """These are in the committed state; see `Stock.settle`."""
+        """These are in the committed state; see `UnitQueue.settle`."""
         with self._changed:
-            twice = self._stock.settle(done, own)
+            twice = self._unit_queue.settle(done, own)
             self._ended = self.samples.units is not None and done == ((0, self.samples.units),)
             self._changed.notify_all()
         return twice
@@ -169,18 +169,18 @@ class Units:
     def kept(self) -> tuple[Ranges, Ranges]:
         """What a checkpoint keeps: used and not committed, and to be taken again (prefetched ones first)."""
         with self._changed:
-            return self._stock.kept()
+            return self._unit_queue.kept()
 
     def put_back(self, used: Ranges, queue: Ranges) -> None:
         """Goes on with what a checkpoint has kept; before the start."""
         with self._changed:
-            self._stock.put_back(used, queue)
+            self._unit_queue.put_back(used, queue)
 
     def reset(self) -> None:
         """This incarnation is gone, and what it held."""
         with self._changed:
-            self._stock.reset()
-            self._dry = self._ended = False
+            self._unit_queue.reset()
+            self._out_of_units = self._ended = False
 
     def close(self) -> None:
         """This replica has left: nobody waits any longer."""

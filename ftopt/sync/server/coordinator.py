@@ -22,7 +22,7 @@ from aiohttp import WSMsgType, web
 
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, ignore
-from ftopt.net.accept_queue import WaitingRoom
+from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S, Tls
 from ftopt.net.token import admits
@@ -86,7 +86,7 @@ class CoordinatorServer:
         self._cut_until_s = 0.0
         self._quiet_until_s = 0.0
         self._runner: web.AppRunner | None = None
-        self._room: WaitingRoom | None = None
+        self._room: AcceptQueue | None = None
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
@@ -108,7 +108,7 @@ class CoordinatorServer:
             auto_decompress=False,
         )
         await self._runner.setup()
-        self._room = WaitingRoom(guarded(self._runner), limit=self._limits.waiting, patience_s=self._limits.patience_s)
+        self._room = AcceptQueue(guarded(self._runner), limit=self._limits.waiting, patience_s=self._limits.patience_s)
         options: dict[str, Any] = {"ssl_handshake_timeout": HANDSHAKE_S} if self._tls is not None else {}
         loop = asyncio.get_running_loop()
         try:
@@ -234,9 +234,7 @@ class CoordinatorServer:
                     turned_away = True
                     self._refused["message"] += 1
                     _log.warning("a hello is refused: %s", ascii(str(error))[:300])
-                    connection.send(
-                        m.encode(m.Refused("unreadable", f"the coordinator cannot read the hello: {error}"))
-                    )
+                    connection.send(m.encode(m.Refuse("unreadable", f"the coordinator cannot read the hello: {error}")))
                     connection.close()
                     continue
                 if job is None:

@@ -106,7 +106,7 @@ class Job:
             case m.StoreGet(key=key):
                 self._rendezvous.get(conn, key)
             case m.Hello() if reason := self._refuses(message):
-                self._send(conn, m.Refused("final", reason))
+                self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
             case _:
                 self._perform(self.machine.receive(time.monotonic(), conn, message))
@@ -146,7 +146,7 @@ class Job:
         self._timer = None
         self._perform(self.machine.tick(time.monotonic()))
 
-    def _perform(self, effects: list[e.Effect]) -> None:
+    def _perform(self, effects: list[e.CoordinatorEffect]) -> None:
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:
             try:
                 self._journal.write(self.name, entries)  # before anybody is told
@@ -157,14 +157,14 @@ class Job:
         told, text = None, ""
         for effect in effects:
             match effect:
-                case e.Send(conn=conn, message=message):
+                case e.SendTo(conn=conn, message=message):
                     if message is not told:  # many are told the same, one after another
                         told, text = message, m.encode(message)
                     self._send_text(conn, text)
                 case e.Close(conn=conn):
                     if peer := self._peers.pop(conn, None):
                         peer.close()
-                case e.Tell():
+                case e.Emit():
                     self._tell(effect)
                 case e.Halt(reason=reason):
                     self._halt(reason)
@@ -201,7 +201,7 @@ class Job:
             _log.warning("job %s starts anew from the journal", self.name)
         self._halted = ""
 
-    def _tell(self, tell: e.Tell) -> None:
+    def _tell(self, tell: e.Emit) -> None:
         self._say(
             Event(
                 tell.event, tell.replica, tell.incarnation, tell.fragment, tell.version, tell.attempt,
@@ -229,7 +229,7 @@ class Job:
         """Why there is no room for those whom ``hello`` names, "" when there is."""
         known = self.machine.roster.members
         new = {hello.replica, *(replica for replica, _ in hello.roster)} - known.keys()
-        heard = self.machine.gathering.hellos if self.machine.gathering is not None else ()
+        heard = self.machine.startup.hellos if self.machine.startup is not None else ()
         if not new or len(known) + len(heard) + len(new) <= self._limits.replicas:
             return ""
         return (

@@ -13,9 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ftopt.errors import UserError
-from ftopt.sync.protocol.coordinator.effects import Cursor, Decided, Epoch, Gone, Journalled, Known, Rollback, Saved
-from ftopt.sync.protocol.coordinator.rounds import Rounds
+from ftopt.sync.protocol.coordinator.effects import (
+    Cursor,
+    Decided,
+    Epoch,
+    Gone,
+    Journalled,
+    JournalState,
+    Known,
+    Rollback,
+)
 from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.limits import HISTORY
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS epoch (job TEXT PRIMARY KEY, epoch INTEGER NOT NULL);
@@ -55,7 +64,7 @@ class Journal:
                 f"journal {path}: {error}; give a file that can be written, or one that ftopt has made"
             ) from None
 
-    def load(self, job: str) -> Saved | None:
+    def load(self, job: str) -> JournalState | None:
         """What is known of ``job``, None when it is new.
 
         Raises:
@@ -66,11 +75,11 @@ class Journal:
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self.path} cannot be read ({error}); see to its disk") from None
 
-    def _load(self, job: str) -> Saved | None:
+    def _load(self, job: str) -> JournalState | None:
         row = self._db.execute("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
         if row is None:
             return None
-        marks = [
+        incarnation_ids = [
             tuple(self._db.execute(f"SELECT replica, incarnation FROM {table} WHERE job = ? ORDER BY replica", (job,)))
             for table in ("roster", "gone")
         ]
@@ -81,10 +90,10 @@ class Journal:
         )
         done = dict(self._db.execute("SELECT version, ranges FROM done WHERE job = ?", (job,)).fetchall())
         cursor = self._db.execute("SELECT unit FROM cursor WHERE job = ?", (job,)).fetchone()
-        return Saved(
+        return JournalState(
             epoch=row[0],
-            roster=marks[0],
-            gone=marks[1],
+            roster=incarnation_ids[0],
+            gone=incarnation_ids[1],
             decided=tuple(_decided(done.get(row[1], "[]") if row[0] == 0 else "[]", *row) for row in decided),
             cursor=cursor[0] if cursor is not None else 0,
         )
@@ -142,11 +151,11 @@ class Journal:
                 )  # fmt: skip
                 run(
                     "DELETE FROM decided WHERE job = ? AND fragment = ? AND version <= ?",
-                    (job, entry.fragment, entry.version - Rounds.HISTORY),
+                    (job, entry.fragment, entry.version - HISTORY),
                 )
                 if entry.done:
                     run("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", (job, entry.version, json.dumps(entry.done)))
-                    run("DELETE FROM done WHERE job = ? AND version <= ?", (job, entry.version - Rounds.HISTORY))
+                    run("DELETE FROM done WHERE job = ? AND version <= ?", (job, entry.version - HISTORY))
 
     def size(self) -> int:
         """Bytes of its files, 0 without one."""

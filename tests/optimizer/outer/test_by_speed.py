@@ -13,7 +13,7 @@ from ftopt.connect import local_groups, solo
 from ftopt.events import Event
 from ftopt.methods import SGD, DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.trigger_metrics import Tally
+from ftopt.optimizer.outer.trigger_metrics import StepTotals
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 from tests.reference import balanced
@@ -112,7 +112,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
                     now[0] += 100.0
         outer = optimizer._core.started()
         assert optimizer.versions == (2,), "after 3 and 33 steps"
-        assert outer.tally.pace(Tally()) == pytest.approx(1.0)
+        assert outer.totals.pace(StepTotals()) == pytest.approx(1.0)
 
 
 def test_a_replica_that_becomes_slower_has_fewer_steps_in_the_round_after() -> None:

@@ -98,7 +98,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(method: Meth
         for what, times in group.happened.items():
             happened[what] = happened.get(what, 0) + times
     print(happened)  # noqa: T201
-    missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reborn", "propose too late"}
+    missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reset", "propose too late"}
     assert all(happened.get(what, 0) >= walks // 4 for what in missing), happened
 
 

@@ -1,4 +1,5 @@
-"""Outer steps that are broken off, decided at odd moments, or weigh nothing: no inner step is lost, none is spoilt."""
+"""Outer steps that are broken off, decided at odd moments, or weigh nothing: no inner step is lost, none is
+corrupted."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
-from ftopt.methods import DiLoCo, LocalSGD, Method, Mine, Round, SlowMo, StreamingDiLoCo, Strided
+from ftopt.methods import DiLoCo, LocalSGD, Method, ReplicaView, Round, SlowMo, StreamingDiLoCo, Strided
 from ftopt.methods.method import OuterState
 from ftopt.methods.triggers import Progress
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.outer.freezer import Freezer
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors import pieces
-from ftopt.optimizer.tensors.pool import Copies
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import Attempt, Collective, ReplicaGroup
 from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import problem
@@ -76,7 +77,7 @@ class PerStep(LocalSGD):
     def elementwise(self) -> bool:
         return self.pieces
 
-    def payload(self, mine: Mine, out: Tensor) -> Tensor:
+    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
         return torch.sub(mine.start, mine.params, out=out).div_(mine.steps * mine.lr)
 
     def outer_step(
@@ -110,7 +111,7 @@ def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_no
                 _step(optimizer, model, m, step)
                 (fragment,) = optimizer._core.started().fragments
                 assert fragment.state is fragment.taken and fragment.base is fragment.start
-                optimizer._core.capture(Copies())
+                optimizer._core.capture(CopyPool())
             for step in range(3, 9):
                 _step(optimizer, model, m, step)
 
@@ -132,7 +133,7 @@ def test_an_interrupted_wait_loses_no_step(decided: bool, monkeypatch: pytest.Mo
                         patch.setattr(OuterStep, "_wait", interrupted)
                         _step(optimizer, model, m, step)
                     group.wait(0)
-                    optimizer._core.capture(Copies())
+                    optimizer._core.capture(CopyPool())
                 else:
                     _step(optimizer, model, m, step)
             assert optimizer.pending_steps == 0 and optimizer.versions == (3,)
@@ -161,7 +162,7 @@ def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.Mo
                     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
                         patch.setattr(OuterStep, "_wait", interrupted)
                         optimizer.sync()
-                    optimizer._core.capture(Copies())
+                    optimizer._core.capture(CopyPool())
                 if step % 2:
                     optimizer.sync()
             assert optimizer.pending_steps == 0 and optimizer.versions == (3, 3)
@@ -240,7 +241,7 @@ def test_steps_behind_parameters_that_were_given_up_are_sound(looked_at: bool) -
             for step in range(6):
                 _step(optimizer, model, m, step, scale=float("nan") if step == 3 else 1.0)
                 if looked_at:
-                    optimizer._core.capture(Copies())
+                    optimizer._core.capture(CopyPool())
                 finite.append(all(bool(p.isfinite().all()) for p in model.parameters()))
         return finite
 
@@ -282,7 +283,7 @@ def test_a_method_that_is_due_by_more_than_its_period_is_asked_at_each_step() ->
 def test_scalars_of_a_subclass_may_look_at_tensors() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Longer(SlowMo):
-        def scalars(self, mine: Mine) -> tuple[float, ...]:
+        def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
             return (mine.lr, float(mine.params.norm()))
 
     assert not SlowMo(sync_every=8).looks_at_whole and Longer(sync_every=8).looks_at_whole

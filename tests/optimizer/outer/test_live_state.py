@@ -32,7 +32,7 @@ def one(seed: int) -> tuple[nn.Module, OuterStep]:
 def test_a_fetched_model_is_served_as_it_came_until_it_is_taken_up() -> None:
     source, newcomer = one(1)[1], one(2)
     digest, tensors = source.state(0)
-    newcomer[1].install(Committed(0, 7, 7, 0), digest, tensors, reborn=False)
+    newcomer[1].install(Committed(0, 7, 7, 0), digest, tensors, reset=False)
     served, copies = newcomer[1].state(0)
     assert served == digest
     assert copies.keys() == tensors.keys()

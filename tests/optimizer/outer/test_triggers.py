@@ -33,9 +33,9 @@ from ftopt.methods import (
     StreamingDiLoCo,
     Strided,
 )
-from ftopt.methods.triggers import Agreed
+from ftopt.methods.triggers import RoundStats
 from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.optimizer.outer.trigger_metrics import Gauge
+from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, flat, problem
@@ -44,13 +44,13 @@ from tests.problems import Problem, flat, problem
 def _looks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Sweeps over the parameters from now on."""
     found: list[object] = []
-    look = Gauge.look
+    look = TriggerMetrics.look
 
-    def counted(self: Gauge, *args: Any) -> Any:
+    def counted(self: TriggerMetrics, *args: Any) -> Any:
         found.append(args[0])
         return look(self, *args)
 
-    monkeypatch.setattr(Gauge, "look", counted)
+    monkeypatch.setattr(TriggerMetrics, "look", counted)
     return found
 
 
@@ -70,16 +70,18 @@ def _alone(method: Method, steps: int, *, loss: bool = False) -> list[int]:
     return rounds
 
 
-def _agreed(optimizer: OuterOptimizer) -> Agreed:
+def _agreed(optimizer: OuterOptimizer) -> RoundStats:
     return optimizer._core.started().progress(0).agreed
 
 
-def _replicas(method: Method, steps: int, *, replicas: int = 3, name: str = "sgd") -> list[list[tuple[int, Agreed]]]:
+def _replicas(
+    method: Method, steps: int, *, replicas: int = 3, name: str = "sgd"
+) -> list[list[tuple[int, RoundStats]]]:
     """Trains replicas on their own batches; of each the steps of its rounds, and what was agreed on in them."""
     task = problem("linear", name)
     models, groups = [task.model(0) for _ in range(replicas)], local_groups(replicas, sync=PATIENT)
 
-    def replica(m: int) -> list[tuple[int, Agreed]]:
+    def replica(m: int) -> list[tuple[int, RoundStats]]:
         rounds = []
         with wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m]) as optimizer:
             for step in range(steps):

@@ -67,7 +67,7 @@ def test_what_is_in_ram_is_left_alone() -> None:
 
 def test_a_sweep_lets_go_behind_itself(tmp_path: Path) -> None:
     memory = Mapped(tmp_path)
-    kept, sizes = memory.keep(torch.randn(MANY)), [20_000] * 50 + [1_000_000] + [100_000] * 10
+    kept, sizes = memory.place(torch.randn(MANY)), [20_000] * 50 + [1_000_000] + [100_000] * 10
     let_go(kept)
     seen, stop = list[int](), 0
 
@@ -87,7 +87,7 @@ def test_a_sweep_lets_go_behind_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("numel", [5, 100_000, 1_000_003])
 def test_sums_of_blocks_are_those_of_ram(tmp_path: Path, numel: int) -> None:
     values = torch.randn(numel)
-    kept = Mapped(tmp_path).keep(values)
+    kept = Mapped(tmp_path).place(values)
     assert is_mapped(kept) and torch.equal(block_sums(kept), block_sums(values))
     assert damage(kept, block_sums(values)) == []
 

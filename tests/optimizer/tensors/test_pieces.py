@@ -9,7 +9,7 @@ import torch
 
 import ftopt
 from ftopt.methods import Method
-from ftopt.methods.method import Mine, Round
+from ftopt.methods.method import ReplicaView, Round
 from ftopt.optimizer.outer.frozen import flat_parts
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.digest import block_sums
@@ -51,7 +51,7 @@ def test_a_payload_in_pieces_is_that_of_the_whole(name: str, lossy: bool) -> Non
     torch.manual_seed(0)
     method, anchor = METHODS[name], torch.randn(N)
     start = anchor.bfloat16().float()
-    mine = Mine(anchor=anchor, start=start, params=torch.randn(N), layout=(), lossy=lossy)
+    mine = ReplicaView(anchor=anchor, start=start, params=torch.randn(N), layout=(), lossy=lossy)
     expected, found = method.payload(mine, torch.empty(N)).mul_(0.3), torch.empty(N)
     parts = flat_parts(mine.params, 1 << 16)
     measured = pieces.payload(method, replace(mine, params=torch.empty(0)), parts, found, 0.3)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator import batch_shares as sharing
-from ftopt.sync.protocol.coordinator.batch_shares import Sharing
+from ftopt.sync.protocol.coordinator import batch_shares as batch_shares
+from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.intervals import Ranges, contains
-from ftopt.sync.protocol.ledger.plans import Plan, Portion
+from ftopt.sync.protocol.ledger.plans import BatchPlan, Portion
 from ftopt.sync.protocol.replica.effects import Planned
 from ftopt.sync.protocol.replica.machine import Replica
 
@@ -44,12 +44,12 @@ def tie_off(patch: Patch) -> None:
 
 def any_plan_counts(patch: Patch) -> None:
     """A proposal counts whatever plan it is of"""
-    patch.setattr(Sharing, "fits", lambda self, mark, contribution: True)
+    patch.setattr(BatchShares, "fits", lambda self, incarnation_id, contribution: True)
 
 
 def part_of_a_batch(patch: Patch) -> None:
     """A quorum forms of shares that are not the whole batch"""
-    patch.setattr(Sharing, "covers", lambda self, members, proposals: True)
+    patch.setattr(BatchShares, "covers", lambda self, members, proposals: True)
 
 
 def plan_in_an_attempt(patch: Patch) -> None:
@@ -57,8 +57,8 @@ def plan_in_an_attempt(patch: Patch) -> None:
     step = Rounds.step
 
     def mutant(self: Rounds, now: float) -> Any:
-        early = self.attempt is not None and self.sharing is not None
-        effects = self._share_out(now, self.sharing) if early and self.sharing is not None else []
+        early = self.attempt is not None and self.batch_shares is not None
+        effects = self._share_out(now, self.batch_shares) if early and self.batch_shares is not None else []
         return effects + step(self, now)
 
     patch.setattr(Rounds, "step", mutant)
@@ -94,7 +94,9 @@ def frozen_under_a_plan(patch: Patch) -> None:
 def all_claims_hold(patch: Patch) -> None:
     """A coordinator that starts leaves all replicas what they report, also what two report"""
 
-    def mutant(version: int, batch: Ranges, claims: Mapping[m.Mark, tuple[int, Ranges]]) -> Plan:
-        return Plan(0, version, batch, {mark: units for mark, (_, units) in claims.items() if units})
+    def mutant(version: int, batch: Ranges, claims: Mapping[m.IncarnationId, tuple[int, Ranges]]) -> BatchPlan:
+        return BatchPlan(
+            0, version, batch, {incarnation_id: units for incarnation_id, (_, units) in claims.items() if units}
+        )
 
-    patch.setattr(sharing, "restart", mutant)
+    patch.setattr(batch_shares, "restart", mutant)

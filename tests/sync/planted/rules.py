@@ -18,18 +18,18 @@ import pytest
 from ftopt.simulate import saving
 from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.attempts import Agreed, Attempt
+from ftopt.sync.protocol.coordinator.attempts import Attempt, RoundOutcome
 from ftopt.sync.protocol.coordinator.catch_up import CatchUp
-from ftopt.sync.protocol.coordinator.grants import Lending
+from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.sync.protocol.coordinator.startup import Gathering
+from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
-from ftopt.sync.protocol.ledger.unit_queue import Stock
-from ftopt.sync.protocol.replica.machine import Adopt, Replica, Send, StartReduce
+from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
+from ftopt.sync.protocol.replica.machine import CommitPrepared, Replica, Send, StartReduce
 from tests.sync.planted import copies, plans
 
 LIMIT = 10_000
@@ -124,7 +124,7 @@ def commit_early(patch: Patch) -> None:
 
     def mutant(self: Attempt) -> Any:
         if self.prepared and self.alive():
-            return Agreed(next(iter(self.prepared.values())))
+            return RoundOutcome(next(iter(self.prepared.values())))
         return verdict(self)
 
     def commit(self: Rounds, digest: str) -> Any:
@@ -179,7 +179,7 @@ def any_digest(patch: Patch) -> None:
         if p is None or p.attempt != message.attempt:
             return []
         f.record, f.prepared, f.contribution = p.record, None, None
-        return [Adopt(p.attempt, p.record)]
+        return [CommitPrepared(p.attempt, p.record)]
 
     patch.setattr(Replica, "_commit", mutant)
 
@@ -221,21 +221,23 @@ def absent_is_dead(patch: Patch) -> None:
     patch.setattr(
         Member,
         "may_hold",
-        lambda self, at: self.conn is not None and at in (self.held.get(at.fragment), self.hopes.get(at.fragment)),
+        lambda self, at: (
+            self.conn is not None and at in (self.held.get(at.fragment), self.maybe_fetched.get(at.fragment))
+        ),
     )
     patch.setattr(Member, "may_exceed", lambda self, best: False)
-    patch.setattr(Gathering, "_unheard", lambda self: [])
+    patch.setattr(Startup, "_unheard", lambda self: [])
 
 
 def wait_off(patch: Patch) -> None:
-    """A coordinator without memory goes on with the first veteran."""
-    may_end = Gathering.may_end
-    patch.setattr(Gathering, "may_end", lambda self, now: bool(self.veterans()) or may_end(self, now))
+    """A coordinator without memory goes on with the first state holder."""
+    may_end = Startup.may_end
+    patch.setattr(Startup, "may_end", lambda self, now: bool(self.state_holders()) or may_end(self, now))
 
 
 def cold_off(patch: Patch) -> None:
     """Whoever comes first starts the job anew."""
-    patch.setattr(Gathering, "may_end", lambda self, now: bool(self.hellos))
+    patch.setattr(Startup, "may_end", lambda self, now: bool(self.hellos))
 
 
 def rollback_off(patch: Patch) -> None:
@@ -303,8 +305,8 @@ def suspect_releases(patch: Patch) -> None:
     away = Members.away
 
     def mutant(self: Members, now: float, member: Member, *, close: bool = False) -> Any:
-        if self.lending is not None:
-            self.lending.gone(member.mark)
+        if self.grants is not None:
+            self.grants.gone(member.incarnation_id)
         return away(self, now, member, close=close)
 
     patch.setattr(Members, "away", mutant)
@@ -314,12 +316,12 @@ def limbo_off(patch: Patch) -> None:
     """A new coordinator takes for free what it knows nothing of"""
     ledger_open = Ledger.open
     patch.setattr(Ledger, "open", lambda self, done, cursor, unheard: ledger_open(self, done, cursor, ()))
-    patch.setattr(Ledger, "expect", lambda self, mark: None)
+    patch.setattr(Ledger, "expect", lambda self, incarnation_id: None)
 
 
 def cursor_of_done(patch: Patch) -> None:
     """A new coordinator takes the cursor from what is done"""
-    patch.setattr(Gathering, "cursor", lambda self: 0)
+    patch.setattr(Startup, "cursor", lambda self: 0)
 
 
 def dead_not_done(patch: Patch) -> None:
@@ -338,14 +340,14 @@ def claim_adds(patch: Patch) -> None:
     """What a replica says that it holds is added to what was believed of it"""
     claim = Ledger.claim
 
-    def mutant(self: Ledger, mark: m.Mark, ranges: Ranges) -> Any:
-        return claim(self, mark, union(ranges, self.leases.get(mark, ())))
+    def mutant(self: Ledger, incarnation_id: m.IncarnationId, ranges: Ranges) -> Any:
+        return claim(self, incarnation_id, union(ranges, self.leases.get(incarnation_id, ())))
 
     patch.setattr(Ledger, "claim", mutant)
 
 
 def gone_untold(patch: Patch) -> None:
-    """Replicas do not keep the gone marks, and a coordinator without memory lets the gone in"""
+    """Replicas do not keep the gone incarnations, and a coordinator without memory lets the gone in"""
     learn = Replica._learn
     patch.setattr(Replica, "_learn", lambda self, known, gone: learn(self, known, ()))
 
@@ -357,37 +359,37 @@ def hold_off(patch: Patch) -> None:
 
 def taken_is_used(patch: Patch) -> None:
     """What a loader has taken ahead counts as used"""
-    take = Stock.take
+    take = UnitQueue.take
 
-    def mutant(self: Stock) -> Any:
+    def mutant(self: UnitQueue) -> Any:
         unit = take(self)
         if unit is not None:
             self._used = union(self._used, ((unit, unit + 1),))
         return unit
 
-    patch.setattr(Stock, "take", mutant)
+    patch.setattr(UnitQueue, "take", mutant)
 
 
 def void_is_used(patch: Patch) -> None:
     """A replica that was given up counts what its void steps have used since it came back"""
-    patch.setattr(Stock, "redo", lambda self: None)
+    patch.setattr(UnitQueue, "redo", lambda self: None)
 
 
 def tail_off(patch: Patch) -> None:
     """At the end of the data a replica that hangs is waited for for ever"""
-    patch.setattr(Lending, "waits_since_s", lambda self, mark: math.inf)
+    patch.setattr(Grants, "waits_since_s", lambda self, incarnation_id: math.inf)
 
 
 def asks_once(patch: Patch) -> None:
     """What was asked for when nothing was free is forgotten"""
-    grant = Lending._grant
+    grant = Grants._grant
 
-    def mutant(self: Lending) -> Any:
+    def mutant(self: Grants) -> Any:
         effects = grant(self)
         self._asks.clear()
         return effects
 
-    patch.setattr(Lending, "_grant", mutant)
+    patch.setattr(Grants, "_grant", mutant)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -395,7 +397,7 @@ def asks_once(patch: Patch) -> None:
 
 def life_again(patch: Patch) -> None:
     """Who restores a checkpoint lives a life again that its state counts"""
-    patch.setattr(saving, "another_life", lambda mark, there, newest: (mark, {}))
+    patch.setattr(saving, "another_life", lambda incarnation_id, there, newest: (incarnation_id, {}))
 
 
 def resumed_untold(patch: Patch) -> None:

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from ftopt.simulate.check import Checks, Version
+from ftopt.simulate.check import Checks, SimVersion
 from ftopt.simulate.host import Content
-from ftopt.simulate.tally import Tally
+from ftopt.simulate.tally import Coverage
 from ftopt.simulate.walk import run
 from ftopt.simulate.world import Knobs, World
 from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
@@ -22,7 +22,7 @@ HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
 
 @pytest.mark.timeout(600)
 def test_histories_hold_every_invariant_and_cover_the_protocol(capsys: pytest.CaptureFixture[str]) -> None:
-    tally = Tally()
+    tally = Coverage()
     for _ in tally.walk(0, HISTORIES):
         pass
     if tally.failed is not None:
@@ -48,7 +48,7 @@ def test_a_fork_is_excused_where_an_excused_coordinator_has_made_it_and_nowhere_
         ("start", "", 0, 1), ("a", "start", 1, 1), ("a twice", "start", 1, 1), ("b", "start", 1, 2),
         ("bc", "b", 2, 3), ("bd", "b", 2, 4),
     ):  # fmt: skip
-        checks.versions[(0, chain)] = Version(parent, version, Content(chain))
+        checks.versions[(0, chain)] = SimVersion(parent, version, Content(chain))
         checks.deciders[(0, chain)] = epoch
     assert not checks.one_history(0, "a", "b")
     checks.excuse(2, "it did not hear of a")

@@ -31,7 +31,7 @@ from ftopt.job.harm import Harm
 from ftopt.job.subscribers import StepLog, StepRecord, fan_out
 from ftopt.sync.server.coordinator import CoordinatorServer, run_coordinator
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.summary import summarize
 from tests.forkserver import CONTEXT, die_with_parent
 
@@ -415,7 +415,7 @@ class TinyJob:
             self.processes[name].join(LIMIT_S)
             assert self.processes[name].exitcode == 0, (name, self.processes[name].exitcode)
         files = RunFolder(self.folder)
-        steps = {name: read(files.steps(name)) for name in self.names}
+        steps = {name: read_lines(files.steps(name)) for name in self.names}
         return summarize([e for e in self.events() if self._is_own(e)], steps)
 
     def _is_own(self, event: dict[str, Any]) -> bool:

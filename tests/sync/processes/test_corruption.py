@@ -57,7 +57,7 @@ def test_a_repeat_offender_is_put_out_heals_and_comes_back(tmp_path: Path) -> No
         job.enough()
         summary = job.end()
         without = next(e for e in job.events("decide") if e["t_s"] > second["t_s"])
-        (told,) = job.events("put_out")
+        (told,) = job.events("evicted")
     assert [m[0] for m in without["data"]["members"]] == ["r0", "r2"]
     assert (told["replica"], told["fragment"], told["version"]) == ("r1", 0, second["version"])
     assert_nothing_lost(summary)

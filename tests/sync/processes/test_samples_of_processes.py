@@ -12,7 +12,7 @@ import pytest
 from ftopt.faults.spec import Fault
 from ftopt.sync.group import Samples
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 from ftopt.telemetry.samples import Entry, list_units
 from tests.sync.processes.job import FAST, TinyJob, assert_nothing_lost, tiny_job
 
@@ -22,7 +22,7 @@ SYNC = replace(FAST, grace_s=0.3, forget_s=20.0, tail_s=5.0)
 
 def assert_every_sample_once(job: TinyJob, summary: dict[str, Any], samples: Samples = SAMPLES) -> None:
     assert samples.units is not None
-    assert list_units(read(RunFolder(job.folder).events)) == [Entry(0, samples.units, 1)]
+    assert list_units(read_lines(RunFolder(job.folder).events)) == [Entry(0, samples.units, 1)]
     assert summary["samples_committed"] == samples.count([(0, samples.units)])
     assert (summary["samples_duplicated"], summary["samples_lost"]) == (0, 0)
 

@@ -23,7 +23,7 @@ def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_pa
         job.start_all()
         summary = job.end()
         kernels = {e["replica"]: e["data"] for e in job.events("kernels")}
-        alarms = [e for e in job.events() if e["event"] in ("mismatch", "damaged", "put_out", "fork", "abort")]
+        alarms = [e for e in job.events() if e["event"] in ("mismatch", "damaged", "evicted", "fork", "abort")]
     assert kernels["r1"]["cpu_capability"] == "DEFAULT" != kernels["r0"]["cpu_capability"]
     assert [kernels[name]["threads"] for name in ("r0", "r1", "r2")] == [1, 1, 2]
     assert summary["outer_steps"] >= 10

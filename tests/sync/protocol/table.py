@@ -12,7 +12,7 @@ from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
-from ftopt.sync.protocol.ledger.unit_queue import Stock
+from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.replica import machine as r
 from ftopt.sync.protocol.samples import Samples
 
@@ -42,13 +42,13 @@ class Seat:
             )
         )
         self.machine.lease.wants = table.wants
-        self.stock = Stock()
+        self.unit_queue = UnitQueue()
         """The units that it was granted."""
         self.heard_dry: list[bool] = []
         """Whether there was nothing to grant, as it was told."""
         self.conn: int | None = None
         self.inbox: list[m.FromCoordinator] = []
-        self.asked: list[r.Effect] = []
+        self.asked: list[r.ReplicaEffect] = []
         self.hangs = False
         """Its reducer hangs: it does not say that it has stopped."""
         self.frozen = False
@@ -95,21 +95,21 @@ class Seat:
             self.cut()
         return Seat(self.table, self.name, self.machine.identity.initial)
 
-    def do(self, effects: list[r.Effect]) -> None:
+    def do(self, effects: list[r.ReplicaEffect]) -> None:
         for effect in effects:
             if isinstance(effect, r.Send):
                 self.say(effect.message)
                 continue
             if isinstance(effect, r.Granted):
-                self.stock.grant(effect.ranges)
+                self.unit_queue.grant(effect.ranges)
                 if not effect.ranges:
-                    self.heard_dry.append(effect.dry)
+                    self.heard_dry.append(effect.out_of_units)
                 continue
             if isinstance(effect, r.Settled):
-                self.twice = union(self.twice, self.stock.settle(effect.done, effect.own))
+                self.twice = union(self.twice, self.unit_queue.settle(effect.done, effect.own))
                 continue
-            if isinstance(effect, r.Reborn):
-                self.stock.reset()
+            if isinstance(effect, r.Reset):
+                self.unit_queue.reset()
             self.asked.append(effect)
             if isinstance(effect, r.StopReduce) and not self.hangs:
                 self.stop(effect)
@@ -153,7 +153,7 @@ class Seat:
         """Offers all steps up to ``last_step``; what follows stays in the inboxes."""
         record = self.held(fragment)
         steps = last_step - self.machine.counted_step(record)
-        ranges = () if fragment else self.stock.offer()
+        ranges = () if fragment else self.unit_queue.offer()
         contribution = m.Contribution(fragment, record.version, steps, last_step, float(steps), ranges=ranges)
         self.do(self.machine.propose(contribution, now=now))
         return contribution
@@ -161,15 +161,15 @@ class Seat:
     def use(self, units: int) -> None:
         """Inner steps use so many units."""
         for _ in range(units):
-            unit = self.stock.take()
-            assert unit is not None and self.stock.draw(unit)
-        self.stock.use()
+            unit = self.unit_queue.take()
+            assert unit is not None and self.unit_queue.draw(unit)
+        self.unit_queue.use()
 
     def reduce(self, digest: str = "sum") -> r.StartReduce:
         """Takes the quorum in, reduces, and prepares."""
         self.take()
         start = self.pop(r.StartReduce)
-        rows = [[self.table.last_step(mark, start)] for mark in start.members]
+        rows = [[self.table.last_step(incarnation_id, start)] for incarnation_id in start.members]
         self.do(self.machine.reduced(start.quorum.fragment, start.quorum.attempt, digest, rows))
         return start
 
@@ -202,7 +202,7 @@ class Table:
         self.next_conn = 0
         self.seats_by_conn: dict[int, Seat] = {}
         self.journal: list[e.Journalled] = []
-        self.told: list[e.Tell] = []
+        self.told: list[e.Emit] = []
         self.coordinator = Coordinator("j", now=self.now)
 
     def start(self, *names: str) -> list[Seat]:
@@ -215,10 +215,10 @@ class Table:
             assert all(seat.held(f).version == 0 for f in range(self.fragments))
         return seats
 
-    def do(self, effects: list[e.Effect]) -> None:
+    def do(self, effects: list[e.CoordinatorEffect]) -> None:
         for effect in effects:
             match effect:
-                case e.Send(conn=conn, message=message):
+                case e.SendTo(conn=conn, message=message):
                     if conn in self.seats_by_conn:
                         self.seats_by_conn[conn].inbox.append(message)
                 case e.Close(conn=conn):
@@ -226,7 +226,7 @@ class Table:
                         seat.take()
                         seat.conn = None
                         seat.do(seat.machine.disconnect())
-                case e.Tell():
+                case e.Emit():
                     self.told.append(effect)
                 case e.Halt():
                     pass
@@ -240,7 +240,7 @@ class Table:
             self.now = min(end, self.now + 1.0)
             for seat in list(self.seats_by_conn.values()):
                 if seat.machine.welcomed and not seat.frozen:
-                    seat.say(m.Progress("training", 1, 0.1))
+                    seat.say(m.Heartbeat("training", 1, 0.1))
             self.do(self.coordinator.tick(self.now))
 
     def wait(self, seconds: float) -> None:
@@ -261,20 +261,20 @@ class Table:
             self.journal.clear()
         self.coordinator = Coordinator("j", saved=saved, now=self.now, life=self.life)
 
-    def last_step(self, mark: m.Mark, start: r.StartReduce) -> int:
+    def last_step(self, incarnation_id: m.IncarnationId, start: r.StartReduce) -> int:
         """What that member exchanges in an attempt: the last step of its contribution."""
         attempt = self.coordinator.rounds[start.quorum.fragment].attempt
         assert attempt is not None and attempt.attempt == start.quorum.attempt
-        return attempt.contributions[mark[0]].last_step
+        return attempt.contributions[incarnation_id[0]].last_step
 
-    def events(self, name: str) -> list[e.Tell]:
+    def events(self, name: str) -> list[e.Emit]:
         return [tell for tell in self.told if tell.event == name]
 
     @property
     def ledger(self) -> Ledger:
         """The coordinator's, of a job that has one."""
-        assert self.coordinator.lending is not None
-        return self.coordinator.lending.ledger
+        assert self.coordinator.grants is not None
+        return self.coordinator.grants.ledger
 
     @property
     def version(self) -> int:

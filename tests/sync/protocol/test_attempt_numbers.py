@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from ftopt.sync.protocol.coordinator.attempts import Numbers
+from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 
 
 def test_a_new_epoch_of_one_life_repeats_no_number_of_an_old_one_that_had_more_than_a_million() -> None:
-    numbers = Numbers(epoch=10)
+    numbers = AttemptNumbers(epoch=10)
     for _ in range(1_000_005):
         last = numbers.next()
     numbers.restart(11)
@@ -12,4 +12,4 @@ def test_a_new_epoch_of_one_life_repeats_no_number_of_an_old_one_that_had_more_t
 
 
 def test_an_epoch_after_a_clock_that_was_set_back_begins_above_what_the_journal_has() -> None:
-    assert Numbers(epoch=11, used=11_000_700).next() == 11_000_701
+    assert AttemptNumbers(epoch=11, used=11_000_700).next() == 11_000_701

@@ -60,7 +60,7 @@ def test_a_newcomer_has_half_a_second_from_when_it_holds_the_version() -> None:
     table, a, b, c = overtaken(2.0)
     a.propose(10)
     b.propose(10)
-    c.say(m.Progress("fetching", 0, 0.0))
+    c.say(m.Heartbeat("fetching", 0, 0.0))
     table.wait(1.9)
     c.end_fetch(a.record)
     assert c.machine.called_in(0)

@@ -64,7 +64,7 @@ def test_a_fragment_that_lags_behind_keeps_nobody_from_the_others_rounds() -> No
     a.take()
     b.take()
     assert b.machine.fetching(1) and not b.machine.fetching(0)
-    b.say(m.Progress("training", 9, 0.1))
+    b.say(m.Heartbeat("training", 9, 0.1))
     for seat in (a, b):
         seat.propose(10, 0)
     assert [(q.fragment, q.size) for q in a.got(m.Quorum)] == [(0, 2)]

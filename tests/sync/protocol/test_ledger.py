@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from ftopt.sync.protocol.intervals import Ranges, intersect, size, subtract, union
 from ftopt.sync.protocol.ledger.ledger import MAX_HOLES, MAX_PARTS, STRIDE, Ledger
-from ftopt.sync.protocol.ledger.unit_queue import Stock
-from ftopt.sync.protocol.messages import Mark
+from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
+from ftopt.sync.protocol.messages import IncarnationId
 from ftopt.sync.protocol.samples import Samples
 
 ENDLESS = Samples(samples=100, batch_size=1)
@@ -127,47 +127,47 @@ def test_whatever_happens_each_unit_is_done_once_or_leased_or_free(seed: int, un
     chance = random.Random(seed)
     ledger = Ledger(ENDLESS if units is None else finite(units))
     lives = dict.fromkeys("abcd", 1)
-    marks = [(name, 1) for name in lives]
-    for mark in marks:
-        ledger.claim(mark, ())
+    incarnation_ids = [(name, 1) for name in lives]
+    for incarnation_id in incarnation_ids:
+        ledger.claim(incarnation_id, ())
     for _ in range(60):
-        at = chance.randrange(len(marks))
-        mark = marks[at]
+        at = chance.randrange(len(incarnation_ids))
+        incarnation_id = incarnation_ids[at]
         match chance.randrange(5):
             case 0 | 1:
                 before = union(*ledger.leases.values(), ledger.done, ledger.under_way)
-                granted = ledger.grant([(mark, chance.randrange(1, 12))], shares=chance.randrange(1, 5))
+                granted = ledger.grant([(incarnation_id, chance.randrange(1, 12))], shares=chance.randrange(1, 5))
                 for ranges in granted.values():
                     assert not intersect(ranges, before)
             case 2:
-                used = [_some(chance, ledger.leases.get(x, ())) for x in marks]
+                used = [_some(chance, ledger.leases.get(x, ())) for x in incarnation_ids]
                 ledger.hold(union(*used))
                 if chance.random() < 0.5:
-                    _bury(ledger, marks, chance.randrange(len(marks)))
+                    _bury(ledger, incarnation_ids, chance.randrange(len(incarnation_ids)))
                 if chance.random() < 0.7:
                     ledger.commit(ledger.under_way)
                 else:
                     ledger.release()
             case 3:
-                _bury(ledger, marks, at)
+                _bury(ledger, incarnation_ids, at)
             case 4:
-                ledger.claim(mark, _some(chance, ledger.leases.get(mark, ())))
+                ledger.claim(incarnation_id, _some(chance, ledger.leases.get(incarnation_id, ())))
         sets = [ledger.done, ledger.free(), *ledger.leases.values()]
         assert union(*sets) == (((0, ledger.cursor),) if ledger.cursor else ())
         assert sum(map(size, sets)) == ledger.cursor
-    for mark in marks:  # and in the end all of them are
-        ledger.gone(mark)
+    for incarnation_id in incarnation_ids:  # and in the end all of them are
+        ledger.gone(incarnation_id)
     if units is not None:
         while granted := ledger.grant([(("z", 1), 50)]):
             ledger.commit(granted[("z", 1)])
         assert ledger.ended
 
 
-def _bury(ledger: Ledger, marks: list[Mark], at: int) -> None:
+def _bury(ledger: Ledger, incarnation_ids: list[IncarnationId], at: int) -> None:
     """One is gone, and its successor comes."""
-    ledger.gone(marks[at])
-    marks[at] = (marks[at][0], marks[at][1] + 1)
-    ledger.claim(marks[at], ())
+    ledger.gone(incarnation_ids[at])
+    incarnation_ids[at] = (incarnation_ids[at][0], incarnation_ids[at][1] + 1)
+    ledger.claim(incarnation_ids[at], ())
 
 
 def _some(chance: random.Random, ranges: Ranges) -> Ranges:
@@ -178,100 +178,100 @@ def _some(chance: random.Random, ranges: Ranges) -> Ranges:
 
 
 def test_what_an_undone_step_used_is_drawn_again_and_no_contribution_holds_it() -> None:
-    stock = Stock()
-    stock.grant(((0, 9),))
+    unit_queue = UnitQueue()
+    unit_queue.grant(((0, 9),))
     for unit in range(6):
-        assert stock.take() == unit
-        assert stock.draw(unit)
+        assert unit_queue.take() == unit
+        assert unit_queue.draw(unit)
         if unit % 2:
-            stock.use()
-    assert stock.offer() == ((0, 6),)
-    stock.unuse()
-    assert (stock.offer(), stock.unused) == (((0, 4),), 2)
-    stock.unuse()  # one step back
-    assert stock.offer() == ((0, 4),)
-    assert stock.take() == 6
-    assert stock.draw(6)
-    stock.use()
-    assert stock.offer() == ((0, 7),)
-    assert stock.settle(((5, 7),), ()) == ((5, 7),)  # another replica has used them besides
-    stock.unuse()
-    assert (stock.offer(), stock.unused) == (((0, 4),), 1)
-    stock.use()
-    stock.redo()
-    stock.unuse()
-    assert (stock.offer(), stock.queued) == ((), 7)
+            unit_queue.use()
+    assert unit_queue.offer() == ((0, 6),)
+    unit_queue.unuse()
+    assert (unit_queue.offer(), unit_queue.unused) == (((0, 4),), 2)
+    unit_queue.unuse()  # one step back
+    assert unit_queue.offer() == ((0, 4),)
+    assert unit_queue.take() == 6
+    assert unit_queue.draw(6)
+    unit_queue.use()
+    assert unit_queue.offer() == ((0, 7),)
+    assert unit_queue.settle(((5, 7),), ()) == ((5, 7),)  # another replica has used them besides
+    unit_queue.unuse()
+    assert (unit_queue.offer(), unit_queue.unused) == (((0, 4),), 1)
+    unit_queue.use()
+    unit_queue.redo()
+    unit_queue.unuse()
+    assert (unit_queue.offer(), unit_queue.queued) == ((), 7)
 
 
 def test_a_unit_goes_from_the_grant_to_the_commit() -> None:
-    stock = Stock()
-    stock.grant(((7, 9), (3, 4)))
-    assert [stock.take() for _ in range(4)] == [7, 8, 3, None]
-    assert stock.unused == 3
-    assert stock.draw(7) and stock.draw(8)
-    assert stock.offer() == ()
-    stock.use()
-    assert stock.offer() == ((7, 9),)
-    assert stock.draw(3)  # ahead of the snapshot, or behind it: the step says so
-    assert stock.offer() == ((7, 9),)
-    assert stock.settle(((0, 8),), ((7, 8),)) == ()
-    assert stock.offer() == ((8, 9),)
+    unit_queue = UnitQueue()
+    unit_queue.grant(((7, 9), (3, 4)))
+    assert [unit_queue.take() for _ in range(4)] == [7, 8, 3, None]
+    assert unit_queue.unused == 3
+    assert unit_queue.draw(7) and unit_queue.draw(8)
+    assert unit_queue.offer() == ()
+    unit_queue.use()
+    assert unit_queue.offer() == ((7, 9),)
+    assert unit_queue.draw(3)  # ahead of the snapshot, or behind it: the step says so
+    assert unit_queue.offer() == ((7, 9),)
+    assert unit_queue.settle(((0, 8),), ((7, 8),)) == ()
+    assert unit_queue.offer() == ((8, 9),)
 
 
 def test_steps_with_units_that_are_done_by_another_one_are_told_and_offer_them_no_more() -> None:
-    stock = Stock()
-    stock.grant(((0, 4),))
-    for unit in (stock.take(), stock.take(), stock.take()):
-        assert unit is not None and stock.draw(unit)
-    stock.use()
-    assert stock.settle(((0, 2),), ((0, 1),)) == ((1, 2),)
-    assert stock.offer() == ((2, 3),)
+    unit_queue = UnitQueue()
+    unit_queue.grant(((0, 4),))
+    for unit in (unit_queue.take(), unit_queue.take(), unit_queue.take()):
+        assert unit is not None and unit_queue.draw(unit)
+    unit_queue.use()
+    assert unit_queue.settle(((0, 2),), ((0, 1),)) == ((1, 2),)
+    assert unit_queue.offer() == ((2, 3),)
 
 
 def test_steps_that_are_void_are_done_again_first() -> None:
-    stock = Stock()
-    stock.grant(((0, 4), (8, 9)))
-    for unit in (stock.take(), stock.take()):
-        assert unit is not None and stock.draw(unit)
-    stock.use()
-    stock.redo()
-    assert stock.offer() == ()
-    assert [stock.take() for _ in range(5)] == [0, 1, 2, 3, 8]
+    unit_queue = UnitQueue()
+    unit_queue.grant(((0, 4), (8, 9)))
+    for unit in (unit_queue.take(), unit_queue.take()):
+        assert unit is not None and unit_queue.draw(unit)
+    unit_queue.use()
+    unit_queue.redo()
+    assert unit_queue.offer() == ()
+    assert [unit_queue.take() for _ in range(5)] == [0, 1, 2, 3, 8]
 
 
 def test_what_is_held_no_more_is_not_drawn() -> None:
-    stock = Stock()
-    stock.grant(((0, 4),))
-    assert stock.take() == 0
-    stock.reset()
-    assert not stock.draw(0)
-    assert stock.queued == stock.unused == 0
-    stock.grant(((4, 8),))
-    assert stock.take() == 4
-    assert stock.settle(((4, 6),), ()) == ()  # another one's steps have used them, too
-    assert not stock.draw(4)
-    assert stock.take() == 6
+    unit_queue = UnitQueue()
+    unit_queue.grant(((0, 4),))
+    assert unit_queue.take() == 0
+    unit_queue.reset()
+    assert not unit_queue.draw(0)
+    assert unit_queue.queued == unit_queue.unused == 0
+    unit_queue.grant(((4, 8),))
+    assert unit_queue.take() == 4
+    assert unit_queue.settle(((4, 6),), ()) == ()  # another one's steps have used them, too
+    assert not unit_queue.draw(4)
+    assert unit_queue.take() == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_stock_keeps_what_it_has_not_used(seed: int) -> None:
     chance = random.Random(seed)
-    stock, granted, done, taken = Stock(), (), (), list[int]()
+    unit_queue, granted, done, taken = UnitQueue(), (), (), list[int]()
     for _ in range(100):
         match chance.randrange(5):
             case 0:
                 start = granted[-1][1] + chance.randrange(2) if granted else 0
-                stock.grant(((start, start + 3),))
+                unit_queue.grant(((start, start + 3),))
                 granted = union(granted, ((start, start + 3),))
             case 1 | 2:
-                if (unit := stock.take()) is not None:
+                if (unit := unit_queue.take()) is not None:
                     taken.append(unit)
             case 3:
                 if taken:
-                    assert stock.draw(taken.pop(0))
-                stock.use()
+                    assert unit_queue.draw(taken.pop(0))
+                unit_queue.use()
             case 4 if chance.random() < 0.3:
-                done = union(done, stock.offer())
-                assert stock.settle(done, stock.offer()) == ()
-        left = stock.queued + stock.unused + size(stock.offer())
+                done = union(done, unit_queue.offer())
+                assert unit_queue.settle(done, unit_queue.offer()) == ()
+        left = unit_queue.queued + unit_queue.unused + size(unit_queue.offer())
         assert left == size(subtract(granted, done))

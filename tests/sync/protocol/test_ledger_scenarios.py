@@ -81,7 +81,7 @@ def test_gone_alone_releases_what_a_suspect_holds() -> None:
     table.tick(21.0)
     b.do(b.machine.ask())
     b.take()
-    assert b.stock.queued == 20
+    assert b.unit_queue.queued == 20
     assert b.machine.lease.held[0] == (3, 10), "what is released is granted first"
 
 
@@ -92,8 +92,8 @@ def test_a_gone_one_comes_back_without_its_units() -> None:
     table.tick(21.0)
     a.open()
     a.take()
-    assert a.pop(r.Reborn)
-    assert (a.stock.queued, a.stock.offer(), a.machine.lease.held) == (0, (), ())
+    assert a.pop(r.Reset)
+    assert (a.unit_queue.queued, a.unit_queue.offer(), a.machine.lease.held) == (0, (), ())
     a.connect()
     assert a.machine.incarnation == 2
     assert a.machine.lease.held == (), "nobody holds units before it holds a state"
@@ -172,8 +172,8 @@ def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() 
     table.tick(21.0)
     b.use(10)
     b.do(b.machine.ask())
-    kinds = [type(x) for x in b.inbox if isinstance(x, m.Roster | m.Grant)]
-    assert kinds == [m.Roster, m.Grant]
+    kinds = [type(x) for x in b.inbox if isinstance(x, m.RosterUpdate | m.Grant)]
+    assert kinds == [m.RosterUpdate, m.Grant]
     b.take()
     assert b.machine.lease.held == ((0, 20),)
     table.restart(journal=False)
@@ -181,7 +181,7 @@ def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() 
     b.open()
     table.tick(1.0)
     a.take()
-    assert a.pop(r.Reborn)
+    assert a.pop(r.Reset)
     assert table.ledger.leases["b", 1] == ((0, 20),)
 
 
@@ -239,21 +239,21 @@ def test_what_a_void_or_spoilt_contribution_has_used_is_not_handed_on() -> None:
     _, (a, b) = job("a", "b")
     a.use(5)
     b.use(5)
-    spoilt = m.Contribution(0, 0, 5, 5, 0.0, finite=False, ranges=a.stock.offer())
-    a.do(a.machine.propose(spoilt))
+    corrupted = m.Contribution(0, 0, 5, 5, 0.0, finite=False, ranges=a.unit_queue.offer())
+    a.do(a.machine.propose(corrupted))
     b.propose(5)
     a.reduce()
     b.reduce()
     a.take()
     assert a.record.done == ((0, 5), (10, 15))
-    assert a.stock.offer() == ()
+    assert a.unit_queue.offer() == ()
 
 
 def test_an_outlier_keeps_what_it_has_used_with_its_steps() -> None:
     table, seats = job("a", "b", "c")
     for seat, norm in zip(seats, (1.0, 1.0, 1e6), strict=True):
         seat.use(5)
-        offer = m.Contribution(0, 0, 5, 5, 5.0, norm=norm, ranges=seat.stock.offer())
+        offer = m.Contribution(0, 0, 5, 5, 5.0, norm=norm, ranges=seat.unit_queue.offer())
         seat.do(seat.machine.propose(offer))
     for seat in seats:
         seat.reduce()
@@ -261,7 +261,7 @@ def test_an_outlier_keeps_what_it_has_used_with_its_steps() -> None:
         seat.take()
     assert table.events("outlier")
     assert seats[2].record.done == ((0, 5), (10, 15))
-    assert seats[2].stock.offer() == ((20, 25),)
+    assert seats[2].unit_queue.offer() == ((20, 25),)
 
 
 def test_a_leaver_gives_back_what_it_has_not_used() -> None:
@@ -290,7 +290,7 @@ def test_at_the_end_of_the_data_the_rest_of_one_who_is_away_is_waited_for_and_th
     a.reduce()
     a.do(a.machine.ask())
     a.take()
-    assert (a.stock.queued, a.machine.lease.held) == (0, ())
+    assert (a.unit_queue.queued, a.machine.lease.held) == (0, ())
     table.tick(4.0)
     assert not table.events("gone")
     table.tick(4.0)
@@ -314,7 +314,7 @@ def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:
     b.machine.roster.clear()
     b.machine.lease.cursor = 0
     b.machine.lease.held = ()
-    b.stock.reset()
+    b.unit_queue.reset()
     b.connect()
     assert b.machine.lease.held == ((0, 10),)
     a.connect()
@@ -327,7 +327,7 @@ def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:
     b.take()
     a.fetch(b)
     assert a.twice == ((0, 2),)
-    assert a.stock.offer() == ((2, 4),)
+    assert a.unit_queue.offer() == ((2, 4),)
 
 
 def test_the_last_units_are_done_also_when_no_step_that_used_them_was_finite() -> None:
@@ -335,12 +335,12 @@ def test_the_last_units_are_done_also_when_no_step_that_used_them_was_finite() -
     table, (a,) = job("a", samples=Samples(samples=4, batch_size=1, epochs=1), wants=4)
     commit(a, units=2, last_step=2)
     a.use(1)
-    weightless = m.Contribution(0, 1, 0, 3, 0.0, finite=False, ranges=a.stock.offer())
+    weightless = m.Contribution(0, 1, 0, 3, 0.0, finite=False, ranges=a.unit_queue.offer())
     a.do(a.machine.propose(weightless))
     a.take()
     assert a.record.version == 1, "there is another unit to train on"
     a.use(1)
-    a.do(a.machine.propose(m.Contribution(0, 1, 0, 4, 0.0, finite=False, ranges=a.stock.offer())))
+    a.do(a.machine.propose(m.Contribution(0, 1, 0, 4, 0.0, finite=False, ranges=a.unit_queue.offer())))
     a.reduce()
     a.take()
     assert a.record.done == ((0, 4),)
@@ -353,13 +353,13 @@ def test_one_whose_last_steps_were_not_finite_still_waits_for_no_hung_one() -> N
     table, (a, b) = job("a", "b", samples=samples, wants=4, tail_s=5.0)
     a.use(4)
     b.cut()
-    a.do(a.machine.propose(m.Contribution(0, 0, 0, 4, 0.0, finite=False, ranges=a.stock.offer())))
+    a.do(a.machine.propose(m.Contribution(0, 0, 0, 4, 0.0, finite=False, ranges=a.unit_queue.offer())))
     a.reduce()
     a.take()
     assert a.record.done == ((0, 4),)
     table.tick(10.0)
     a.take()
-    assert ("b", 1) not in table.coordinator.roster.marks()
+    assert ("b", 1) not in table.coordinator.roster.incarnation_ids()
     assert a.machine.lease.held == ((4, 8),)
 
 
@@ -372,7 +372,7 @@ def test_who_was_told_that_nothing_is_left_asks_again_on_another_connection() ->
     table.do(table.coordinator.members.gone(("b", 1), "by hand"))
     a.cut()
     a.connect()
-    assert a.stock.queued == 0 and a.heard_dry[-2:] == [True, False]
+    assert a.unit_queue.queued == 0 and a.heard_dry[-2:] == [True, False]
     a.do(a.machine.ask())
     a.take()
     assert a.machine.lease.held == ((0, 20),)
@@ -386,10 +386,10 @@ def test_adopt_a_coordinator_that_lives_on_keeps_the_units_of_who_does_not_come_
     record, pending = a.record, ((22, 24),)
     assert c.machine.lease.held[0][0] == 22
     seats = {seat.name: seat.die() for seat in (a, b, c)}
-    back, gone, heirs = {"a": 1, "b": 1}, {"c": 1}, {"c": "b"}
+    back, gone, adopted_by = {"a": 1, "b": 1}, {"c": 1}, {"c": "b"}
     for name in ("a", "b"):
         used = pending if name == "b" else ()
-        held = Held(name, 1, 1, gone, back, heirs, records=(record,), samples=ENDLESS, cursor=30, used=used)
+        held = Held(name, 1, 1, gone, back, adopted_by, records=(record,), samples=ENDLESS, cursor=30, used=used)
         seats[name].machine.resume(held)
     seats["a"].connect()
     seats["a"].do(seats["a"].machine.ask())

@@ -44,7 +44,7 @@ def test_heartbeats_ask_for_no_look() -> None:
         table.now += 0.5
         due_s = table.coordinator.deadline_s()
         for seat in seats:
-            seat.say(m.Progress("training", step, 0.1))
+            seat.say(m.Heartbeat("training", step, 0.1))
         assert table.coordinator.deadline_s() >= due_s
     assert table.coordinator.looks == looks
 
@@ -54,7 +54,7 @@ def test_those_who_start_a_job_are_known_before_the_first_is_let_in() -> None:
     seats = [Seat(table, f"r{i:02}") for i in range(MANY)]
     for seat in seats:
         seat.open()
-    assert all(not seat.got(m.Roster) for seat in seats)
+    assert all(not seat.got(m.RosterUpdate) for seat in seats)
     assert {len(seat.got(m.Welcome)[0].roster) for seat in seats} == {MANY}
 
 

@@ -30,7 +30,7 @@ HELLO = m.Hello(
     settings={"grace_s": 2.0, "min_replicas": 1, "codec": "fp32", "start_replicas": None},
     positions=(POSITION,),
     contributions=(CONTRIBUTION,),
-    prepared=(m.PreparedMark(0, 4000001, 4, "d"),),
+    prepared=(m.PreparedAttempt(0, 4000001, 4, "d"),),
     roster=(("r0", 2), ("r1", 1)),
     gone=(("r0", 1),),
     inner_step=75,
@@ -46,7 +46,7 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.Propose(CONTRIBUTION, True, 30),
     m.Prepared(0, 7, "d"),
     m.Failed(0, 7, "no piece for 3 s", "r1"),
-    m.Progress("training", 10, 0.25, (m.Reading(0, 3, (1.0, -2.5)),)),
+    m.Heartbeat("training", 10, 0.25, (m.Reading(0, 3, (1.0, -2.5)),)),
     m.Holds(POSITION),
     m.Lacks(0),
     m.Ask(12),
@@ -59,12 +59,12 @@ SAMPLES: list[m.FromReplica | m.FromCoordinator] = [
     m.StoreSet("k", "dmFsdWU="),
     m.StoreGet("k"),
     m.Welcome(4, 2, (("r0", 2),), (("r0", 1),)),
-    m.Refused("gone", "superseded"),
+    m.Refuse("gone", "superseded"),
     m.Hold("waiting"),
     m.Start(POSITION, 0, ((0, 8),)),
     m.Restore(3),
     m.Behind(POSITION, ("http://10.0.0.2:5",), True),
-    m.Roster((("r2", 1),), ()),
+    m.RosterUpdate((("r2", 1),), ()),
     m.CallIn(0, 4),
     m.Means(0, 3, 2, (1.5, -2.0)),
     m.TrainOn(0),
@@ -118,11 +118,11 @@ def test_missing_and_unknown_fields_are_named(message: m.FromReplica | m.FromCoo
         ('{"type": "Lacks", "fragment": NaN}', "not JSON"),
         ('{"type": "Holds", "position": []}', "Holds.position: an object is needed, got list"),
         ('{"type": "Holds", "position": {"fragment": 0}}', "Holds.position: field 'chain' is missing"),
-        ('{"type": "Roster", "known": [["a"]], "gone": []}', "Roster.known: 2 values are needed, got 1"),
-        ('{"type": "Roster", "known": {}, "gone": []}', "Roster.known: a list is needed, got dict"),
+        ('{"type": "RosterUpdate", "known": [["a"]], "gone": []}', "RosterUpdate.known: 2 values are needed, got 1"),
+        ('{"type": "RosterUpdate", "known": {}, "gone": []}', "RosterUpdate.known: a list is needed, got dict"),
         (
-            '{"type": "Progress", "state": "t", "inner_step": 1, "step_s": 1e999}',
-            "Progress.step_s: a finite number is needed",
+            '{"type": "Heartbeat", "state": "t", "inner_step": 1, "step_s": 1e999}',
+            "Heartbeat.step_s: a finite number is needed",
         ),
     ],
 )
@@ -133,8 +133,8 @@ def test_an_error_says_what_is_wrong(text: str, error: str) -> None:
 
 
 def test_a_whole_number_passes_for_a_float() -> None:
-    decoded = m.decode('{"type":"Progress","state":"training","inner_step":1,"step_s":2}')
-    assert decoded == m.Progress("training", 1, 2.0)
+    decoded = m.decode('{"type":"Heartbeat","state":"training","inner_step":1,"step_s":2}')
+    assert decoded == m.Heartbeat("training", 1, 2.0)
 
 
 def test_fuzzed_texts_are_messages_or_message_errors() -> None:

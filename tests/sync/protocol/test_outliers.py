@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ftopt.sync.protocol.coordinator.outliers import outliers, withheld
-from ftopt.sync.protocol.messages import Contribution
+from ftopt.sync.protocol.coordinator.outliers import outliers
+from ftopt.sync.protocol.messages import Contribution, excluded
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -44,7 +44,7 @@ def test_without_a_limit_nobody_is() -> None:
 
 
 def test_what_is_withheld_leaves_count_as_it_was() -> None:
-    kept = withheld(offers(7.0)["r0"])
+    kept = excluded(offers(7.0)["r0"])
     assert (kept.steps, kept.last_step, kept.weight) == (0, 100, 0.0)
 
 

@@ -48,7 +48,7 @@ def _table(min_replicas: int = 1) -> tuple[Table, Seat, Seat, Seat]:
     table = Table(start_replicas=3, min_replicas=min_replicas)
     a, b, c = table.start("a", "b", "c")
     for seat in (a, b, c):
-        seat.say(m.Progress("training", 0, 0.1))
+        seat.say(m.Heartbeat("training", 0, 0.1))
     return table, a, b, c
 
 

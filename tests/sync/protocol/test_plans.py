@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ftopt.sync.protocol.intervals import Ranges, size
 from ftopt.sync.protocol.ledger import plans
-from ftopt.sync.protocol.ledger.plans import Plan, Portion, first_plan, restart, share_out
-from ftopt.sync.protocol.messages import Mark
+from ftopt.sync.protocol.ledger.plans import BatchPlan, Portion, first_plan, restart, share_out
+from ftopt.sync.protocol.messages import IncarnationId
 from ftopt.sync.protocol.samples import Samples
 
 A, B, C, D = ("a", 1), ("b", 1), ("c", 1), ("d", 1)
@@ -84,8 +84,8 @@ def test_every_unit_has_one_owner_and_nobody_waits_much_longer_than_needed(count
     shares = share_out(units, speeds)
     assert sorted(x for share in shares.values() for x in one_by_one(share)) == one_by_one(units)
     known = [s for s in unit_s if s]
-    pace = {mark: s or (sum(known) / len(known) if known else 1.0) for mark, s in speeds.items()}
-    takes = max((size(share) * pace[mark] for mark, share in shares.items()), default=0.0)
+    pace = {incarnation_id: s or (sum(known) / len(known) if known else 1.0) for incarnation_id, s in speeds.items()}
+    takes = max((size(share) * pace[incarnation_id] for incarnation_id, share in shares.items()), default=0.0)
     ideal = count / sum(1 / s for s in pace.values())
     assert takes <= plans.EVEN * (ideal + max(pace.values())) + plans.WORTH_S
 
@@ -214,22 +214,22 @@ SAMPLES = Samples(samples=1000, batch_size=1, global_batch=7)
 def walk(seed: int) -> int:
     """Plays at random; returns how many batches were committed. Every commit is its batch, each unit once."""
     chance = random.Random(seed)
-    workers = {mark: Worker() for mark in (A, B, C)}
-    numbers, version, offers = iter(range(1, 10_000)), 1, dict[Mark, tuple[int, Ranges, list[int]]]()
+    workers = {incarnation_id: Worker() for incarnation_id in (A, B, C)}
+    numbers, version, offers = iter(range(1, 10_000)), 1, dict[IncarnationId, tuple[int, Ranges, list[int]]]()
 
-    def speeds() -> dict[Mark, float]:
-        return {mark: chance.choice([0.0, 0.1, 0.3]) for mark, x in workers.items() if x.here}
+    def speeds() -> dict[IncarnationId, float]:
+        return {incarnation_id: chance.choice([0.0, 0.1, 0.3]) for incarnation_id, x in workers.items() if x.here}
 
     def tell() -> None:
-        for mark, x in workers.items():
+        for incarnation_id, x in workers.items():
             if x.here:
-                x.inbox.append((version, plan.number, plan.share(mark)))
+                x.inbox.append((version, plan.number, plan.share(incarnation_id)))
 
     plan = first_plan(next(numbers), version, SAMPLES.batch(version), speeds())
     tell()
     for _ in range(400):
-        mark = chance.choice(list(workers))
-        x = workers[mark]
+        incarnation_id = chance.choice(list(workers))
+        x = workers[incarnation_id]
         match chance.randrange(8):
             case 0 | 1:
                 if x.inbox:
@@ -240,10 +240,14 @@ def walk(seed: int) -> int:
                 x.empty()
                 p = x.portion
                 if x.here and p.version == version and p.plan == plan.number and p.kept == p.units:
-                    offers[mark] = (p.plan, p.kept, list(x.sum))
+                    offers[incarnation_id] = (p.plan, p.kept, list(x.sum))
             case 6:
-                taken = {mark: o for mark, o in offers.items() if workers[mark].here and o[0] == plan.number}
-                if not plan.covers({mark: units for mark, (_, units, _) in taken.items()}):
+                taken = {
+                    incarnation_id: o
+                    for incarnation_id, o in offers.items()
+                    if workers[incarnation_id].here and o[0] == plan.number
+                }
+                if not plan.covers({incarnation_id: units for incarnation_id, (_, units, _) in taken.items()}):
                     continue
                 if chance.random() < 0.5:
                     continue  # it was aborted
@@ -255,7 +259,7 @@ def walk(seed: int) -> int:
             case 7 if chance.random() < 0.4:
                 x.here = not x.here
                 x.inbox.clear()
-                offers.pop(mark, None)
+                offers.pop(incarnation_id, None)
                 present = [z for z in workers if workers[z].here]
                 if present and plan.lost(present):
                     plan = plan.without(next(numbers), present, speeds())
@@ -276,7 +280,7 @@ def _forgets_to_empty(self: Portion) -> None:
     self.kept = ()
 
 
-def _covers_any_plan(self: Plan, parts: dict[Mark, Ranges]) -> bool:
+def _covers_any_plan(self: BatchPlan, parts: dict[IncarnationId, Ranges]) -> bool:
     return len(parts) > 1
 
 
@@ -284,7 +288,7 @@ def _covers_any_plan(self: Plan, parts: dict[Mark, Ranges]) -> bool:
     ("owner", "name", "without"),
     [
         pytest.param(Portion, "drop", _forgets_to_empty, id="own"),
-        pytest.param(Plan, "covers", _covers_any_plan, id="cover"),
+        pytest.param(BatchPlan, "covers", _covers_any_plan, id="cover"),
     ],
 )
 def test_the_walks_find_a_rule_that_is_left_out(

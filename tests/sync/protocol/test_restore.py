@@ -34,12 +34,12 @@ def come(seats: Sequence[Seat]) -> None:
 
 def to_restore(seat: Seat) -> bool:
     """Whether it is told to restore its checkpoint."""
-    return any(isinstance(effect, r.Restore) for effect in seat.asked)
+    return any(isinstance(effect, r.RestoreCheckpoint) for effect in seat.asked)
 
 
 def restore(seat: Seat, record: m.Record) -> None:
     """The checkpoint is read."""
-    seat.pop(r.Restore)
+    seat.pop(r.RestoreCheckpoint)
     if seat.conn is not None:
         seat.cut()
     seat.machine.restore(Held(seat.name, seat.machine.incarnation, 0, records=(record,)))
@@ -177,15 +177,15 @@ def test_no_life_is_lived_again_that_the_checkpoint_knows() -> None:
     a, b = successor(table, "a", saved), successor(table, "b", None)
     come((a, b))
     assert to_restore(a) and a.machine.incarnation == 1
-    mark, gone = another_life(("a", 1), there, [saved])
-    assert (mark, gone) == (("a", 2), {"a": 1, "b": 1})
-    a.pop(r.Restore)
+    incarnation_id, gone = another_life(("a", 1), there, [saved])
+    assert (incarnation_id, gone) == (("a", 2), {"a": 1, "b": 1})
+    a.pop(r.RestoreCheckpoint)
     a.cut()
-    a.machine.restore(Held(*mark, 0, gone, records=(saved,)))
+    a.machine.restore(Held(*incarnation_id, 0, gone, records=(saved,)))
     come((a, b))
     b.fetch(a)
     assert (a.machine.incarnation, b.machine.incarnation) == (2, 2)
-    assert not [x for x in b.asked if isinstance(x, r.Reborn)]
+    assert not [x for x in b.asked if isinstance(x, r.Reset)]
     round_of((a, b), 3)
     assert a.record.counted == (("a", 2, 3), ("b", 2, 3))
 
@@ -200,15 +200,15 @@ def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it() -> N
     a, b = seats = [successor(table, name, saved) for name in ("a", "b")]
     come(seats)
     for seat in seats:
-        seat.pop(r.Restore)
+        seat.pop(r.RestoreCheckpoint)
         seat.cut()
     for seat in seats:
         assert not table.coordinator.running, "b is waited for"
-        mark, gone = another_life((seat.name, seat.machine.incarnation), there, [saved])
-        seat.machine.restore(Held(*mark, 0, gone, records=(saved,)))
+        incarnation_id, gone = another_life((seat.name, seat.machine.incarnation), there, [saved])
+        seat.machine.restore(Held(*incarnation_id, 0, gone, records=(saved,)))
         come((seat,))
     assert table.coordinator.running
-    assert table.coordinator.roster.marks() == (("a", 2), ("b", 2))
+    assert table.coordinator.roster.incarnation_ids() == (("a", 2), ("b", 2))
 
 
 def test_a_coordinator_that_forgets_who_reads_a_checkpoint_waits_for_all_of_them() -> None:

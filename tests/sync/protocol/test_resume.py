@@ -37,7 +37,7 @@ def resume(table: Table, there: Sequence[Held], *present: str) -> list[Seat]:
     for name in present:
         was = lives.get(name, Held(name, 0, 0, records=(newest,)))
         seat = Seat(table, name)
-        now = Held(name, back.marks[name], back.epoch, back.gone, back.marks)
+        now = Held(name, back.incarnation_ids[name], back.epoch, back.gone, back.incarnation_ids)
         seat.machine.resume(replace(now, records=was.records, contributions=was.contributions))
         seats.append(seat)
     for seat in seats:
@@ -118,7 +118,7 @@ def test_who_does_not_come_back_is_gone_and_nobody_waits() -> None:
     a, b = resume(table, there, "a", "b")
     round_of((a, b), 10)
     assert a.record.version == 2
-    assert {mark[:2] for mark in a.record.counted} == {("a", 1), ("b", 1)}
+    assert {incarnation_id[:2] for incarnation_id in a.record.counted} == {("a", 1), ("b", 1)}
     assert a.machine.gone == {"c": 1}
 
 
@@ -161,7 +161,7 @@ def test_a_journal_that_knows_a_later_life_makes_the_earlier_one_begin_anew() ->
     assert b.machine.incarnation == 2
     lose_all(table, (a, b), "journal")
     a, b = resume(table, there, "a", "b")
-    assert [x.reason for x in b.asked if isinstance(x, r.Reborn)]
+    assert [x.reason for x in b.asked if isinstance(x, r.Reset)]
 
 
 @pytest.mark.parametrize("again", ("resumed", "restored"))
@@ -191,14 +191,14 @@ def test_who_comes_back_is_alike_whoever_computes_it() -> None:
     record = m.Record(0, 3, "c", 30, (("a", 2, 30), ("b", 1, 30), ("z", 4, 7)))
     there = [Held("a", 2, 7, {"a": 1, "y": 3}), Held("b", 1, 9, {"y": 2}), Held("c", 5, 8)]
     same = returning(there, ["a", "b", "c"], [record])
-    assert same.marks == {"a": 2, "b": 1, "c": 5}
-    assert (same.epoch, same.heirs) == (9, {})
+    assert same.incarnation_ids == {"a": 2, "b": 1, "c": 5}
+    assert (same.epoch, same.adopted_by) == (9, {})
     assert same.gone == {"a": 1, "y": 3, "z": 4}
     fewer = returning(there, ["b"], [record])
     assert fewer.gone == {"a": 2, "c": 5, "y": 3, "z": 4}
-    assert fewer.heirs == {"a": "b", "c": "b"}
+    assert fewer.adopted_by == {"a": "b", "c": "b"}
     others = returning(there, ["a", "y", "z"], [record])
-    assert others.marks == {"a": 2, "y": 4, "z": 5}
-    assert others.heirs == {"b": "a", "c": "a"}
+    assert others.incarnation_ids == {"a": 2, "y": 4, "z": 5}
+    assert others.adopted_by == {"b": "a", "c": "a"}
     strangers = returning(there, ["p", "q"], [record])
-    assert strangers.heirs == {"a": "p", "b": "q", "c": "p"}
+    assert strangers.adopted_by == {"a": "p", "b": "q", "c": "p"}

@@ -127,7 +127,7 @@ def test_3_who_comes_too_late_is_told_of_the_fork_and_starts_anew() -> None:
     a.open()
     a.take()
     assert table.events("fork")
-    assert a.pop(r.Reborn)
+    assert a.pop(r.Reset)
     a.connect()
     a.fetch(b)
     assert a.record == b.record
@@ -135,7 +135,7 @@ def test_3_who_comes_too_late_is_told_of_the_fork_and_starts_anew() -> None:
 
 
 def test_4_a_newcomer_does_not_impose_its_state_on_a_recovering_job() -> None:
-    """COLD: it reaches a restarted coordinator before the veterans."""
+    """COLD: it reaches a restarted coordinator before the state holders."""
     table = Table()
     a, b = table.start("a", "b")
     a.propose(5)
@@ -170,7 +170,7 @@ def test_6_a_commit_needs_no_peer() -> None:
     b.reduce()
     a.die()
     b.take()
-    adopt = b.pop(r.Adopt)
+    adopt = b.pop(r.CommitPrepared)
     assert adopt.record == b.record
     assert b.record.version == 1
     assert not [x for x in b.asked if isinstance(x, r.Fetch)]
@@ -208,7 +208,7 @@ def test_7_the_job_goes_on_from_what_is_left_when_the_last_holder_is_gone() -> N
     b.take()
     assert b.record.version == 1
     a.connect()  # gone is irrevocable
-    assert a.pop(r.Reborn)
+    assert a.pop(r.Reset)
 
 
 def test_10_a_commit_names_its_digest_and_who_holds_another_one_fetches() -> None:
@@ -301,7 +301,7 @@ def test_13_a_trainer_that_hangs_behind_its_proposal_keeps_nobody_waiting() -> N
     table = Table()
     a, b = table.start("a", "b")
     b.propose(5)
-    b.say(m.Progress("training", 5, 1.0))  # and never again: only its other threads live on
+    b.say(m.Heartbeat("training", 5, 1.0))  # and never again: only its other threads live on
     a.propose(5)
     a.reduce()
     b.reduce()
@@ -314,7 +314,7 @@ def test_13_a_trainer_that_hangs_behind_its_proposal_keeps_nobody_waiting() -> N
 def test_14_who_evaluates_is_waited_for_within_the_grace_and_not_held_for_hung() -> None:
     table = Table()
     a, b = table.start("a", "b")
-    b.say(m.Progress("evaluating", 1, 20.0))
+    b.say(m.Heartbeat("evaluating", 1, 20.0))
     a.propose(5)
     assert not a.got(m.Quorum)
     table.now += 2.0
@@ -340,7 +340,7 @@ def test_17_losing_the_coordinator_ends_the_wait() -> None:
 def test_15_a_slow_trainer_is_waited_for_two_of_its_steps() -> None:
     table = Table()
     a, b = table.start("a", "b")
-    b.say(m.Progress("training", 1, 20.0))
+    b.say(m.Heartbeat("training", 1, 20.0))
     a.propose(5)
     table.now += 2.0
     table.do(table.coordinator.tick(table.now))
@@ -348,8 +348,8 @@ def test_15_a_slow_trainer_is_waited_for_two_of_its_steps() -> None:
     assert table.coordinator.deadline_s() <= table.now + 3.0  # for heartbeats
     for _ in range(39):
         table.now += 1.0
-        a.say(m.Progress("waiting", 5, 1.0))
-        b.say(m.Progress("training", 1, 20.0))
+        a.say(m.Heartbeat("waiting", 5, 1.0))
+        b.say(m.Heartbeat("training", 1, 20.0))
         table.do(table.coordinator.tick(table.now))
     assert not a.got(m.Quorum)
     b.propose(2)
@@ -572,7 +572,7 @@ def test_an_incarnation_that_two_coordinators_gave_away_is_not_taken_for_the_oth
     other.do(other.machine.receive(m.Behind(served.position, ("a",), False)))
     assert other.machine.install(served)
     other.do(other.machine.fetched(served))
-    assert other.pop(r.Reborn)
+    assert other.pop(r.Reset)
 
 
 def test_12_sitting_out_never_takes_a_quorum_below_min_replicas() -> None:
@@ -599,10 +599,10 @@ def test_no_tick_is_asked_for_that_has_just_been() -> None:
     a, b = table.start("a", "b")
     b.cut()
     table.now += 3.0
-    a.say(m.Progress("training", 1, 0.1))
+    a.say(m.Heartbeat("training", 1, 0.1))
     Seat(table, "a").open()
     table.wait(3.0)
-    assert table.coordinator.roster.marks() == (("a", 2), ("b", 1))
+    assert table.coordinator.roster.incarnation_ids() == (("a", 2), ("b", 1))
     assert table.coordinator.deadline_s() > table.now
     table.wait(0.02)
-    assert table.coordinator.roster.marks() == (("a", 2),)
+    assert table.coordinator.roster.incarnation_ids() == (("a", 2),)

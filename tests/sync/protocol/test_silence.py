@@ -41,7 +41,7 @@ def thaw(c: Seat, source: Seat) -> None:
     """It runs again: its reducer ends what is over, and it fetches."""
     stuck = c.pop(r.StartReduce)
     c.frozen = c.hangs = False
-    c.say(m.Progress("training", 1, 0.1))
+    c.say(m.Heartbeat("training", 1, 0.1))
     c.take()
     c.do(c.machine.reduce_failed(0, stuck.quorum.attempt, reason="stopped"))
     c.fetch(source)

@@ -22,7 +22,7 @@ def _calls(*seats: Seat) -> list[bool]:
 def _read(seat: Seat, *values: float, version: int | None = None, fragment: int = 0) -> None:
     """A heartbeat with numbers."""
     version = seat.held(fragment).version if version is None else version
-    seat.say(m.Progress("training", 1, 0.1, (m.Reading(fragment, version, values),)))
+    seat.say(m.Heartbeat("training", 1, 0.1, (m.Reading(fragment, version, values),)))
 
 
 def _meet(*seats: Seat, step: int) -> None:
@@ -80,14 +80,14 @@ def test_a_hung_one_is_left_out_after_the_grace_and_its_patience() -> None:
     table = Table(start_replicas=3)
     a, b, c = table.start("a", "b", "c")
     for seat in (a, b, c):
-        seat.say(m.Progress("training", 2, 0.1))
+        seat.say(m.Heartbeat("training", 2, 0.1))
     a.propose(3, now=True)
     b.propose(3)
     table.wait(2.0)
     assert not table.events("quorum")
     table.wait(0.6)
     assert [x.replica for x in table.events("stalled")] == ["c"]
-    assert [mark[0] for mark in table.events("quorum")[0].data["members"]] == ["a", "b"]
+    assert [incarnation_id[0] for incarnation_id in table.events("quorum")[0].data["members"]] == ["a", "b"]
 
 
 def test_a_leaver_hurries_nobody() -> None:
@@ -190,7 +190,7 @@ def test_means_have_as_many_numbers_as_everybody_has_told() -> None:
 def test_fragments_have_their_own() -> None:
     table = Table(fragments=2)
     a, _ = table.start("a", "b")
-    a.say(m.Progress("training", 1, 0.1, (m.Reading(0, 0, (1.0,)), m.Reading(1, 0, (2.0,)), m.Reading(7, 0, (3.0,)))))
+    a.say(m.Heartbeat("training", 1, 0.1, (m.Reading(0, 0, (1.0,)), m.Reading(1, 0, (2.0,)), m.Reading(7, 0, (3.0,)))))
     a.take()
     assert [a.machine.means(f) for f in (0, 1)] == [m.Means(0, 0, 1, (1.0,)), m.Means(1, 0, 1, (2.0,))]
 
@@ -221,6 +221,6 @@ def test_four_thousand_replicas_ask_for_few_sums() -> None:
 )
 def test_readings_that_make_no_sense_are_refused(readings: list[list[object]], what: str) -> None:
     fields = [dict(zip(("fragment", "version", "values"), reading, strict=True)) for reading in readings]
-    text = json.dumps({"type": "Progress", "state": "training", "inner_step": 1, "step_s": 0.1, "readings": fields})
+    text = json.dumps({"type": "Heartbeat", "state": "training", "inner_step": 1, "step_s": 0.1, "readings": fields})
     with pytest.raises(m.MessageError, match=what):
         from_replica(text)

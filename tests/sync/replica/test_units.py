@@ -115,7 +115,7 @@ def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
     with pytest.raises(RuntimeError, match="inside `with optimizer:`"):
         units.take()
     units.begin(lambda: None, round_units=4)
-    units.grant(((0, 3),), dry=False)
+    units.grant(((0, 3),), out_of_units=False)
     assert [units.take(0.0) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(TimeoutError, match="no unit was granted within 0 s"):
         units.take(0.0)
@@ -124,9 +124,9 @@ def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
 def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step() -> None:
     units = Units(Samples(samples=100, batch_size=1, epochs=1), round_units=4)
     units.begin(lambda: None, round_units=None)
-    units.grant(((0, 2),), dry=False)
+    units.grant(((0, 2),), out_of_units=False)
     assert (units.take(), units.take()) == (0, 1)
-    units.grant((), dry=True)
+    units.grant((), out_of_units=True)
     assert units.take() is None
     assert not units.ended
     assert units.drawn(0) and units.drawn(1)

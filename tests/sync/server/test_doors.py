@@ -95,7 +95,7 @@ async def _silent(replica: Scripted) -> None:
 
 
 async def _no_hello(replica: Scripted) -> None:
-    await replica.send(m.Progress("training", 1, 0.1))
+    await replica.send(m.Heartbeat("training", 1, 0.1))
 
 
 async def _two_hellos(replica: Scripted) -> None:
@@ -112,7 +112,7 @@ async def _many_messages(replica: Scripted) -> None:
     await replica.join()
     with pytest.raises((ConnectionError, aiohttp.ClientError)):
         for _ in range(3000):
-            await replica.send(m.Progress("training", 1, 0.1))
+            await replica.send(m.Heartbeat("training", 1, 0.1))
         raise ConnectionError  # all were sent before the coordinator closed
 
 
@@ -207,7 +207,7 @@ NONSENSE: dict[str, tuple[m.FromReplica, str]] = {
     "attempt": (m.Prepared(0, -1, "d"), "attempt: -1"),
     "digest": (m.Prepared(0, 1, "d" * 300), "digest: 300 characters"),
     "reason": (m.Failed(0, 1, "x" * 5000, ""), "reason: 5000 characters"),
-    "step_s": (m.Progress("training", 1, 1e9), "step_s"),
+    "step_s": (m.Heartbeat("training", 1, 1e9), "step_s"),
     "value": (m.StoreSet("k", "no base64!"), "base64"),
     "key": (m.StoreGet("k" * 600), "key: 600 characters"),
 }
@@ -242,8 +242,8 @@ async def _replicas() -> None:
             async with scripted(url, identity("other", name)) as replica:
                 await replica.send(replace(replica.machine.hello(), roster=roster))
                 got = await replica.receive()
-                assert isinstance(got, m.Welcome if name == "r1" else m.Refused), got
-                if isinstance(got, m.Refused):
+                assert isinstance(got, m.Welcome if name == "r1" else m.Refuse), got
+                if isinstance(got, m.Refuse):
                     assert "at most 3 are taken" in got.reason
                     assert await replica.ended()
         assert await first.outer_step() == 1
@@ -257,7 +257,7 @@ async def _unreadable_hello() -> None:
     async with coordinator() as url, touchstone(url) as stone, scripted(url, identity(initial="i" * 1000)) as replica:
         await replica.send(replica.machine.hello(), replica.machine.hello())
         got = await replica.receive()
-        assert isinstance(got, m.Refused) and got.kind == "unreadable"
+        assert isinstance(got, m.Refuse) and got.kind == "unreadable"
         assert "initial: 1000 characters; at most 256" in got.reason
         assert await replica.ended()
         await stone.check()
@@ -282,7 +282,7 @@ async def _jobs() -> None:
         for line in ("a", "b"):
             async with scripted(url, identity("stone", f"x{line}", lines={"model": line})) as misfit:
                 await misfit.send(misfit.machine.hello())
-                assert isinstance(await misfit.receive(), m.Refused)
+                assert isinstance(await misfit.receive(), m.Refuse)
         assert "second" not in (await status(url))[1]
 
 

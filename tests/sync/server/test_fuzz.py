@@ -214,7 +214,7 @@ async def _misfits(chance: random.Random) -> None:
                 with contextlib.suppress(ConnectionError, aiohttp.ClientError):
                     await replica.send(json.dumps(hello), *texts[1:])
                 got = await replica.receive()
-                assert got is None or isinstance(got, m.Refused)
+                assert got is None or isinstance(got, m.Refuse)
             if i % 50 == 49:
                 await stone.check()
 

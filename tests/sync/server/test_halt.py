@@ -20,7 +20,7 @@ from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import read
+from ftopt.telemetry.jsonl import read_lines
 from tests.sync.processes.job import TinyJob, assert_nothing_lost, tiny_job
 from tests.sync.server.doors import TOKEN, Scripted, no_errors_logged, scripted, status, touchstone
 
@@ -46,7 +46,7 @@ def test_a_halted_machine_is_followed_by_one_of_a_higher_epoch() -> None:
         job.receive(again, stranger.hello())
         assert not job.machine.halted
         assert job.machine.epoch > epoch + 5
-        assert isinstance(m.decode(said[-1]), m.Hold | m.Welcome | m.Roster | m.Refused)
+        assert isinstance(m.decode(said[-1]), m.Hold | m.Welcome | m.RosterUpdate | m.Refuse)
         job.end()
 
     asyncio.run(asyncio.wait_for(scene(), 20))
@@ -256,5 +256,5 @@ def versions_of_copy(disk: Path, folder: Path) -> list[int]:
 
 
 def _steps(job: TinyJob, name: str) -> int:
-    lines = read(RunFolder(job.folder).steps(name))
+    lines = read_lines(RunFolder(job.folder).steps(name))
     return int(lines[-1]["inner_step"]) if lines else 0

@@ -7,7 +7,7 @@ from ftopt.sync.protocol.replica.machine import GiveUp, Identity, Notice, Replic
 def _answer(incarnation: int) -> list[object]:
     replica = Replica(Identity("j", "r0", {}, {}, "aa"), incarnation=incarnation)
     replica.connect()
-    return list(replica.receive(m.Refused("unreadable", "too long")))
+    return list(replica.receive(m.Refuse("unreadable", "too long")))
 
 
 def test_a_newcomer_whose_hello_cannot_be_read_gives_up_and_who_was_let_in_trains_on() -> None:

@@ -13,7 +13,7 @@ from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.intervals import Ranges
 
 
-class Numbers:
+class AttemptNumbers:
     """Attempt numbers, unique in the job: they grow, and each epoch begins at a million of its own at least.
 
     Args:
@@ -36,7 +36,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class RoundOutcome:
     """Commit: ``digest`` is the version's."""
 
     digest: str
@@ -60,17 +60,17 @@ class Disagreement:
 class Attempt:
     """One try of a round by a fixed set of members, ranked by id.
 
-    ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone marks whose
-    COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step. ``reported_s``:
-    when a member has prepared last. ``ranges``: all units that its contributions have used. ``plan``: what they are
-    shares of, 0 without a global batch.
+    ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone incarnations
+    whose COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step.
+    ``reported_s``: when a member has prepared last. ``ranges``: all units that its contributions have used. ``plan``:
+    what they are shares of, 0 without a global batch.
     """
 
     attempt: int
     version: int
-    members: tuple[m.Mark, ...]
+    members: tuple[m.IncarnationId, ...]
     contributions: dict[str, m.Contribution]
-    drop: tuple[m.Mark, ...]
+    drop: tuple[m.IncarnationId, ...]
     advance: int
     started_s: float
     reported_s: float = -math.inf
@@ -78,9 +78,13 @@ class Attempt:
     lost: set[str] = field(default_factory=set)
     ranges: Ranges = ()
     plan: int = 0
-    _change: tuple[tuple[m.Mark, ...] | None, tuple[m.Mark, ...], tuple[m.Mark, ...]] = (None, (), ())
+    _change: tuple[tuple[m.IncarnationId, ...] | None, tuple[m.IncarnationId, ...], tuple[m.IncarnationId, ...]] = (
+        None,
+        (),
+        (),
+    )
 
-    def verdict(self) -> Agreed | Failure | Disagreement | None:
+    def verdict(self) -> RoundOutcome | Failure | Disagreement | None:
         """Step 5. None: wait for the members that have not prepared yet."""
         if missing := sorted(self.lost - self.prepared.keys()):
             return Failure(f"{missing[0]} was lost before it had prepared")
@@ -90,11 +94,11 @@ class Attempt:
             return Failure("all members were lost")
         digest, count = Counter(self.prepared.values()).most_common(1)[0]
         if count == len(self.members):
-            return Agreed(digest)
+            return RoundOutcome(digest)
         return Disagreement(digest if 2 * count > len(self.members) else "")
 
     @cached_property
-    def marks(self) -> frozenset[m.Mark]:
+    def incarnation_ids(self) -> frozenset[m.IncarnationId]:
         """The members."""
         return frozenset(self.members)
 
@@ -104,15 +108,21 @@ class Attempt:
         weights = [c.weight for c in self.contributions.values() if c.weight > 0]
         return math.fsum(weights), len(weights)
 
-    def _since(self, before: tuple[m.Mark, ...]) -> tuple[tuple[m.Mark, ...], tuple[m.Mark, ...]]:
+    def _since(
+        self, before: tuple[m.IncarnationId, ...]
+    ) -> tuple[tuple[m.IncarnationId, ...], tuple[m.IncarnationId, ...]]:
         """Who is a member that was none, and the other way round. Nearly all members know the same list."""
         if before is not self._change[0]:
             known = set(before)
-            self._change = (before, tuple(sorted(self.marks - known)), tuple(sorted(known - self.marks)))
+            self._change = (
+                before,
+                tuple(sorted(self.incarnation_ids - known)),
+                tuple(sorted(known - self.incarnation_ids)),
+            )
         return self._change[1:]
 
     def invitation(
-        self, fragment: int, group: int, rank: int, before: tuple[m.Mark, ...], *, last_step: int, outlier: str
+        self, fragment: int, group: int, rank: int, before: tuple[m.IncarnationId, ...], *, last_step: int, outlier: str
     ) -> m.Quorum:
         """What the member of ``rank`` is told; ``before``: the last member list that it knows.
 
@@ -140,7 +150,7 @@ class Attempt:
 
     def decided(self, at: m.Position, digest: str, inner_step: int, done: Ranges) -> Decided:
         """Step 5: what a commit on ``at`` is; ``inner_step``: of ``at``."""
-        rows = ((mark, self.contributions[mark[0]]) for mark in self.members)
+        rows = ((incarnation_id, self.contributions[incarnation_id[0]]) for incarnation_id in self.members)
         return Decided(
             fragment=at.fragment,
             version=self.version,
@@ -148,14 +158,14 @@ class Attempt:
             digest=digest,
             chain=m.next_chain(at.chain, at.fragment, self.version, digest),
             inner_step=inner_step + self.advance,
-            members=tuple((*mark, c.steps, c.last_step, c.weight, c.finite) for mark, c in rows),
+            members=tuple((*incarnation_id, c.steps, c.last_step, c.weight, c.finite) for incarnation_id, c in rows),
             done=done,
         )
 
     def silent(self, roster: Roster) -> list[Member]:
         """Members that are connected and have not prepared."""
         found = [roster.members.get(replica) for replica, _ in self.members if replica not in self.prepared]
-        return [x for x in found if x is not None and x.conn is not None and x.mark in self.marks]
+        return [x for x in found if x is not None and x.conn is not None and x.incarnation_id in self.incarnation_ids]
 
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
         """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effect, Send, Tell
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 
 
@@ -22,13 +22,13 @@ from ftopt.sync.protocol.coordinator.roster import Member, Roster
 class _Copies:
     """Of one replica: the newest copy that it has told of, and the one that its keeper has."""
 
-    mark: m.Mark
-    keeper: m.Mark
+    incarnation_id: m.IncarnationId
+    keeper: m.IncarnationId
     told: m.Copied
     kept: m.Copied | None = None
 
 
-class Neighbours:
+class Backups:
     """Who keeps whose copy.
 
     Args:
@@ -39,51 +39,54 @@ class Neighbours:
         self._roster = roster
         self._copies: dict[str, _Copies] = {}
 
-    def copied(self, member: Member, message: m.Copied) -> list[Effect]:
+    def copied(self, member: Member, message: m.Copied) -> list[CoordinatorEffect]:
         """A replica has copied itself: its keeper, or a new one, is to fetch that."""
         before = self._copies.pop(member.replica, None)
         keeper = self._keeper(member, before)
         if keeper is None or keeper.conn is None:
             return []
         kept = None
-        if before is not None and (before.mark, before.keeper) == (member.mark, keeper.mark):
+        if before is not None and (before.incarnation_id, before.keeper) == (
+            member.incarnation_id,
+            keeper.incarnation_id,
+        ):
             kept = before.kept
             if kept == before.told == message:  # told again after a reconnection
                 self._copies[member.replica] = before
                 return []
-        self._copies[member.replica] = _Copies(member.mark, keeper.mark, message, kept)
-        return [Send(keeper.conn, m.Keep(member.mark, message.serial, member.address))]
+        self._copies[member.replica] = _Copies(member.incarnation_id, keeper.incarnation_id, message, kept)
+        return [SendTo(keeper.conn, m.Keep(member.incarnation_id, message.serial, member.address))]
 
-    def keeps(self, member: Member, message: m.Keeps) -> list[Effect]:
+    def keeps(self, member: Member, message: m.Keeps) -> list[CoordinatorEffect]:
         """A keeper has fetched a copy."""
-        copies = self._copies.get(message.mark[0])
-        if copies is None or (copies.mark, copies.keeper) != (message.mark, member.mark):
+        copies = self._copies.get(message.incarnation_id[0])
+        if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
             return []
         copies.kept = copies.told if copies.told.serial == message.serial else None
         data = {"keeper": member.replica, "versions": list(copies.told.versions)}
-        return [Tell("kept", *copies.mark, data=data)] if copies.kept else []
+        return [Emit("kept", *copies.incarnation_id, data=data)] if copies.kept else []
 
-    def lost(self, member: Member) -> list[Effect]:
+    def lost(self, member: Member) -> list[CoordinatorEffect]:
         """A keeper is away, and drops what it keeps: others are to keep that."""
-        bereft = [r for r, copies in self._copies.items() if copies.keeper == member.mark]
-        effects: list[Effect] = []
+        bereft = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
+        effects: list[CoordinatorEffect] = []
         for replica in bereft:
             copies, owner = self._copies.pop(replica), self._roster.members.get(replica)
-            if owner is not None and owner.mark == copies.mark and owner.conn is not None:
+            if owner is not None and owner.incarnation_id == copies.incarnation_id and owner.conn is not None:
                 effects += self.copied(owner, copies.told)
         return effects
 
-    def forget(self, mark: m.Mark) -> None:
+    def forget(self, incarnation_id: m.IncarnationId) -> None:
         """It is gone: nobody asks for its copy any more."""
-        self._copies = {r: c for r, c in self._copies.items() if c.mark != mark}
+        self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
 
     def source_of(self, member: Member) -> str | None:
         """Where the copy is from which all of a replica's work can be done again that is in no commit, if there is."""
         copies = self._copies.get(member.replica)
-        if copies is None or copies.kept is None or copies.mark != member.mark:
+        if copies is None or copies.kept is None or copies.incarnation_id != member.incarnation_id:
             return None
         keeper = self._roster.members.get(copies.keeper[0])
-        if keeper is None or keeper.mark != copies.keeper or keeper.conn is None:
+        if keeper is None or keeper.incarnation_id != copies.keeper or keeper.conn is None:
             return None
         counted = member.counted or {}
         if any(counted.get(f, 0) > version for f, version in enumerate(copies.kept.versions)):
@@ -93,7 +96,7 @@ class Neighbours:
     def _keeper(self, member: Member, before: _Copies | None) -> Member | None:
         """The one so far, or the next in the order of ids."""
         others = [x for x in self._roster.connected() if x.replica != member.replica and x.address and not x.leaving]
-        if before is not None and (same := [x for x in others if x.mark == before.keeper]):
+        if before is not None and (same := [x for x in others if x.incarnation_id == before.keeper]):
             return same[0]
         behind = [x for x in others if x.replica > member.replica]
         return next(iter(behind or others), None)

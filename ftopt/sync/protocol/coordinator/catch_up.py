@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Effect, Send
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, SendTo
 from ftopt.sync.protocol.coordinator.roster import Roster
 
 PAUSE_S = 2.0
@@ -85,9 +85,9 @@ class CatchUp:
         self._lacks.pop(replica, None)
         self._took_s.pop(replica, None)
 
-    def step(self, now: float, at: m.Position) -> list[Effect]:
+    def step(self, now: float, at: m.Position) -> list[CoordinatorEffect]:
         """Tells whoever is to be told now."""
-        effects: list[Effect] = []
+        effects: list[CoordinatorEffect] = []
         for replica, lack in sorted(self._lacks.items()):
             member = self._roster.members.get(replica)
             if member is None or member.conn is None or member.held.get(self.fragment) == at:
@@ -100,11 +100,11 @@ class CatchUp:
             if news or sources:
                 lack.told, lack.sourced = at, bool(sources)
                 if sources:
-                    member.hopes[self.fragment] = at
+                    member.maybe_fetched[self.fragment] = at
                     lack.since_s = now if lack.since_s is None else lack.since_s
-                if not member.heir or member.counted:  # an heir is as far as its predecessor was: no latecomer
+                if not member.continues_predecessor or member.counted:  # as far as its predecessor was: no latecomer
                     member.newcomer.add(self.fragment)
-                effects.append(Send(member.conn, m.Behind(at, sources, lack.heal)))
+                effects.append(SendTo(member.conn, m.Behind(at, sources, lack.heal)))
         return effects
 
     def deadline_s(self, now: float) -> float:

@@ -8,10 +8,11 @@ from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.limits import HISTORY
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendTo:
     """Send ``message`` on connection ``conn``."""
 
     conn: int
@@ -81,7 +82,7 @@ class Cursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Emit:
     """An event for telemetry."""
 
     event: str
@@ -102,26 +103,22 @@ class Halt:
 
 
 Journalled = Decided | Known | Gone | Epoch | Rollback | Cursor
-Effect = Send | Close | Journalled | Tell | Halt
+CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
 
 
 @dataclass(frozen=True)
-class Saved:
+class JournalState:
     """What a journal gives back after a restart."""
 
     epoch: int
-    roster: tuple[m.Mark, ...] = ()
-    gone: tuple[m.Mark, ...] = ()
+    roster: tuple[m.IncarnationId, ...] = ()
+    gone: tuple[m.IncarnationId, ...] = ()
     decided: tuple[Decided, ...] = ()
     """The last decisions of each fragment, oldest first."""
     cursor: int = 0
 
 
-HISTORY = 1000
-"""Decisions of a fragment that are kept: enough to tell a fork from lateness."""
-
-
-def replay(entries: Iterable[Journalled]) -> Saved:
+def replay(entries: Iterable[Journalled]) -> JournalState:
     """What a journal's entries, in the order in which they were written, add up to."""
     epoch, cursor, roster, gone = 0, 0, dict[str, int](), dict[str, int]()
     decided: dict[int, list[Decided]] = {}
@@ -139,7 +136,7 @@ def replay(entries: Iterable[Journalled]) -> Saved:
                 decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
             case Decided():
                 decided[entry.fragment] = [*decided.get(entry.fragment, [])[1 - HISTORY :], entry]
-    return Saved(
+    return JournalState(
         epoch=epoch,
         roster=tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone))),
         gone=tuple(sorted(gone.items())),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from ftopt.sync.protocol.messages import Contribution
 
@@ -46,9 +45,3 @@ def _median_of_others(ordered: Sequence[float], own: float) -> float:
     n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
     low, high = ((n - 1) // 2, n // 2)
     return (ordered[low + (low >= at)] + ordered[high + (high >= at)]) / 2
-
-
-def withheld(contribution: Contribution) -> Contribution:
-    """What an outlier takes part with: nothing new, so that COUNT keeps what it has."""
-    counted = contribution.last_step - contribution.steps
-    return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())

@@ -16,14 +16,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.messages import Mark, is_gone
+from ftopt.sync.protocol.messages import IncarnationId, is_gone
 
 PAUSES = 20
 """The longest pause before a pair is tried again, in units of ``dead_after_s``."""
 
 
 @dataclass
-class _Cut:
+class _Partition:
     """``until_s``: the two are not tried together before; ``pause_s``: how long they were not, the last time."""
 
     failures: int = 0
@@ -31,15 +31,15 @@ class _Cut:
     until_s: float = -math.inf
 
 
-class Cuts:
+class Partitions:
     """One job's cuts: they are the network's, and the same for all fragments."""
 
     def __init__(self) -> None:
-        self._cuts: dict[frozenset[Mark], _Cut] = {}
+        self._partitions: dict[frozenset[IncarnationId], _Partition] = {}
 
-    def failed(self, now: float, a: Mark, b: Mark, *, dead_after_s: float) -> None:
+    def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> None:
         """An attempt with both has failed since one could not reach the other."""
-        cut = self._cuts.setdefault(frozenset((a, b)), _Cut())
+        cut = self._partitions.setdefault(frozenset((a, b)), _Partition())
         if now < cut.until_s:
             return  # begun before they were parted
         cut.failures += 1
@@ -47,35 +47,39 @@ class Cuts:
             cut.pause_s = min(max(2 * cut.pause_s, dead_after_s), PAUSES * dead_after_s)
             cut.until_s = now + cut.pause_s
 
-    def met(self, members: Collection[Mark]) -> None:
+    def met(self, members: Collection[IncarnationId]) -> None:
         """An attempt with these members went through."""
-        if not self._cuts:
+        if not self._partitions:
             return
-        self._cuts = {pair: cut for pair, cut in self._cuts.items() if not pair <= set(members)}
+        self._partitions = {pair: cut for pair, cut in self._partitions.items() if not pair <= set(members)}
 
-    def forget(self, gone: Mark) -> None:
+    def forget(self, gone: IncarnationId) -> None:
         """An incarnation is gone, and all before it."""
-        self._cuts = {
-            pair: cut for pair, cut in self._cuts.items() if not any(is_gone(mark, dict([gone])) for mark in pair)
+        self._partitions = {
+            pair: cut
+            for pair, cut in self._partitions.items()
+            if not any(is_gone(incarnation_id, dict([gone])) for incarnation_id in pair)
         }
 
-    def parted(self, now: float, marks: Collection[Mark]) -> dict[Mark, set[Mark]]:
+    def unreachable(
+        self, now: float, incarnation_ids: Collection[IncarnationId]
+    ) -> dict[IncarnationId, set[IncarnationId]]:
         """Mark -> those of the others whom it must not meet in an attempt now; those with nobody are missing."""
-        found: dict[Mark, set[Mark]] = {}
-        for pair, cut in self._cuts.items():  # few, if any
-            if now < cut.until_s and pair <= set(marks):
-                for mark in pair:
-                    found.setdefault(mark, set()).update(pair - {mark})
+        found: dict[IncarnationId, set[IncarnationId]] = {}
+        for pair, cut in self._partitions.items():  # few, if any
+            if now < cut.until_s and pair <= set(incarnation_ids):
+                for incarnation_id in pair:
+                    found.setdefault(incarnation_id, set()).update(pair - {incarnation_id})
         return found
 
 
-class Seats:
+class Membership:
     """Who takes part in the attempts of one fragment."""
 
-    def __init__(self, cuts: Cuts, roster: Roster) -> None:
-        self._cuts = cuts
+    def __init__(self, cuts: Partitions, roster: Roster) -> None:
+        self._partitions = cuts
         self._roster = roster
-        self._sat_out: dict[Mark, int] = {}
+        self._sat_out: dict[IncarnationId, int] = {}
         """Rounds since it was last a member of what was decided, although it had proposed."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
@@ -84,21 +88,24 @@ class Seats:
         Each round of waiting weighs as much as one member that must sit out instead. A member that reaches nobody has
         its turn after as many rounds as it has peers; of two that are cut from each other each has every other one.
         """
-        parted = self._cuts.parted(now, [x.mark for x in proposers])
-        if not parted:
+        unreachable = self._partitions.unreachable(now, [x.incarnation_id for x in proposers])
+        if not unreachable:
             return proposers
-        seated: set[Mark] = set()
-        order = {x.mark: len(parted.get(x.mark, ())) - self._sat_out.get(x.mark, 0) for x in proposers}
-        for x in sorted(proposers, key=lambda x: (order[x.mark], x.replica)):
-            if not parted.get(x.mark, set()) & seated:
-                seated.add(x.mark)
-        return [x for x in proposers if x.mark in seated]
+        seated: set[IncarnationId] = set()
+        order = {
+            x.incarnation_id: len(unreachable.get(x.incarnation_id, ())) - self._sat_out.get(x.incarnation_id, 0)
+            for x in proposers
+        }
+        for x in sorted(proposers, key=lambda x: (order[x.incarnation_id], x.replica)):
+            if not unreachable.get(x.incarnation_id, set()) & seated:
+                seated.add(x.incarnation_id)
+        return [x for x in proposers if x.incarnation_id in seated]
 
-    def taken(self, members: Collection[Mark], proposed: Collection[str]) -> None:
+    def taken(self, members: Collection[IncarnationId], proposed: Collection[str]) -> None:
         """A round has ended: these were the members, those replicas had proposed."""
         sat_out = {}
         for x in self._roster.members.values():
-            rounds = self._sat_out.get(x.mark, 0) + (x.replica in proposed)
-            if rounds and x.mark not in members:
-                sat_out[x.mark] = rounds
+            rounds = self._sat_out.get(x.incarnation_id, 0) + (x.replica in proposed)
+            if rounds and x.incarnation_id not in members:
+                sat_out[x.incarnation_id] = rounds
         self._sat_out = sat_out

@@ -32,7 +32,7 @@ class Member:
     stalled_at: int | None = None
     """Its inner step when it let a call-in pass; it counts as hung until that moves on."""
     held: dict[int, m.Position] = field(default_factory=dict)
-    hopes: dict[int, m.Position] = field(default_factory=dict)
+    maybe_fetched: dict[int, m.Position] = field(default_factory=dict)
     """The highest version per fragment that it was told to fetch, and may hold by now."""
     in_doubt: bool = False
     """It has held a version, and has said since that it lacks the next one: it may still hold that."""
@@ -40,7 +40,7 @@ class Member:
     """It goes as soon as another one holds what it holds."""
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
-    heir: bool = False
+    continues_predecessor: bool = False
     """It does the steps of a dead one again."""
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
@@ -59,11 +59,11 @@ class Member:
     """Fragment -> the last version that may have a contribution of it; None: it has not been let in."""
     called_in: dict[int, int] = field(default_factory=dict)
     """Fragment -> the version towards which it was called in last."""
-    told: dict[int, tuple[m.Mark, ...]] = field(default_factory=dict)
+    told: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 
     @property
-    def mark(self) -> m.Mark:
+    def incarnation_id(self) -> m.IncarnationId:
         return (self.replica, self.incarnation)
 
     @property
@@ -84,11 +84,11 @@ class Member:
     def may_hold(self, at: m.Position) -> bool:
         """Whether it holds ``at``, as far as is known: a fetch, or an absence, leaves that open."""
         f = at.fragment
-        return at in (self.held.get(f), self.hopes.get(f)) or (self.conn is None and f not in self.held)
+        return at in (self.held.get(f), self.maybe_fetched.get(f)) or (self.conn is None and f not in self.held)
 
     def may_exceed(self, best: dict[int, int]) -> bool:
         """Whether it may hold a higher version than ``best`` (fragment -> version)."""
-        return any(p.version > best.get(p.fragment, -1) for p in (*self.held.values(), *self.hopes.values()))
+        return any(p.version > best.get(p.fragment, -1) for p in (*self.held.values(), *self.maybe_fetched.values()))
 
     def patience_s(self) -> float:
         """How long a call-in waits for it: two of its usual steps, half a second at least.
@@ -96,31 +96,31 @@ class Member:
         Only a trainer at work can be waited for, and one that has no units, which answers at once; other states are
         not hung, but not ready.
         """
-        if self.state == "dry":
+        if self.state == "out_of_units":
             return 0.5
         return max(0.5, 2 * self.step_s * self.load) if self.state == "training" else 0.0
 
-    def progress(self, now: float, message: m.Progress) -> bool:
+    def progress(self, now: float, message: m.Heartbeat) -> bool:
         """Takes a heartbeat in; returns whether a stalled trainer moves again, or one has run out of units."""
         if message.inner_step != self.inner_step:
             self.moved_s = now
         moves = self.stalled and (message.inner_step != self.stalled_at or message.state != "training")
         if moves:
             self.stalled_at = None
-        dry = message.state == "dry" != self.state
+        out_of_units = message.state == "out_of_units" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
-        return moves or dry
+        return moves or out_of_units
 
 
 class Roster:
-    """All members by replica id, who of them is connected, and the gone marks."""
+    """All members by replica id, who of them is connected, and the gone incarnations."""
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.gone: dict[str, int] = {}
         self._by_conn: dict[int, Member] = {}
         self._connected: tuple[Member, ...] | None = None
-        self._marks: tuple[m.Mark, ...] | None = None
+        self._marks: tuple[m.IncarnationId, ...] | None = None
 
     def attach(self, member: Member, conn: int, now: float) -> None:
         """A member is connected."""
@@ -149,21 +149,21 @@ class Roster:
         """Members that are not connected, by id."""
         return [x for _, x in sorted(self.members.items()) if x.conn is None]
 
-    def marks(self) -> tuple[m.Mark, ...]:
+    def incarnation_ids(self) -> tuple[m.IncarnationId, ...]:
         """All of them, by id."""
         if self._marks is None:
-            self._marks = tuple(sorted(x.mark for x in self.members.values()))
+            self._marks = tuple(sorted(x.incarnation_id for x in self.members.values()))
         return self._marks
 
-    def gone_marks(self) -> tuple[m.Mark, ...]:
+    def gone_ids(self) -> tuple[m.IncarnationId, ...]:
         return tuple(sorted(self.gone.items()))
 
-    def is_gone(self, mark: m.Mark) -> bool:
-        return m.is_gone(mark, self.gone)
+    def is_gone(self, incarnation_id: m.IncarnationId) -> bool:
+        return m.is_gone(incarnation_id, self.gone)
 
-    def know(self, mark: m.Mark, now: float) -> None:
+    def know(self, incarnation_id: m.IncarnationId, now: float) -> None:
         """Puts an incarnation on the roster that is neither gone nor older than the one there; it is away at first."""
-        replica, incarnation = mark
+        replica, incarnation = incarnation_id
         self.members[replica] = Member(replica, incarnation, lost_s=now)
         self._marks = None
 
@@ -171,12 +171,12 @@ class Roster:
         member = self.members.get(replica)
         return max(member.incarnation if member else 0, self.gone.get(replica, 0)) + 1
 
-    def forget(self, mark: m.Mark) -> None:
+    def forget(self, incarnation_id: m.IncarnationId) -> None:
         """Marks an incarnation, and all before it, as gone: irrevocable."""
-        replica, incarnation = mark
+        replica, incarnation = incarnation_id
         self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
         member = self.members.get(replica)
-        if member is not None and self.is_gone(member.mark):
+        if member is not None and self.is_gone(member.incarnation_id):
             self.detach(member, member.lost_s)
             del self.members[replica]
             self._marks = None

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effect, Saved, Send
+from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Decided, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.settings import Sync
@@ -24,11 +24,11 @@ _NEWS = 32
 """Of many that come, not every one is worth telling all the others: only when their number has grown by this part."""
 
 
-class Gathering:
+class Startup:
     """Hellos, and what they say together with the journal (``saved``), and what the job has ``lost``: the chain of
     fragment 0 that nobody holds any more."""
 
-    def __init__(self, roster: Roster, saved: Saved | None = None, *, lost: str = "") -> None:
+    def __init__(self, roster: Roster, saved: JournalState | None = None, *, lost: str = "") -> None:
         self.hellos: dict[int, m.Hello] = {}
         self.sync = Sync()
         self.sent: set[str] = set()
@@ -41,11 +41,11 @@ class Gathering:
 
     # ------------------------------------------------------------ hellos
 
-    def hear(self, now: float, conn: int, hello: m.Hello) -> list[Effect]:
+    def hear(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
         """Keeps a hello; the newest of a replica counts."""
         if self._first_s is None:
             self._first_s = now
-        effects: list[Effect] = []
+        effects: list[CoordinatorEffect] = []
         for number, other in list(self.hellos.items()):
             if other.replica == hello.replica:
                 del self.hellos[number]
@@ -54,7 +54,7 @@ class Gathering:
         hold = m.Hold(self.text(now))
         count = len(self.hellos)
         told = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
-        return [*effects, *(Send(number, hold) for number in told)]
+        return [*effects, *(SendTo(number, hold) for number in told)]
 
     def lose(self, conn: int) -> None:
         """A connection has ended."""
@@ -71,22 +71,22 @@ class Gathering:
             del self.hellos[conn]
         return gone
 
-    def heard(self, mark: m.Mark) -> bool:
+    def heard(self, incarnation_id: m.IncarnationId) -> bool:
         """Whether that incarnation is here."""
-        return any((h.replica, h.incarnation) == mark for h in self.hellos.values())
+        return any((h.replica, h.incarnation) == incarnation_id for h in self.hellos.values())
 
-    def veterans(self) -> list[m.Hello]:
+    def state_holders(self) -> list[m.Hello]:
         """Who holds a version of every fragment."""
         return [h for h in self.hellos.values() if len(h.positions) == h.fragments]
 
-    def founder(self) -> int:
+    def initial_source(self) -> int:
         """The connection whose state becomes version 0 at a cold start: the first by id, a fresh one if there is."""
         return min(self.hellos, key=lambda conn: (not self.hellos[conn].initial, self.hellos[conn].replica))
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
         """RESTORE: who can restore the newest checkpoint of this job, by connection; nobody while somebody holds a
         state. Who cannot read its newest one is among them: it finds out, and tells its user."""
-        if self.veterans() or not self.lost:
+        if self.state_holders() or not self.lost:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
         ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
@@ -102,8 +102,8 @@ class Gathering:
         unheard = self._unheard()
         if self._indispensable(unheard):
             return False
-        if veterans := self.veterans():
-            unknown = [x for x in unheard if len(x.held) < len(veterans[0].positions)]
+        if state_holders := self.state_holders():
+            unknown = [x for x in unheard if len(x.held) < len(state_holders[0].positions)]
             return not unknown or now >= self.deadline_s()
         if unheard:
             return now >= self.deadline_s()
@@ -112,8 +112,8 @@ class Gathering:
 
     def _indispensable(self, unheard: list[Member]) -> list[Member]:
         """Who may hold what nobody here does, and is waited for until it is gone."""
-        if veterans := self.veterans():
-            best = {p.fragment: _highest(veterans, p.fragment) for p in veterans[0].positions}
+        if state_holders := self.state_holders():
+            best = {p.fragment: _highest(state_holders, p.fragment) for p in state_holders[0].positions}
             return [x for x in unheard if x.may_exceed(best)]
         # What they hold may come back; with a journal we know that it exists.
         return [x for x in unheard if x.held or x.in_doubt or self._decided]
@@ -122,7 +122,7 @@ class Gathering:
         """When waiting ends at the latest, judged by what was heard so far."""
         if self._first_s is None:
             return math.inf
-        if self.veterans():
+        if self.state_holders():
             return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.recovery_s)
         if self._unheard():
             return self._first_s + max(self.sync.start_s, self.sync.recovery_s)
@@ -140,7 +140,7 @@ class Gathering:
                 f"waiting for {names}: what it holds may be newer than all that is here; start it again, or wait for "
                 f"forget_s={self.sync.forget_s:g} s"
             )
-        if self.veterans() or unheard:
+        if self.state_holders() or unheard:
             names = ", ".join(sorted(x.replica for x in unheard)[:5]) or "nobody"
             return f"recovering: waiting for {names}, {left_s:.0f} s at most"
         wanted = self.sync.start_replicas
@@ -154,15 +154,15 @@ class Gathering:
 
     def _up_to_date(self) -> bool:
         """Whether the journal knows all that anybody has told: else it is an old copy."""
-        veterans = self.veterans()
-        tops = {d.fragment: d.version for p in veterans[0].positions for d in self.saved(p.fragment)}
-        return all(tops.get(p.fragment, -1) >= p.version for h in veterans for p in h.positions)
+        state_holders = self.state_holders()
+        tops = {d.fragment: d.version for p in state_holders[0].positions for d in self.saved(p.fragment)}
+        return all(tops.get(p.fragment, -1) >= p.version for h in state_holders for p in h.positions)
 
     def _unheard(self) -> list[Member]:
         """Members that may hold something that nobody here has told of."""
-        marks = {(h.replica, h.incarnation) for h in self.hellos.values()}
-        reborn = {h.replica for h in self.hellos.values() if h.incarnation == 0}
-        return [x for x in self._roster.away() if x.mark not in marks and x.replica not in reborn]
+        incarnation_ids = {(h.replica, h.incarnation) for h in self.hellos.values()}
+        reset = {h.replica for h in self.hellos.values() if h.incarnation == 0}
+        return [x for x in self._roster.away() if x.incarnation_id not in incarnation_ids and x.replica not in reset]
 
     # ------------------------------------------------------------ the truth
 
@@ -172,7 +172,7 @@ class Gathering:
         None if all who hold something come from another start of the job: then it is an old copy.
         """
         decided = [d for d in self._decided if d.fragment == fragment]
-        chains = [p.chain for h in self.veterans() for p in h.positions if p.fragment == fragment]
+        chains = [p.chain for h in self.state_holders() for p in h.positions if p.fragment == fragment]
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
 
@@ -182,9 +182,9 @@ class Gathering:
         Of several branches the journal's is the truth; without one, that of most replicas.
         """
         saved = self.saved(fragment)
-        veterans = self.veterans()
-        reports = [(p, h.inner_step) for h in veterans for p in h.positions if p.fragment == fragment]
-        top = _highest(veterans, fragment)
+        state_holders = self.state_holders()
+        reports = [(p, h.inner_step) for h in state_holders for p in h.positions if p.fragment == fragment]
+        top = _highest(state_holders, fragment)
         if saved and saved[-1].version >= top:
             d = saved[-1]
             return m.Position(fragment, d.version, d.chain), d.inner_step
@@ -198,7 +198,7 @@ class Gathering:
         told += [h.done for h in self.hellos.values() if at in h.positions]
         return told[0] if told else ()
 
-    def shares(self, at: m.Position) -> dict[m.Mark, tuple[int, Ranges]]:
+    def shares(self, at: m.Position) -> dict[m.IncarnationId, tuple[int, Ranges]]:
         """RESTART: the plan and the share of who holds ``at``, as they were told last."""
         return {
             (h.replica, h.incarnation): (h.plan, h.units)
@@ -211,5 +211,5 @@ class Gathering:
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))
 
 
-def _highest(veterans: list[m.Hello], fragment: int) -> int:
-    return max((p.version for h in veterans for p in h.positions if p.fragment == fragment), default=-1)
+def _highest(state_holders: list[m.Hello], fragment: int) -> int:
+    return max((p.version for h in state_holders for p in h.positions if p.fragment == fragment), default=-1)

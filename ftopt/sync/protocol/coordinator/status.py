@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
     """What ``ftopt status`` shows of one job: JSON values."""
-    gathering = coordinator.gathering
+    startup = coordinator.startup
     return {
         "job": coordinator.job,
         "epoch": coordinator.epoch,
-        "phase": "running" if gathering is None else gathering.text(now),
+        "phase": "running" if startup is None else startup.text(now),
         "fragments": [
             {
                 "version": r.at.version,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.catch_up import Arrival
-from ftopt.sync.protocol.coordinator.effects import Effect, Send, Tell
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.settings import Sync
 
@@ -69,7 +69,7 @@ class Waiting:
         *,
         grace_s: float,
         arrival: Callable[[str], Arrival | None],
-    ) -> list[Effect] | None:
+    ) -> list[CoordinatorEffect] | None:
         """What is to be told; None once the quorum need not wait for anybody.
 
         ``grace_s`` counts from the moment on when ``min_replicas`` have proposed; without that, those at work are
@@ -82,7 +82,7 @@ class Waiting:
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed, holds)]
         if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
             return [] if missing or self._leave_together(now, proposed, holds) else None
-        effects: list[Effect] = []
+        effects: list[CoordinatorEffect] = []
         called: list[Member] = []
         for x in missing:
             if self._hurried and x.replica not in self._asked and holds(x):
@@ -95,9 +95,9 @@ class Waiting:
         late = now >= self._late_s
         fetching = [x for x in missing if not holds(x)]
         for x in (x for x in missing if holds(x)):
-            dry = x.state == "dry" and x.called_in.get(self._fragment) != version
+            out_of_units = x.state == "out_of_units" and x.called_in.get(self._fragment) != version
             newcomer = self._fragment in x.newcomer
-            if dry or (x.replica not in self._deadline and (late or newcomer)):
+            if out_of_units or (x.replica not in self._deadline and (late or newcomer)):
                 self._deadline[x.replica] = now + max(x.patience_s(), PATIENCE_S if newcomer else 0.0)
                 effects += self.call_in(x, version)
                 called.append(x)
@@ -152,13 +152,13 @@ class Waiting:
             and self._fragment not in x.newcomer
         ]
 
-    def call_in(self, member: Member, version: int) -> list[Effect]:
+    def call_in(self, member: Member, version: int) -> list[CoordinatorEffect]:
         """Asks for a contribution at the next step boundary."""
         if member.conn is None:
             return []
         return [
-            Send(member.conn, m.CallIn(self._fragment, version)),
-            Tell("call_in", member.replica, member.incarnation, self._fragment, version),
+            SendTo(member.conn, m.CallIn(self._fragment, version)),
+            Emit("call_in", member.replica, member.incarnation, self._fragment, version),
         ]
 
     def deadline_s(self, now: float, proposed: Container[str]) -> float:

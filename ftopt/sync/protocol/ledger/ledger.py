@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from ftopt.sync.protocol.intervals import Ranges, end, first, intersect, size, subtract, union
 from ftopt.sync.protocol.limits import MAX_DONE, MAX_RANGES
-from ftopt.sync.protocol.messages import Mark
+from ftopt.sync.protocol.messages import IncarnationId
 from ftopt.sync.protocol.samples import Samples
 
 STRIDE = 1024
@@ -55,11 +55,11 @@ class Ledger:
     done: Ranges = ()
     cursor: int = 0
     promised: int = 0
-    leases: dict[Mark, Ranges] = field(default_factory=dict)
+    leases: dict[IncarnationId, Ranges] = field(default_factory=dict)
     under_way: Ranges = ()
-    unheard: set[Mark] = field(default_factory=set)
+    unheard: set[IncarnationId] = field(default_factory=set)
 
-    def open(self, done: Ranges, cursor: int, unheard: Sequence[Mark]) -> None:
+    def open(self, done: Ranges, cursor: int, unheard: Sequence[IncarnationId]) -> None:
         """A coordinator begins, or begins anew after a rollback; what is leased it learns from `claim`.
 
         Args:
@@ -71,26 +71,28 @@ class Ledger:
         self.unheard = set(unheard)
         self._reach(max(cursor, end(done)))
 
-    def claim(self, mark: Mark, ranges: Ranges) -> Ranges:
+    def claim(self, incarnation_id: IncarnationId, ranges: Ranges) -> Ranges:
         """TOTAL: all that an incarnation holds. Returns what another one holds too: outside of what is promised."""
-        self.unheard.discard(mark)
+        self.unheard.discard(incarnation_id)
         self._reach(end(ranges))
         held = subtract(ranges, self.done)
-        others = union(*(lease for other, lease in self.leases.items() if other != mark)) if held else ()
-        self.leases[mark] = held
+        others = union(*(lease for other, lease in self.leases.items() if other != incarnation_id)) if held else ()
+        self.leases[incarnation_id] = held
         return intersect(held, others)
 
-    def expect(self, mark: Mark) -> None:
+    def expect(self, incarnation_id: IncarnationId) -> None:
         """LIMBO: an incarnation of which nothing is known but its name; a newcomer claims at once."""
-        self.unheard.add(mark)
+        self.unheard.add(incarnation_id)
 
-    def gone(self, mark: Mark, heir: Mark | None = None) -> None:
-        """GONE: what it held is free, unless an attempt under way holds it. ADOPT: or it is its ``heir``'s."""
-        for known in [x for x in (*self.leases, *self.unheard) if x[0] == mark[0] and x[1] <= mark[1]]:
+    def gone(self, incarnation_id: IncarnationId, adopter: IncarnationId | None = None) -> None:
+        """GONE: what it held is free, unless an attempt under way holds it. ADOPT: or it is its ``adopter``'s."""
+        for known in [
+            x for x in (*self.leases, *self.unheard) if x[0] == incarnation_id[0] and x[1] <= incarnation_id[1]
+        ]:
             held = self.leases.pop(known, ())
             self.unheard.discard(known)
-            if heir is not None and held:
-                self.leases[heir] = union(self.leases.get(heir, ()), held)
+            if adopter is not None and held:
+                self.leases[adopter] = union(self.leases.get(adopter, ()), held)
 
     def hold(self, ranges: Ranges) -> None:
         """HOLD: an attempt begins."""
@@ -104,13 +106,13 @@ class Ledger:
         """DONE: what the attempt under way has used, its dead and weightless members' too."""
         self.under_way = ()
         self.done = union(self.done, ranges)
-        self.leases = {mark: subtract(lease, ranges) for mark, lease in self.leases.items()}
+        self.leases = {incarnation_id: subtract(lease, ranges) for incarnation_id, lease in self.leases.items()}
 
     def free(self) -> Ranges:
         """FREE IS WHAT REMAINS."""
         return subtract(((0, self.cursor),), union(self.done, self.under_way, *self.leases.values()))
 
-    def grant(self, asks: Sequence[tuple[Mark, int]], *, shares: int = 1) -> dict[Mark, Ranges]:
+    def grant(self, asks: Sequence[tuple[IncarnationId, int]], *, shares: int = 1) -> dict[IncarnationId, Ranges]:
         """Leases units, the smallest first; nothing to whom there is none for.
 
         Near the end of the data nobody takes more than its share of the rest.
@@ -124,10 +126,10 @@ class Ledger:
         share = None
         if total is not None:
             share = max(1, -(-(size(free) + rest) // max(shares, len(asks), 1)))
-        granted: dict[Mark, Ranges] = {}
-        for mark, count in asks:
+        granted: dict[IncarnationId, Ranges] = {}
+        for incarnation_id, count in asks:
             count = count if share is None else min(count, share)
-            if len(self.leases.get(mark, ())) + MAX_PIECES > MAX_PARTS:
+            if len(self.leases.get(incarnation_id, ())) + MAX_PIECES > MAX_PARTS:
                 continue
             found = first(free, count, parts=MAX_PIECES - 1)
             free = subtract(free, found)
@@ -135,8 +137,8 @@ class Ledger:
                 found = union(found, ((self.cursor, self.cursor + fresh),))
                 self.cursor, rest = self.cursor + fresh, rest - fresh
             if found:
-                self.leases[mark] = union(self.leases.get(mark, ()), found)
-                granted[mark] = found
+                self.leases[incarnation_id] = union(self.leases.get(incarnation_id, ()), found)
+                granted[incarnation_id] = found
         return granted
 
     def promise(self) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol.intervals import Ranges, contains, first, intersect, size, subtract, union
-from ftopt.sync.protocol.messages import Mark
+from ftopt.sync.protocol.messages import IncarnationId
 
 EVEN = 1.25
 """Shares are even unless shares by speed would be done this much sooner: speeds are measured, and between equal
@@ -34,7 +34,7 @@ WORTH_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """Who computes what of one batch.
 
     Args:
@@ -47,22 +47,24 @@ class Plan:
     number: int
     version: int
     batch: Ranges
-    shares: Mapping[Mark, Ranges]
+    shares: Mapping[IncarnationId, Ranges]
 
-    def share(self, mark: Mark) -> Ranges:
+    def share(self, incarnation_id: IncarnationId) -> Ranges:
         """Empty for who has none."""
-        return self.shares.get(mark, ())
+        return self.shares.get(incarnation_id, ())
 
-    def covers(self, parts: Mapping[Mark, Ranges]) -> bool:
+    def covers(self, parts: Mapping[IncarnationId, Ranges]) -> bool:
         """COVER: whether these are shares of this plan, and each unit of the batch is in one of them."""
-        fits = all(self.share(mark) == units for mark, units in parts.items())
+        fits = all(self.share(incarnation_id) == units for incarnation_id, units in parts.items())
         return fits and sum(map(size, parts.values())) == size(self.batch) and union(*parts.values()) == self.batch
 
-    def lost(self, present: Iterable[Mark]) -> Ranges:
+    def lost(self, present: Iterable[IncarnationId]) -> Ranges:
         """Units whose owner is not ``present``."""
-        return subtract(self.batch, union(*(self.share(mark) for mark in present)))
+        return subtract(self.batch, union(*(self.share(incarnation_id) for incarnation_id in present)))
 
-    def without(self, number: int, present: Iterable[Mark], speeds: Mapping[Mark, float]) -> Plan:
+    def without(
+        self, number: int, present: Iterable[IncarnationId], speeds: Mapping[IncarnationId, float]
+    ) -> BatchPlan:
         """PLAN: the next plan of the same batch.
 
         Args:
@@ -70,33 +72,38 @@ class Plan:
             present: who keeps its share.
             speeds: who takes over what the others had: seconds a unit, 0 if unknown; not empty.
         """
-        kept = {mark: self.shares[mark] for mark in present if mark in self.shares}
+        kept = {
+            incarnation_id: self.shares[incarnation_id] for incarnation_id in present if incarnation_id in self.shares
+        }
         more = share_out(subtract(self.batch, union(*kept.values())), speeds)
-        shares = {mark: union(kept.get(mark, ()), more.get(mark, ())) for mark in sorted({*kept, *more})}
-        return Plan(number, self.version, self.batch, shares)
+        shares = {
+            incarnation_id: union(kept.get(incarnation_id, ()), more.get(incarnation_id, ()))
+            for incarnation_id in sorted({*kept, *more})
+        }
+        return BatchPlan(number, self.version, self.batch, shares)
 
 
-def first_plan(number: int, version: int, batch: Ranges, speeds: Mapping[Mark, float]) -> Plan:
-    """The first plan of a batch; ``speeds``: as in `Plan.without`."""
-    return Plan(number, version, batch, share_out(batch, speeds, least=1))
+def first_plan(number: int, version: int, batch: Ranges, speeds: Mapping[IncarnationId, float]) -> BatchPlan:
+    """The first plan of a batch; ``speeds``: as in `BatchPlan.without`."""
+    return BatchPlan(number, version, batch, share_out(batch, speeds, least=1))
 
 
-def restart(version: int, batch: Ranges, claims: Mapping[Mark, tuple[int, Ranges]]) -> Plan:
-    """RESTART: what is left of the plans before, to be completed by `Plan.without`.
+def restart(version: int, batch: Ranges, claims: Mapping[IncarnationId, tuple[int, Ranges]]) -> BatchPlan:
+    """RESTART: what is left of the plans before, to be completed by `BatchPlan.without`.
 
     Args:
         version: what the batch makes.
         batch: its units.
         claims: the plan's number and the share that each replica has last heard of.
     """
-    kept: dict[Mark, Ranges] = {}
-    for mark, (_, units) in sorted(claims.items(), key=lambda x: (-x[1][0], x[0])):
+    kept: dict[IncarnationId, Ranges] = {}
+    for incarnation_id, (_, units) in sorted(claims.items(), key=lambda x: (-x[1][0], x[0])):
         if units and contains(batch, units) and not intersect(units, union(*kept.values())):
-            kept[mark] = units
-    return Plan(0, version, batch, kept)
+            kept[incarnation_id] = units
+    return BatchPlan(0, version, batch, kept)
 
 
-def share_out(units: Ranges, speeds: Mapping[Mark, float], *, least: int = 0) -> dict[Mark, Ranges]:
+def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: int = 0) -> dict[IncarnationId, Ranges]:
     """Who computes which units so that all are done soonest; those that get none are left out.
 
     Even shares (the first by id have one more) unless that would take `EVEN` times as long, and `WORTH_S` longer. Each
@@ -109,38 +116,41 @@ def share_out(units: Ranges, speeds: Mapping[Mark, float], *, least: int = 0) ->
     """
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
-    pace = {mark: speeds[mark] if speeds[mark] > 0 else usual for mark in sorted(speeds)}
+    pace = {
+        incarnation_id: speeds[incarnation_id] if speeds[incarnation_id] > 0 else usual
+        for incarnation_id in sorted(speeds)
+    }
     counts, soonest = _even(size(units), pace), _soonest(size(units), pace, least)
     if _takes(counts, pace) > max(EVEN * _takes(soonest, pace), _takes(soonest, pace) + WORTH_S):
         counts = soonest
-    shares: dict[Mark, Ranges] = {}
-    for mark, count in counts.items():
+    shares: dict[IncarnationId, Ranges] = {}
+    for incarnation_id, count in counts.items():
         if count:
-            shares[mark] = first(units, count, parts=len(units))
-            units = subtract(units, shares[mark])
+            shares[incarnation_id] = first(units, count, parts=len(units))
+            units = subtract(units, shares[incarnation_id])
     return shares
 
 
-def _even(count: int, pace: Mapping[Mark, float]) -> dict[Mark, int]:
+def _even(count: int, pace: Mapping[IncarnationId, float]) -> dict[IncarnationId, int]:
     each, more = divmod(count, len(pace))
-    return {mark: each + (place < more) for place, mark in enumerate(pace)}
+    return {incarnation_id: each + (place < more) for place, incarnation_id in enumerate(pace)}
 
 
-def _soonest(count: int, pace: Mapping[Mark, float], least: int) -> dict[Mark, int]:
+def _soonest(count: int, pace: Mapping[IncarnationId, float], least: int) -> dict[IncarnationId, int]:
     """The least makespan: each unit goes to whoever would be done with it first."""
     least = least if least * len(pace) <= count else 0
     counts = dict.fromkeys(pace, least)
-    done = [((least + 1) * unit_s, mark) for mark, unit_s in pace.items()]
+    done = [((least + 1) * unit_s, incarnation_id) for incarnation_id, unit_s in pace.items()]
     heapq.heapify(done)
     for _ in range(count - least * len(pace)):
-        at, mark = done[0]
-        counts[mark] += 1
-        heapq.heapreplace(done, (at + pace[mark], mark))
+        at, incarnation_id = done[0]
+        counts[incarnation_id] += 1
+        heapq.heapreplace(done, (at + pace[incarnation_id], incarnation_id))
     return counts
 
 
-def _takes(counts: Mapping[Mark, int], pace: Mapping[Mark, float]) -> float:
-    return max(count * pace[mark] for mark, count in counts.items())
+def _takes(counts: Mapping[IncarnationId, int], pace: Mapping[IncarnationId, float]) -> float:
+    return max(count * pace[incarnation_id] for incarnation_id, count in counts.items())
 
 
 @dataclass

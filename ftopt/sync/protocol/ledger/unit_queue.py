@@ -14,7 +14,7 @@ from collections import deque
 from ftopt.sync.protocol.intervals import Range, Ranges, contains, intersect, size, subtract, union
 
 
-class Stock:
+class UnitQueue:
     """The units of one replica's process, whatever its incarnation. Not thread-safe."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ class StartReduce:
     """Reduce ``contribution`` among ``members``; answer with `Replica.reduced` or `Replica.reduce_failed`."""
 
     quorum: m.Quorum
-    members: tuple[m.Mark, ...]
+    members: tuple[m.IncarnationId, ...]
     contribution: m.Contribution
 
 
@@ -33,7 +33,7 @@ class StopReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class CommitPrepared:
     """Committed: what was prepared in ``attempt`` is the committed state now, with ``record``."""
 
     attempt: int
@@ -55,23 +55,23 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Cold start: the own state is committed as ``record``. ``reborn``: pending work on it is void."""
+    """Cold start: the own state is committed as ``record``. ``reset``: pending work on it is void."""
 
     record: m.Record
-    reborn: bool
+    reset: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
+class RestoreCheckpoint:
     """Put in what the newest checkpoint holds, tell it with `Replica.restore`, and connect anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """More units to use; ``dry``: no more for now."""
+    """More units to use; ``out_of_units``: no more for now."""
 
     ranges: Ranges
-    dry: bool
+    out_of_units: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +93,21 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepCopy:
     """Fetch a copy of a neighbour and keep it; answer with `Replica.keeps`."""
 
     order: m.Keep
 
 
 @dataclass(frozen=True, slots=True)
-class Inherit:
+class InheritWork:
     """Its predecessor's units, the first to use, and where the copy is from which its work can be done again."""
 
     order: m.Inherit
 
 
 @dataclass(frozen=True, slots=True)
-class Reborn:
+class Reset:
     """This incarnation is gone: pending work is void. Hang up, and connect anew as a newcomer."""
 
     reason: str
@@ -134,20 +134,20 @@ class Notice:
     text: str
 
 
-Effect = (
+ReplicaEffect = (
     Send
     | StartReduce
     | StopReduce
-    | Adopt
+    | CommitPrepared
     | Fetch
     | Begin
-    | Restore
+    | RestoreCheckpoint
     | Granted
     | Settled
     | Planned
-    | Keep
-    | Inherit
-    | Reborn
+    | KeepCopy
+    | InheritWork
+    | Reset
     | GiveUp
     | Disconnect
     | Notice

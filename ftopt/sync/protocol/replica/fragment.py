@@ -14,21 +14,21 @@ from ftopt.sync.protocol.samples import Samples
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedResult:
     attempt: int
     digest: str
     record: m.Record
 
 
 @dataclass(slots=True)
-class Holding:
+class FragmentState:
     """One fragment's variables in a replica; ``docs/protocol.md`` has the state diagram."""
 
     record: m.Record | None = None
     contribution: m.Contribution | None = None
     quorum: m.Quorum | None = None
-    prepared: Prepared | None = None
-    members: tuple[m.Mark, ...] = ()
+    prepared: PreparedResult | None = None
+    members: tuple[m.IncarnationId, ...] = ()
     fetching: Fetch | None = None
     told: list[m.Position] = field(default_factory=list)
     """States that the coordinator named on this connection since the fetch under way began: only these are taken up."""
@@ -38,7 +38,7 @@ class Holding:
     """The shell is fetching: it answers with `fetched` or `fetch_failed`."""
     installing: bool = False
     """A fetched state is being installed: what is held is not known before that has ended."""
-    reborn: bool = False
+    reset: bool = False
     """The held state is a dead incarnation's: pending work on it is void."""
     offered: bool = False
     """The outstanding contribution is known on this connection."""
@@ -71,7 +71,7 @@ class Identity:
 
 def greeting(
     identity: Identity,
-    held: Sequence[Holding],
+    held: Sequence[FragmentState],
     *,
     incarnation: int,
     epoch: int,
@@ -79,7 +79,7 @@ def greeting(
     inner_step: int,
     roster: Mapping[str, int],
     gone: Mapping[str, int],
-    heirs: Mapping[str, str],
+    adopted_by: Mapping[str, str],
     lease: Lease,
     done: Ranges,
     share: m.Plan,
@@ -102,13 +102,13 @@ def greeting(
         positions=tuple(f.record.position for f in held if f.record),
         contributions=tuple(f.contribution for f in held if f.contribution),
         prepared=tuple(
-            m.PreparedMark(p.record.fragment, p.attempt, p.record.version, p.digest)
+            m.PreparedAttempt(p.record.fragment, p.attempt, p.record.version, p.digest)
             for p in (f.prepared for f in held)
             if p
         ),
         roster=tuple(sorted(roster.items())),
         gone=tuple(sorted(gone.items())),
-        heirs=tuple(sorted(heirs.items())),
+        adopted_by=tuple(sorted(adopted_by.items())),
         inner_step=inner_step,
         samples=identity.samples,
         claim=lease.held,
@@ -122,7 +122,7 @@ def greeting(
 
 
 def agree(
-    record: m.Record, quorum: m.Quorum, members: Sequence[m.Mark], rows: list[list[int]], digest: str
+    record: m.Record, quorum: m.Quorum, members: Sequence[m.IncarnationId], rows: list[list[int]], digest: str
 ) -> tuple[str, m.Record]:
     """The digest that members report, and the record that a commit of ``quorum`` makes current (COUNT, CHAIN, DONE).
 
@@ -135,7 +135,7 @@ def agree(
     """
     dropped = dict(quorum.drop)
     counted = {(r, i): step for r, i, step in record.counted if not m.is_gone((r, i), dropped)}
-    counted |= {mark: row[0] for mark, row in zip(members, rows, strict=True)}
+    counted |= {incarnation_id: row[0] for incarnation_id, row in zip(members, rows, strict=True)}
     table = tuple(sorted((replica, life, step) for (replica, life), step in counted.items()))
     inner_step = record.inner_step + quorum.advance
     done = union(record.done, quorum.ranges) if quorum.ranges else record.done

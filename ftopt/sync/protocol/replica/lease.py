@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, size, subtract, union
-from ftopt.sync.protocol.replica.effects import Effect, Granted, Send, Settled
+from ftopt.sync.protocol.replica.effects import Granted, ReplicaEffect, Send, Settled
 
 
 @dataclass
@@ -25,15 +25,17 @@ class Lease:
     cursor: int = 0
     asked: bool = False
 
-    def granted(self, grant: m.Grant) -> list[Effect]:
+    def granted(self, grant: m.Grant) -> list[ReplicaEffect]:
         """More units, or the answer that there are none."""
         self.cursor = max(self.cursor, grant.cursor)
-        if grant.ranges or grant.dry:
+        if grant.ranges or grant.out_of_units:
             self.asked = False
         self.held = union(self.held, grant.ranges)
-        return [Granted(grant.ranges, grant.dry)]
+        return [Granted(grant.ranges, grant.out_of_units)]
 
-    def settle(self, record: m.Record, offered: m.Contribution | None = None, *, counted: int = 0) -> list[Effect]:
+    def settle(
+        self, record: m.Record, offered: m.Contribution | None = None, *, counted: int = 0
+    ) -> list[ReplicaEffect]:
         """``record`` is the committed state now; what was ``offered`` is in it if its last step is ``counted``."""
         if record.fragment or not (record.done or self.held):
             return []
@@ -41,7 +43,7 @@ class Lease:
         own = offered.ranges if offered is not None and offered.last_step <= counted else ()
         return [Settled(record.done, own)]
 
-    def ask(self) -> list[Effect]:
+    def ask(self) -> list[ReplicaEffect]:
         """Units run short: as many more as it wants to hold, and as many as it has used in vain so far.
 
         A replica that trains on without being counted thus asks seldom, and holds few ranges.

@@ -3,7 +3,7 @@
 Nothing new is needed for that: a coordinator that knows nothing waits until every replica on a reconnecting one's
 roster was heard or is gone (WAIT), takes the highest version that anybody holds for the truth, and has the others fetch
 it; an outstanding contribution is offered again (FREEZE), and COUNT tells whose was counted. So the roster that a
-replica brings along decides whom the job waits for, and the gone marks who is not expected any more.
+replica brings along decides whom the job waits for, and the gone incarnations who is not expected any more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Held:
         epoch: the coordinator's.
         gone: replica -> newest gone incarnation, as it knew them (FENCE).
         roster: replica -> incarnation, of all who come back, itself included.
-        heirs: replica that does not come back -> who takes its pending work over, as `Return` has it.
+        adopted_by: replica that does not come back -> who takes its pending work over, as `Return` has it.
         records: one a fragment.
         contributions: that are outstanding.
         samples: what the job's ledger counts; None without one.
@@ -40,7 +40,7 @@ class Held:
     epoch: int
     gone: dict[str, int] = field(default_factory=dict)
     roster: dict[str, int] = field(default_factory=dict)
-    heirs: dict[str, str] = field(default_factory=dict)
+    adopted_by: dict[str, str] = field(default_factory=dict)
     records: tuple[m.Record, ...] = ()
     contributions: tuple[m.Contribution, ...] = ()
     samples: Samples | None = None
@@ -49,7 +49,7 @@ class Held:
     queue: Ranges = ()
 
     @property
-    def mark(self) -> m.Mark:
+    def incarnation_id(self) -> m.IncarnationId:
         """The replica with its life."""
         return self.replica, self.incarnation
 
@@ -67,15 +67,16 @@ class Return:
         epoch: the highest that anybody knew.
         marks: those who are there now. One that was there before keeps its incarnation; another one gets the next
             that is free: it holds the newest state and has contributed nothing.
-        gone: gone marks: all that were known, those who do not come back, and whose steps the state counts besides.
-        heirs: missing replica -> who takes its pending work over, and with it the units that this has used (ADOPT);
+        gone: gone incarnations: all that were known, those who do not come back, and whose steps the state counts
+        besides.
+        adopted_by: missing replica -> who takes its pending work over, and the units in it (ADOPT);
             what it was granted besides is free again.
     """
 
     epoch: int
-    marks: dict[str, int]
+    incarnation_ids: dict[str, int]
     gone: dict[str, int]
-    heirs: dict[str, str]
+    adopted_by: dict[str, str]
 
 
 def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.Record]) -> Return:
@@ -89,23 +90,25 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
     present = sorted(set(present))
     lives = {held.replica: held.incarnation for held in there if held.replica in present}
     gone: dict[str, int] = {}
-    lost = [held.mark for held in there if held.replica not in present]
+    lost = [held.incarnation_id for held in there if held.replica not in present]
     counted = [(replica, life) for record in newest for replica, life, _ in record.counted]
-    for replica, life in [*(mark for held in there for mark in held.gone.items()), *lost, *counted]:
+    for replica, life in [*(incarnation_id for held in there for incarnation_id in held.gone.items()), *lost, *counted]:
         if lives.get(replica) != life:
             gone[replica] = max(life, gone.get(replica, 0))
-    marks = {replica: lives.get(replica) or gone.get(replica, 0) + 1 for replica in present}
-    heirs = sorted(lives) or present
+    incarnation_ids = {replica: lives.get(replica) or gone.get(replica, 0) + 1 for replica in present}
+    adopted_by = sorted(lives) or present
     return Return(
         epoch=max(held.epoch for held in there),
-        marks=marks,
-        gone={replica: life for replica, life in gone.items() if life < marks.get(replica, life + 1)},
-        heirs={replica: heirs[index % len(heirs)] for index, (replica, _) in enumerate(sorted(lost))},
+        incarnation_ids=incarnation_ids,
+        gone={replica: life for replica, life in gone.items() if life < incarnation_ids.get(replica, life + 1)},
+        adopted_by={replica: adopted_by[index % len(adopted_by)] for index, (replica, _) in enumerate(sorted(lost))},
     )
 
 
-def another_life(mark: m.Mark, there: Sequence[Held], newest: Iterable[m.Record]) -> tuple[m.Mark, dict[str, int]]:
-    """RESTORE: the life as which a replica goes on that was given ``mark``, and all lives that are gone.
+def another_life(
+    incarnation_id: m.IncarnationId, there: Sequence[Held], newest: Iterable[m.Record]
+) -> tuple[m.IncarnationId, dict[str, int]]:
+    """RESTORE: the life as which a replica goes on that was given ``incarnation_id``, and all lives that are gone.
 
     These are all that the checkpoint knows of. A coordinator with an old copy of its journal may give their numbers
     again, although the state counts their steps (COUNT): then the replica goes on as a later one.
@@ -117,6 +120,6 @@ def another_life(mark: m.Mark, there: Sequence[Held], newest: Iterable[m.Record]
     """
     gone: dict[str, int] = {}
     counted = [(replica, life) for record in newest for replica, life, _ in record.counted]
-    for replica, life in [*(known for held in there for known in (held.mark, *held.gone.items())), *counted]:
+    for replica, life in [*(known for held in there for known in (held.incarnation_id, *held.gone.items())), *counted]:
         gone[replica] = max(life, gone.get(replica, 0))
-    return (mark[0], max(mark[1], gone.get(mark[0], 0) + 1)), gone
+    return (incarnation_id[0], max(incarnation_id[1], gone.get(incarnation_id[0], 0) + 1)), gone

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.batch_shares import Sharing
+from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.intervals import Ranges, intersect
 from ftopt.sync.protocol.ledger.plans import Portion
-from ftopt.sync.protocol.replica.effects import Effect, Planned, StartReduce
+from ftopt.sync.protocol.replica.effects import Planned, ReplicaEffect, StartReduce
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
-from tests.sync.protocol.sharing import Batches, journalled, walk
+from tests.sync.protocol.batch_table import Batches, journalled, walk
 
 
 def test_a_batch_is_shared_out_and_committed_whole() -> None:
@@ -232,14 +232,14 @@ def test_a_proposal_of_an_older_plan_does_not_count() -> None:
 
 
 def test_a_job_that_starts_from_a_state_with_units_in_it_goes_on_behind_them() -> None:
-    """Everybody was given up, and the journal is lost: the founder's state becomes version 0 of another start."""
+    """All are given up, and the journal is lost: the initial source's state becomes version 0 of another start."""
     job = Batches("a", "b", start_s=1.0)
     job.work("ab")
     job.reduce("ab")
     assert job["a"].seat.record.done == ((0, 6),)
     job.table.restart(journal=False)
     for worker in job.workers.values():
-        worker.seat.do(worker.seat.machine.receive(m.Refused("gone", "given up")))
+        worker.seat.do(worker.seat.machine.receive(m.Refuse("gone", "given up")))
         worker.seat.open()
     for worker in job.workers.values():
         worker.take()
@@ -301,7 +301,7 @@ def _keep_the_sum(self: Portion) -> None:
     self.kept = ()
 
 
-def _offer_whatever_was_frozen(self: Replica, plan: m.Plan) -> list[Effect]:
+def _offer_whatever_was_frozen(self: Replica, plan: m.Plan) -> list[ReplicaEffect]:
     f = self._fragments[0]
     if f.record is None or plan.version != f.record.version + 1:
         return []
@@ -311,7 +311,7 @@ def _offer_whatever_was_frozen(self: Replica, plan: m.Plan) -> list[Effect]:
     return [Planned(plan.version, plan.plan, plan.units, plan.ended)]
 
 
-def _fits_any_plan(self: Sharing, mark: m.Mark, contribution: m.Contribution) -> bool:
+def _fits_any_plan(self: BatchShares, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:
     return True
 
 
@@ -329,7 +329,7 @@ def _fits_any_plan(self: Sharing, mark: m.Mark, contribution: m.Contribution) ->
             test_one_that_dies_in_the_reduction_costs_its_own_units,
             id="plan",
         ),
-        pytest.param(Sharing, "fits", _fits_any_plan, test_a_proposal_of_an_older_plan_does_not_count, id="cover"),
+        pytest.param(BatchShares, "fits", _fits_any_plan, test_a_proposal_of_an_older_plan_does_not_count, id="cover"),
     ],
 )
 def test_without_a_rule_its_scenario_goes_wrong(

@@ -7,7 +7,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import in_order
 from ftopt.sync.protocol.replica import machine as r
-from ftopt.sync.replica.inheritance import Copy
+from ftopt.sync.replica.inheritance import ReplicaCopy
 from tests.sync.protocol.table import Seat
 from tests.sync.protocol.test_ledger_scenarios import commit, job
 
@@ -19,10 +19,10 @@ def keep_copies(*seats: Seat) -> dict[str, str]:
         seat.do(seat.machine.copied(seat.record.version, (seat.record.version,)))
     for seat in seats:
         seat.take()
-        for order in [x.order for x in seat.asked if isinstance(x, r.Keep)]:
-            keepers[order.mark[0]] = seat.name
+        for order in [x.order for x in seat.asked if isinstance(x, r.KeepCopy)]:
+            keepers[order.incarnation_id[0]] = seat.name
             seat.do(seat.machine.keeps(order))
-        seat.asked = [x for x in seat.asked if not isinstance(x, r.Keep)]
+        seat.asked = [x for x in seat.asked if not isinstance(x, r.KeepCopy)]
     return keepers
 
 
@@ -30,7 +30,7 @@ def successor_of(dead: Seat) -> tuple[Seat, m.Inherit | None]:
     """The process that comes in its place, and what it inherits."""
     seat = dead.die()
     seat.connect()
-    orders = [x.order for x in seat.asked if isinstance(x, r.Inherit)]
+    orders = [x.order for x in seat.asked if isinstance(x, r.InheritWork)]
     return seat, orders[0] if orders else None
 
 
@@ -51,14 +51,14 @@ def test_another_process_under_its_name_has_its_units_and_nobody_else() -> None:
     keep_copies(a, b, c)
     b.use(3)
     lease = b.machine.lease.held
-    new, heritage = successor_of(b)
-    assert heritage is not None
-    assert (heritage.mark, heritage.source, heritage.ranges) == (("b", 1), "c", lease)
+    new, adopted_work = successor_of(b)
+    assert adopted_work is not None
+    assert (adopted_work.incarnation_id, adopted_work.source, adopted_work.ranges) == (("b", 1), "c", lease)
     assert new.machine.lease.held[: len(lease)] == lease
     assert table.ledger.leases["b", 2] == new.machine.lease.held
     assert ("b", 1) not in table.ledger.leases
     new.fetch(a)
-    new.stock.grant(heritage.ranges)
+    new.unit_queue.grant(adopted_work.ranges)
     for seat, steps in ((a, 4), (c, 4), (new, 3)):
         seat.use(steps)
         seat.propose(steps + (0 if seat is new else 2))
@@ -102,8 +102,8 @@ def test_hold_nothing_is_inherited_while_its_contribution_may_still_be_committed
         seat.use(2)
         seat.propose(4)
     b.reduce()  # prepared: the attempt may commit without it
-    new, heritage = successor_of(b)
-    assert heritage is None
+    new, adopted_work = successor_of(b)
+    assert adopted_work is None
     for seat in (a, c):
         seat.reduce()
     assert table.version == 2
@@ -126,11 +126,11 @@ def test_an_heir_is_waited_for_like_its_predecessor() -> None:
     table, (a, b, c) = job("a", "b", "c")
     commit(a, b, c, units=2, last_step=2)
     keep_copies(a, b, c)
-    new, heritage = successor_of(b)
-    assert heritage is not None
+    new, adopted_work = successor_of(b)
+    assert adopted_work is not None
     new.fetch(a)
     for seat in (new, c):
-        seat.say(m.Progress("training", 3, 0.1))
+        seat.say(m.Heartbeat("training", 3, 0.1))
     a.use(2)
     a.propose(4)
     table.wait(1.0)
@@ -152,4 +152,4 @@ def test_the_units_come_in_the_order_in_which_they_were_granted() -> None:
 def test_a_message_that_is_no_copy_is_refused() -> None:
     for meta in ({}, {"copy": "[]", "text": ""}, {"copy": '{"mark": ["a"]}', "text": ""}, {"copy": "[" * 9999}):
         with pytest.raises(ValueError, match="no copy of a replica"):
-            Copy.of(meta, {})
+            ReplicaCopy.of(meta, {})

@@ -41,7 +41,7 @@ class Worker:
     def take(self) -> None:
         """What has arrived; the plans in it reach the training thread, reductions begin with what is frozen."""
         self.seat.take()
-        for effect in [x for x in self.seat.asked if isinstance(x, r.Planned | r.Reborn)]:
+        for effect in [x for x in self.seat.asked if isinstance(x, r.Planned | r.Reset)]:
             self.seat.asked.remove(effect)
             if isinstance(effect, r.Planned):
                 self.portion.assign(effect.version, effect.plan, effect.units)
@@ -177,9 +177,9 @@ class Batches:
     @property
     def shares(self) -> dict[str, Ranges]:
         """Of the newest plan, by name."""
-        sharing = self.table.coordinator.members.sharing
-        assert sharing is not None and sharing.plan is not None
-        return {mark[0]: units for mark, units in sharing.plan.shares.items()}
+        batch_shares = self.table.coordinator.members.batch_shares
+        assert batch_shares is not None and batch_shares.plan is not None
+        return {incarnation_id[0]: units for incarnation_id, units in batch_shares.plan.shares.items()}
 
 
 def one_by_one(ranges: Ranges) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 from ftopt.simulate.trainer import Process
 from ftopt.simulate.world import Knobs, World
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.partitions import PAUSES, Cuts, Seats
+from ftopt.sync.protocol.coordinator.partitions import PAUSES, Membership, Partitions
 from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.replica import machine as r
 from tests.sync.protocol.table import SETTINGS, Seat, Table
@@ -39,7 +39,7 @@ def play_round(table: Table, seats: list[Seat], step: int) -> list[str]:
     return [seat.name for seat in members]
 
 
-def parted() -> tuple[Table, list[Seat]]:
+def unreachable() -> tuple[Table, list[Seat]]:
     """A job of A, B and C after a round in which A and B failed twice to reach each other; C was fine."""
     table = Table(start_replicas=3)
     a, b, c = seats = table.start("a", "b", "c")
@@ -57,14 +57,14 @@ def parted() -> tuple[Table, list[Seat]]:
 
 
 def test_a_pair_that_is_cut_takes_turns_and_fails_no_more() -> None:
-    table, seats = parted()
+    table, seats = unreachable()
     assert [play_round(table, seats, step) for step in (10, 15, 20)] == [["b", "c"], ["a", "c"], ["b", "c"]]
     assert len(table.events("abort")) == 2
     assert seats[0].record.counted == (("a", 1, 15), ("b", 1, 20), ("c", 1, 20))  # nothing is lost
 
 
 def test_it_is_tried_again_and_forgotten_when_it_goes_through() -> None:
-    table, seats = parted()
+    table, seats = unreachable()
     table.tick(DEAD_AFTER_S)
     assert play_round(table, seats, 10) == ["a", "b", "c"]
     for seat in seats:
@@ -74,22 +74,22 @@ def test_it_is_tried_again_and_forgotten_when_it_goes_through() -> None:
 
 
 def test_each_failure_makes_the_pause_before_the_next_try_longer() -> None:
-    cuts, a, b, c = Cuts(), ("a", 1), ("b", 1), ("c", 1)
+    cuts, a, b, c = Partitions(), ("a", 1), ("b", 1), ("c", 1)
     now, pauses = 0.0, []
     cuts.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
     for _ in range(8):
-        assert not cuts.parted(now, [a, b, c])
+        assert not cuts.unreachable(now, [a, b, c])
         cuts.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
         cuts.failed(now, b, a, dead_after_s=DEAD_AFTER_S)  # another fragment's attempt, begun before
         since = now
-        while cuts.parted(now, [a, b, c]):
+        while cuts.unreachable(now, [a, b, c]):
             now += 0.5
         pauses.append((now - since) / DEAD_AFTER_S)
     assert pauses == [1, 2, 4, 8, 16, PAUSES, PAUSES, PAUSES]
 
 
 def test_a_new_incarnation_is_tried_at_once() -> None:
-    _, (a, b, c) = parted()
+    _, (a, b, c) = unreachable()
     again = b.die()
     again.connect()
     again.fetch(c)
@@ -99,37 +99,37 @@ def test_a_new_incarnation_is_tried_at_once() -> None:
 
 
 def test_who_reaches_nobody_has_its_turn_and_stops_the_others_seldom() -> None:
-    roster, cuts = Roster(), Cuts()
-    marks = [(name, 1) for name in "abcdef"]
-    for mark in marks:
-        roster.know(mark, 0.0)
-    for mark in marks[1:]:
+    roster, cuts = Roster(), Partitions()
+    incarnation_ids = [(name, 1) for name in "abcdef"]
+    for incarnation_id in incarnation_ids:
+        roster.know(incarnation_id, 0.0)
+    for incarnation_id in incarnation_ids[1:]:
         for _ in range(2):
-            cuts.failed(0.0, marks[0], mark, dead_after_s=DEAD_AFTER_S)
-    seats, members = Seats(cuts, roster), [roster.members[name] for name, _ in marks]
+            cuts.failed(0.0, incarnation_ids[0], incarnation_id, dead_after_s=DEAD_AFTER_S)
+    seats, members = Membership(cuts, roster), [roster.members[name] for name, _ in incarnation_ids]
     alone = 0
     for _ in range(30):
-        chosen = [x.mark for x in seats.choose(1.0, members)]
-        assert chosen in (marks[:1], marks[1:])
-        alone += chosen == marks[:1]
+        chosen = [x.incarnation_id for x in seats.choose(1.0, members)]
+        assert chosen in (incarnation_ids[:1], incarnation_ids[1:])
+        alone += chosen == incarnation_ids[:1]
         seats.taken(chosen, [x.replica for x in members])
     assert 5 <= alone <= 7  # of thirty rounds; the five others share the rest
 
 
 def test_three_that_reach_nobody_take_turns() -> None:
-    roster, cuts = Roster(), Cuts()
-    marks = [(name, 1) for name in "abc"]
-    for mark in marks:
-        roster.know(mark, 0.0)
+    roster, cuts = Roster(), Partitions()
+    incarnation_ids = [(name, 1) for name in "abc"]
+    for incarnation_id in incarnation_ids:
+        roster.know(incarnation_id, 0.0)
     for pair in ((0, 1), (0, 2), (1, 2)):
         for _ in range(2):
-            cuts.failed(0.0, marks[pair[0]], marks[pair[1]], dead_after_s=DEAD_AFTER_S)
-    seats, members = Seats(cuts, roster), [roster.members[name] for name, _ in marks]
+            cuts.failed(0.0, incarnation_ids[pair[0]], incarnation_ids[pair[1]], dead_after_s=DEAD_AFTER_S)
+    seats, members = Membership(cuts, roster), [roster.members[name] for name, _ in incarnation_ids]
     order = []
     for _ in range(6):
         (member,) = seats.choose(1.0, members)
         order.append(member.replica)
-        seats.taken([member.mark], [x.replica for x in members])
+        seats.taken([member.incarnation_id], [x.replica for x in members])
     assert order == ["a", "b", "c"] * 2
 
 
@@ -157,5 +157,5 @@ def test_a_cut_of_two_minutes_costs_a_few_failed_attempts_and_not_two_a_round(co
     assert rounds[1].aborted <= 2 + 7  # twice to learn it; then after 3, 6, 12, 24, 48 and 60 s
     at = rounds[1].at
     counted = cut.checks.versions[(0, at.chain)].content.steps
-    behind = {p.name: p.local_steps - counted[p.mark] for p in cut.processes.values()}
+    behind = {p.name: p.local_steps - counted[p.incarnation_id] for p in cut.processes.values()}
     assert max(behind.values()) <= 15, behind  # nobody starves: three rounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ftopt.simulate.host import Span
+from ftopt.simulate.host import StepSpan
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, in_order
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class SimCopy:
     """What a replica was when a round of its began. ``pending``: of each fragment, in spans of whose steps."""
 
-    mark: m.Mark
-    pending: tuple[tuple[Span, ...], ...]
+    incarnation_id: m.IncarnationId
+    pending: tuple[tuple[StepSpan, ...], ...]
     used: Ranges
     queue: Ranges
 
 
-class Neighbour:
+class SimBackup:
     """Of one life of a process: its own copy, and those that it keeps of others."""
 
     def __init__(self, process: Process) -> None:
-        self.own: Copy | None = None
-        self.kept: dict[str, Copy] = {}
+        self.own: SimCopy | None = None
+        self.kept: dict[str, SimCopy] = {}
         self.inheriting = False
         """A predecessor's copy is being fetched: training waits."""
         self._process = process
@@ -38,18 +38,18 @@ class Neighbour:
     def begin(self) -> None:
         """A round of its own is taken up: training thread."""
         process = self._process
-        if process.loader is None or not self._world.knobs.replay or process.machine.reborn:
+        if process.loader is None or not self._world.knobs.replay or process.machine.reset:
             return
         taken = [shard.taken for shard in process.shards]
-        if any(shard.reborn for shard in process.shards):
+        if any(shard.reset for shard in process.shards):
             return
         kept = [shard.kept() for shard in process.shards]
         pending = tuple(
-            tuple(x for x in (*k.inherited, (process.mark, k.base_step, process.local_steps)) if x[1] < x[2])
+            tuple(x for x in (*k.inherited, (process.incarnation_id, k.base_step, process.local_steps)) if x[1] < x[2])
             for k in kept
         )
-        used, queue = process.loader.stock.kept()
-        self.own = Copy(process.mark, pending, used, queue)
+        used, queue = process.loader.unit_queue.kept()
+        self.own = SimCopy(process.incarnation_id, pending, used, queue)
         self._serial += 1
         versions = tuple(record.version for record in taken if record is not None)
         process.later(self._world.delay(), self._told, self._serial, versions)
@@ -63,8 +63,13 @@ class Neighbour:
 
     def _keep(self, order: m.Keep) -> None:
         source = self._world.processes[order.source]
-        if source.alive and not source.frozen and source.mark == order.mark and source.neighbour.own is not None:
-            self.kept[order.mark[0]] = source.neighbour.own
+        if (
+            source.alive
+            and not source.frozen
+            and source.incarnation_id == order.incarnation_id
+            and source.backup.own is not None
+        ):
+            self.kept[order.incarnation_id[0]] = source.backup.own
             self._world.coverage["a copy is kept"] += 1
             self._process.act(self._process.machine.keeps(order))
 
@@ -82,10 +87,10 @@ class Neighbour:
 
     def _inherit(self, order: m.Inherit) -> None:
         source = self._world.processes[order.source]
-        copy = source.neighbour.kept.get(order.mark[0]) if source.alive and not source.frozen else None
-        self._start(order.ranges, copy if copy is not None and copy.mark == order.mark else None)
+        copy = source.backup.kept.get(order.incarnation_id[0]) if source.alive and not source.frozen else None
+        self._start(order.ranges, copy if copy is not None and copy.incarnation_id == order.incarnation_id else None)
 
-    def _start(self, ranges: Ranges, copy: Copy | None) -> None:
+    def _start(self, ranges: Ranges, copy: SimCopy | None) -> None:
         process = self._process
         if not process.machine.ready:  # the committed state comes first
             process.later(self._world.delay(), self._start, ranges, copy)
@@ -93,12 +98,12 @@ class Neighbour:
         self.inheriting = False
         if process.loader is not None and contains(process.machine.lease.held, ranges):
             known = (*copy.used, *copy.queue) if copy is not None else ()
-            process.loader.stock.grant_first(in_order(ranges, known))
+            process.loader.unit_queue.grant_first(in_order(ranges, known))
             if copy is not None and contains(ranges, copy.used):
                 self._take_up(copy)
         process.act([])
 
-    def _take_up(self, copy: Copy) -> None:
+    def _take_up(self, copy: SimCopy) -> None:
         """What ``ftopt.optimizer.recovery.replay.take_up`` does: pending work is this one's, the rest is done again."""
         process, world = self._process, self._world
         assert process.loader is not None
@@ -109,7 +114,7 @@ class Neighbour:
         for fragment, (shard, spans) in enumerate(zip(process.shards, copy.pending, strict=True)):
             shard.base_step = process.local_steps - steps[fragment]
             shard.marked_step, shard.inherited = process.local_steps, spans
-            world.checks.discard(process.mark, fragment, 0, shard.base_step)
+            world.checks.discard(process.incarnation_id, fragment, 0, shard.base_step)
         if any(copy.pending):
-            process.loader.stock.spend(copy.used)
+            process.loader.unit_queue.spend(copy.used)
             process.loader.inherited = copy.used
