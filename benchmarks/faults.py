@@ -17,7 +17,7 @@ from ftopt.cli.output import say
 from ftopt.faults.spec import COORDINATOR, Fault
 from tests.sync.processes.job import FAST, TinyJob, tiny_job
 
-SYNC = replace(FAST, grace_s=0.5, forget_s=60.0)
+SYNC = replace(FAST, grace_s=0.5, gone_after_s=60.0)
 POINTS = ("inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply")
 COORDINATOR_POINTS = ("join", "quorum", "decide", "abort")
 KINDS = ("kill", "stop", "hang", "partition")

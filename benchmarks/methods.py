@@ -53,13 +53,13 @@ def _streaming(delay: int, outer: tuple[float, float], **more: object) -> Method
         fragments=THREE,
         delay=delay,
         outer=_outer(*outer),
-        patience_s=600.0,
+        wait_for_result_s=600.0,
         **more,  # type: ignore[arg-type]
     )
 
 
 GRID: dict[str, list[Case]] = {
-    "sync_sgd": [_case(ftopt.SyncSGD(max_norm=1.0), lr) for lr in RATES],
+    "sync_sgd": [_case(ftopt.SyncSGD(clip_norm=1.0), lr) for lr in RATES],
     "one replica": [_case(ftopt.LocalSGD(sync_every=H), lr, replicas=1) for lr in RATES],
     "local_sgd": [_case(ftopt.LocalSGD(sync_every=H), lr) for lr in RATES],
     "diloco": [_case(ftopt.DiLoCo(sync_every=H, outer=_outer(*outer)), lr) for lr in RATES for outer in OUTER],
@@ -98,14 +98,14 @@ def rows(point: dict[str, Case]) -> list[Row]:
         return replace(overlapped, method=replace(overlapped.method, **more))
 
     decoupled = ftopt.DecoupledDiLoCo(
-        sync_every=H, fragments=ftopt.Balanced(n=3), delay=5, outer=overlapped.method.outer, patience_s=600.0
+        sync_every=H, fragments=ftopt.Balanced(n=3), delay=5, outer=overlapped.method.outer, wait_for_result_s=600.0
     )
     local = point["local_sgd"]
     adacomm = ftopt.LocalSGD(sync_every=H, trigger=ftopt.AdaComm(initial=H, most=H))
     return [
         Row("SyncSGD", point["sync_sgd"]),
         Row("one replica", point["one replica"]),
-        Row(f"PAFT, H {H}", replace(point["sync_sgd"], method=ftopt.PAFT(sync_every=H, max_norm=1.0))),
+        Row(f"PAFT, H {H}", replace(point["sync_sgd"], method=ftopt.PAFT(sync_every=H, clip_norm=1.0))),
         Row("LocalSGD, H 10", replace(local, method=ftopt.LocalSGD(sync_every=10))),
         Row(f"LocalSGD, H {H}", local),
         Row(f"LocalSGD, AdaComm from H {H}", replace(local, method=adacomm)),
@@ -118,7 +118,8 @@ def rows(point: dict[str, Case]) -> list[Row]:
         Row("DiLoCo, H 100", replace(diloco, method=replace(diloco.method, sync_every=100))),
         Row("DiLoCo, H 100, fp4", replace(diloco, method=replace(diloco.method, sync_every=100), codec="fp4")),
         Row(
-            "DiLoCo, 100 synchronous steps first", replace(diloco, method=replace(diloco.method, outer_start_step=100))
+            "DiLoCo, 100 synchronous steps first",
+            replace(diloco, method=replace(diloco.method, average_until_step=100)),
         ),
         Row("Streaming, delay 0", streaming(delay=0)),
         Row("Streaming, delay 5", streaming()),

@@ -45,7 +45,7 @@ from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
 
 TASK = problem("deep", "adamw")
-STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", patience_s=30)
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", wait_for_result_s=30)
 
 
 @dataclass
@@ -120,7 +120,7 @@ BIT_EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
     "streaming with delay, rebased": lambda: {"method": replace(STREAMING, merge="rebase", delay=3)},
     "slowmo": lambda: {"method": SlowMo(sync_every=5)},
     "paft": lambda: {"method": PAFT(sync_every=4), "every": 6},
-    "paft, moments": lambda: {"method": PAFT(sync_every=4, moments=True), "every": 6},
+    "paft, moments": lambda: {"method": PAFT(sync_every=4, inner_state="average"), "every": 6},
     "sync_sgd": lambda: {"method": SyncSGD(), "every": 6},
     "local_sgd": lambda: {"method": LocalSGD(sync_every=4)},
     "diloco, error feedback": lambda: {"method": DiLoCo(sync_every=5), "codec": "int8"},

@@ -26,14 +26,14 @@ def ways(every: int, steps: int, points: int) -> dict[str, Case]:
     """Each family at its best point of the grid in ``docs/methods.md``, evaluated ``points`` times."""
     case = Case(
         recipe="diloco_bytes",
-        method=ftopt.SyncSGD(max_norm=1.0),
+        method=ftopt.SyncSGD(clip_norm=1.0),
         lr=8e-3,
         replicas=_REPLICAS,
         steps=steps,
         eval_every=steps // points,
     )
     streaming = ftopt.StreamingDiLoCo(
-        sync_every=every, delay=0, fragments=ftopt.Strided(n=3), outer=_OUTER, patience_s=600.0
+        sync_every=every, delay=0, fragments=ftopt.Strided(n=3), outer=_OUTER, wait_for_result_s=600.0
     )
     overlapped = replace(streaming, delay=5)
     return {

@@ -22,7 +22,7 @@ from tests.sync.processes.job import TinyJob, tiny_job
 REPLICAS = 4
 EVERY = 20
 SYNC = ftopt.Sync(
-    grace_s=0.5, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, forget_s=600.0, start_replicas=4
+    grace_s=0.5, heartbeat_s=0.1, dead_after_s=1.0, start_s=60.0, recovery_s=5.0, gone_after_s=600.0, start_replicas=4
 )
 METHODS = {
     "DiLoCo": ftopt.DiLoCo(sync_every=EVERY),

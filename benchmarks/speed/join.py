@@ -15,7 +15,7 @@ from benchmarks.speed.crew import coordinator
 from benchmarks.speed.figures import FEWER_REPETITIONS, Row, Spread
 from benchmarks.speed.orders import Crew, crew
 
-SYNC = ftopt.Sync(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=0.5, forget_s=30.0)
+SYNC = ftopt.Sync(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=0.5, gone_after_s=30.0)
 STEP_S = 0.02
 EVERY = 25
 ABOUT = (

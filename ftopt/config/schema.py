@@ -337,7 +337,7 @@ class Recipe:
 
         try:
             codec = codec_named(self.sync.codec)
-            if self.method.inner_buffers == "average":
+            if self.method.inner_state == "average":
                 check_moments_exact(codec)
         except UserError as error:
             found.append(str(error))

@@ -170,7 +170,7 @@ class DataLoader:
 
         The step's gradient is the mean over the global batch's samples, whoever has computed which. When a replica
         fails, its micro-batches come to those who are left, who keep what they have; the inner loop ends when the
-        global batch is whole. Gradients are taken away after each micro-batch: clip them with ``SyncSGD(max_norm=)``.
+        global batch is whole. Gradients are taken away after each micro-batch: clip them with ``SyncSGD(clip_norm=)``.
 
         Raises:
             UserError: the loader has no ``global_batch``.

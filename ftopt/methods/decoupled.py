@@ -38,11 +38,12 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         fragments: which parameters make a fragment. Default ``Balanced(n=24)``, the paper's; in a recipe ``fragments:
             {n: 6}`` without a name is balanced, too.
         delay: inner steps from a fragment's snapshot to its take-over (the paper's tau). Default 2, the paper's.
-        patience_s: seconds that training waits for a fragment that is not decided by then. Default 0: it is taken up
-            when it is there.
-        grace: gamma of the adaptive grace, >= 0: those still at work are called in ``gamma * (tau * step - quorum -
-            sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: as long as training hides
-            it, the time that quorum and reduction take left out (moving averages); at most ``sync.grace_s``. Default 1.
+        wait_for_result_s: seconds that training waits for a fragment that is not decided by then. Default 0: it is
+            taken up when it is there.
+        adaptive_grace: gamma of the adaptive grace, >= 0: those still at work are called in ``gamma * (tau * step -
+            quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: as long as
+            training hides it, the time that quorum and reduction take left out (moving averages); at most
+            ``sync.grace_s``. Default 1.
             0: always ``sync.grace_s``.
         weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that who trains on larger
             batches counts for more than by its tokens alone. Steps, where nobody calls ``optimizer.count``.
@@ -61,15 +62,16 @@ class DecoupledDiLoCo(StreamingDiLoCo):
     sync_every: int = field(default=24, metadata=LOCAL)
     fragments: Partition = field(default_factory=_many)
     delay: int = field(default=2, metadata=LOCAL)
-    patience_s: float = field(default=0.0, metadata=LOCAL)
+    wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
     weights: str = "tokens_per_step"
-    grace: float = 1.0
+    adaptive_grace: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.grace <= MAX_ADAPTIVE_GRACE:
+        if not 0 <= self.adaptive_grace <= MAX_ADAPTIVE_GRACE:
             raise ValueError(
-                f"grace={self.grace!r}; must be a number from 0 (not adapted) to {MAX_ADAPTIVE_GRACE:g}; use 1"
+                f"adaptive_grace={self.adaptive_grace!r}; must be a number from 0 (not adapted) to "
+                f"{MAX_ADAPTIVE_GRACE:g}; use 1"
             )
         if Measurement.DISTANCE in self.uses:
             raise ValueError(

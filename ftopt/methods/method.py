@@ -67,7 +67,7 @@ class ReplicaView:
         lr: the inner optimizer's largest rate at the snapshot.
         alone: no other member has a positive weight: the mean is this replica's payload.
         lossy: the payload goes through a codec that rounds: send differences, which it can represent.
-        averages: the round only averages, it is before ``outer_start_step``.
+        averages: the round only averages, it is before ``average_until_step``.
     """
 
     anchor: Tensor
@@ -128,7 +128,7 @@ class Method(ABC):
             nobody counts is a token).
         staleness_discount: a contribution whose oldest step is ``n`` outer steps old weighs this to the power ``n``.
             In (0, 1]. Default 1: no discount.
-        outer_start_step: until the job's committed inner step reaches this, replicas average their parameters after
+        average_until_step: until the job's committed inner step reaches this, replicas average their parameters after
             every inner step (post-local SGD, arXiv 1808.07217). Default 0.
         buffers: what becomes of buffers that training changes, such as BatchNorm's statistics: each replica keeps its
             own (``local``, default), or floating-point buffers of the model's state dict are averaged with the
@@ -145,7 +145,7 @@ class Method(ABC):
     trigger: Trigger | None = None
     weights: str = "steps"
     staleness_discount: float = 1.0
-    outer_start_step: int = 0
+    average_until_step: int = 0
     buffers: str = "local"
 
     def __post_init__(self) -> None:
@@ -161,8 +161,8 @@ class Method(ABC):
             raise ValueError(
                 f"staleness_discount={self.staleness_discount!r}; must be above 0 and at most 1; use 1 for no discount"
             )
-        if isinstance(self.outer_start_step, bool) or self.outer_start_step < 0:
-            raise ValueError(f"outer_start_step={self.outer_start_step!r}; must be an inner step, 0 or more")
+        if isinstance(self.average_until_step, bool) or self.average_until_step < 0:
+            raise ValueError(f"average_until_step={self.average_until_step!r}; must be an inner step, 0 or more")
 
     def _check_period(self) -> None:
         check_sync_every(self.sync_every)
@@ -212,7 +212,7 @@ class Method(ABC):
         return 0.0
 
     @property
-    def inner_buffers(self) -> str:
+    def inner_state(self) -> str:
         """What becomes of the inner optimizer's state when a round that counted this replica is taken up.
 
         ``keep``: nothing. ``reset``: it is as before its first step. ``average``: its moments are averaged with the
@@ -221,7 +221,7 @@ class Method(ABC):
         return "keep"
 
     @property
-    def grace(self) -> float:
+    def adaptive_grace(self) -> float:
         """gamma of the adaptive grace, >= 0: the share of the time, hidden behind ``tau`` steps and not needed by the
         round itself, that the others are waited for. 0: they are waited for as long as the job's settings say."""
         return 0.0
@@ -244,7 +244,7 @@ class Method(ABC):
     def _is_plain(self, steps_until_due: object) -> bool:
         """`is_plain`, with a `steps_until_due` that is known to be `period` where there is one."""
         own = type(self).due is not Method.due or type(self).steps_until_due is not steps_until_due
-        return not own and self.trigger is None and not self.outer_start_step and bool(self.period)
+        return not own and self.trigger is None and not self.average_until_step and bool(self.period)
 
     def steps_until_due(self, progress: Progress) -> int:
         """Inner steps from one proposal to the next, at the latest. Here: ``sync_every``."""
@@ -263,7 +263,7 @@ class Method(ABC):
         return self.trigger.needs(progress)
 
     def _is_overdue(self, progress: Progress) -> bool:
-        averages = 0 < progress.inner_step <= self.outer_start_step
+        averages = 0 < progress.inner_step <= self.average_until_step
         return progress.steps >= (1 if averages else self.steps_until_due(progress))
 
     @property
@@ -356,7 +356,7 @@ class Method(ABC):
         return False
 
     def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
-        """Plain averaging, what happens before ``outer_start_step``: ``A - mean(Delta)``. May overwrite ``mean``."""
+        """Plain averaging, what happens before ``average_until_step``: ``A - mean(Delta)``. May overwrite ``mean``."""
         return torch.sub(anchor, mean, out=mean)
 
     def settings(self) -> dict[str, str]:

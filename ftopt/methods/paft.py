@@ -35,10 +35,11 @@ class PAFT(LocalSGD):
             5, 10 and 50.
         overlap: hide the averaging behind the next step (PAFT-Dyn): what the replica does in that step is kept.
             Default False (PAFT-Sync).
-        max_norm: the averaged gradient is clipped to this L2 norm; None (default): not.
-        moments: average the inner optimizer's moments with the parameters (SGD with momentum, the Adam family, Muon):
-            two or three times the payload, fp32 only. Default False.
-        outer_start_step: until then parameters are averaged after every step, without ``overlap``; gradients are
+        clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not.
+        inner_state: the inner optimizer's moments stay with their replica (``keep``, default), or are averaged with the
+            parameters (``average``; SGD with momentum, the Adam family, Muon): two or three times the payload, fp32
+            only.
+        average_until_step: until then parameters are averaged after every step, without ``overlap``; gradients are
             averaged in every step all along. Default 0.
         others: see `Method`.
 
@@ -52,27 +53,24 @@ class PAFT(LocalSGD):
 
     sync_every: int = field(metadata=LOCAL)
     overlap: bool = False
-    max_norm: float | None = None
-    moments: bool = False
+    clip_norm: float | None = None
+    inner_state: str = "keep"
 
     def __post_init__(self) -> None:
         check_sync_every(self.sync_every)
         super().__post_init__()
-        SyncSGD(max_norm=self.max_norm)  # says what is wrong with it
+        SyncSGD(clip_norm=self.clip_norm)  # says what is wrong with it
+        if self.inner_state not in ("keep", "average"):
+            raise ValueError(f"inner_state={self.inner_state!r}; allowed: keep, average")
 
     @property
     def gradients(self) -> Method:
         """Averaged in every step."""
-        return SyncSGD(max_norm=self.max_norm, weights=self.weights, staleness_discount=self.staleness_discount)
+        return SyncSGD(clip_norm=self.clip_norm, weights=self.weights, staleness_discount=self.staleness_discount)
 
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
         """Averages are due at multiples of H, so that a joiner is due with the others; after a trigger's period."""
-        return (inner_step - self.outer_start_step) % self.sync_every if self.trigger is None else 0
-
-    @property
-    def inner_buffers(self) -> str:
-        """``average`` with ``moments``."""
-        return "average" if self.moments else "keep"
+        return (inner_step - self.average_until_step) % self.sync_every if self.trigger is None else 0
 
     @property
     def tau(self) -> int:

@@ -1,7 +1,7 @@
 """Schedules of the outer rate: what it is multiplied by at the outer optimizer's ``t``-th step.
 
 The outer optimizer counts its steps in its state: fragments have their own count, newcomers fetch it, and rounds that
-only average, before ``outer_start_step``, are not in it.
+only average, before ``average_until_step``, are not in it.
 """
 
 from __future__ import annotations

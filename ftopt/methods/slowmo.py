@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftopt.methods.method import LOCAL, Method, OuterState, ReplicaView, Round
 
-INNER_BUFFERS = ("keep", "reset", "average")
+INNER_STATE = ("keep", "reset", "average")
 NO_RATE = 1e-12
 """A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""
 
@@ -38,7 +38,7 @@ class SlowMo(Method):
         slow_lr: alpha, > 0. Default 1, the paper's best.
         slow_momentum: beta, in [0, 1). Default 0.6; the paper's best are from 0.4 to 0.8. With 0 and ``slow_lr=1`` this
             is `LocalSGD`.
-        inner_buffers: the inner optimizer's state when a round is taken up. ``keep`` (default): each replica keeps its
+        inner_state: the inner optimizer's state when a round is taken up. ``keep`` (default): each replica keeps its
             own, the paper's choice for Adam. ``reset``: forgotten, as before the first step (Adam's step count too);
             the paper's choice for Nesterov SGD. ``average``: moments and momentum buffers are averaged with the
             parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload, fp32 only.
@@ -59,7 +59,7 @@ class SlowMo(Method):
     sync_every: int = field(default=12, metadata=LOCAL)
     slow_lr: float = 1.0
     slow_momentum: float = 0.6
-    inner_buffers: str = "keep"
+    inner_state: str = "keep"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,9 +67,9 @@ class SlowMo(Method):
             raise ValueError(f"slow_lr={self.slow_lr!r}; must be a number above 0; use 1")
         if not 0 <= self.slow_momentum < 1:
             raise ValueError(f"slow_momentum={self.slow_momentum!r}; must be in [0, 1); use 0.4 to 0.8")
-        if self.inner_buffers not in INNER_BUFFERS:
+        if self.inner_state not in INNER_STATE:
             raise ValueError(
-                f"inner_buffers={self.inner_buffers!r}; allowed: {', '.join(INNER_BUFFERS)}; keep for Adam, reset for "
+                f"inner_state={self.inner_state!r}; allowed: {', '.join(INNER_STATE)}; keep for Adam, reset for "
                 "Nesterov SGD"
             )
 

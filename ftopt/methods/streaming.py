@@ -53,10 +53,10 @@ class StreamingDiLoCo(DiLoCo):
         alpha: the share of the replica's own parameters when mixed, in [0, 1]; 0 drops the overlapped steps, 1 never
             takes up anything. Default 0.5, the paper's. Applied exactly ``delay`` steps after the snapshot; what comes
             later is rebased.
-        patience_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is not decided
-            yet. After that, and at once when the attempt fails, it trains on and takes the result up when it is there.
-            Default 0: training never stands still for it. A large one is the paper's behaviour: exactly ``delay``
-            steps, and the same run twice; it is what ``mix`` wants.
+        wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is not
+            decided yet. After that, and at once when the attempt fails, it trains on and takes the result up when it is
+            there. Default 0: training never stands still for it. A large one is the paper's behaviour: exactly
+            ``delay`` steps, and the same run twice; it is what ``mix`` wants.
         outer: the outer optimizer. Default ``SGD(lr=0.4, momentum=0.9, nesterov=True)``, the paper's.
         others: see `Method`.
 
@@ -73,7 +73,7 @@ class StreamingDiLoCo(DiLoCo):
     delay: int = field(default=1, metadata=LOCAL)
     merge: str = "rebase"
     alpha: float = 0.5
-    patience_s: float = field(default=0.0, metadata=LOCAL)
+    wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
     outer: OuterOptimizerRule = field(default_factory=_outer)
 
     def __post_init__(self) -> None:
@@ -88,8 +88,8 @@ class StreamingDiLoCo(DiLoCo):
             raise ValueError(f"merge={self.merge!r}; allowed: {', '.join(MERGES)}; rebase loses no step")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha!r}; must be from 0 (the anchor) to 1 (the replica's own)")
-        if not self.patience_s >= 0:
-            raise ValueError(f"patience_s={self.patience_s!r}; must be a number of seconds, 0 or more")
+        if not self.wait_for_result_s >= 0:
+            raise ValueError(f"wait_for_result_s={self.wait_for_result_s!r}; must be a number of seconds, 0 or more")
         if not callable(getattr(self.fragments, "fragments", None)):
             raise ValueError(
                 f"fragments={self.fragments!r}; must be Strided, Sequential, Balanced or Named; use ftopt.Strided(n=3)"
@@ -102,12 +102,12 @@ class StreamingDiLoCo(DiLoCo):
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
         """Offsets spread over H, so that fragment ``f`` is first due after ``ceil(f * H / P)`` steps (f = 0: H).
 
-        Steps count from ``outer_start_step``.
+        Steps count from ``average_until_step``.
         """
         if fragment == 0:
             return 0
         offset = -(-fragment * self.sync_every // fragments)
-        return (inner_step - self.outer_start_step - offset) % self.sync_every
+        return (inner_step - self.average_until_step - offset) % self.sync_every
 
     @property
     def tau(self) -> int:
@@ -116,8 +116,8 @@ class StreamingDiLoCo(DiLoCo):
 
     @property
     def patience(self) -> float:
-        """``patience_s``."""
-        return self.patience_s
+        """``wait_for_result_s``."""
+        return self.wait_for_result_s
 
     @property
     def mix(self) -> float | None:

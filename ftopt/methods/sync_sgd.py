@@ -33,7 +33,7 @@ class SyncSGD(Method):
 
     Args:
         sync_every: backward passes a round, >= 1. Default 1.
-        max_norm: the averaged gradient is clipped to this L2 norm; None (default): not. Clipping before ``step()``
+        clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not. Clipping before ``step()``
             clips each replica's own.
         others: see `Method`.
 
@@ -46,7 +46,7 @@ class SyncSGD(Method):
     name: ClassVar[str] = "sync_sgd"
 
     sync_every: int = field(default=1, metadata=LOCAL)
-    max_norm: float | None = None
+    clip_norm: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,13 +55,14 @@ class SyncSGD(Method):
                 f"trigger={type(self.trigger).__name__}; sync_sgd exchanges gradients every sync_every steps, with no "
                 "trigger; paft takes one for its parameters"
             )
-        if self.outer_start_step:
+        if self.average_until_step:
             raise ValueError(
-                f"outer_start_step={self.outer_start_step}; sync_sgd averages gradients from the first step on, and "
+                f"average_until_step={self.average_until_step}; sync_sgd averages gradients from the first step on, "
+                f"and "
                 "has no parameters to average before that; leave it at 0"
             )
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"max_norm={self.max_norm!r}; must be null or above 0; 1.0 is usual")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm={self.clip_norm!r}; must be null or above 0; 1.0 is usual")
 
     @property
     def gradients(self) -> SyncSGD:
@@ -84,8 +85,8 @@ class SyncSGD(Method):
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The anchor stays 0; the mean, clipped, is the state."""
-        if self.max_norm is not None:
+        if self.clip_norm is not None:
             # In fp64, then rounded to fp32: unlike CPUs add up in another order, and must clip alike.
             norm = float(torch.linalg.vector_norm(mean, dtype=torch.float64).float())
-            mean = mean.mul_(min(1.0, self.max_norm / (norm + 1e-6)))
+            mean = mean.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
         return anchor, {GRADIENT: mean}

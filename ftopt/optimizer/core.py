@@ -235,7 +235,7 @@ class Core:
             self.inner.forget_nonfinite_state()
         if outer.rounds_taken != self._rounds_taken:
             self._rounds_taken = outer.rounds_taken
-            if self.method is not None and self.method.inner_buffers == "reset":
+            if self.method is not None and self.method.inner_state == "reset":
                 self.inner.reset_state()
             if self.replays is not None:
                 self.replays.copy(outer)
@@ -376,7 +376,7 @@ class Core:
             raise UserError(f"method {method.name}: {error}") from None
         kept = averaged(model) if method.buffers == "mean" else []
         buffers = shared_out(kept, fragments)
-        more = moments(model, self.inner, codec) if method.inner_buffers == "average" else []
+        more = moments(model, self.inner, codec) if method.inner_state == "average" else []
         return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
 
     def started(self) -> OuterStep:

@@ -68,7 +68,7 @@ def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
         "heartbeat_s": heartbeat_s,
         "dead_after_s": 3 * heartbeat_s,
         "recovery_s": chooser.uniform(4.0, 12.0),
-        "forget_s": chooser.choice((6.0, 12.0, 60.0)),
+        "gone_after_s": chooser.choice((6.0, 12.0, 60.0)),
     }
     return Knobs(
         settings=settings,
@@ -246,14 +246,14 @@ def _quiet(world: World) -> None:
     assert machine is not None
     living = {p.incarnation_id for p in world.processes.values() if p.alive and not p.leaving}
     if any(x.incarnation_id not in living for x in machine.roster.members.values()):
-        bound_s += float(settings["forget_s"] or 0) + bound_s
+        bound_s += float(settings["gone_after_s"] or 0) + bound_s
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
-        bound_s += 15.0 * world.knobs.fragments + float(settings["forget_s"] or 0)
+        bound_s += 15.0 * world.knobs.fragments + float(settings["gone_after_s"] or 0)
     if world.knobs.samples is not None and world.knobs.samples.units is not None:
         bound_s += world.knobs.samples.units * _unit_s(world)
         if not world.knobs.global_batch:
             # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
-            bound_s += 9 * float(settings["forget_s"] or 0)
+            bound_s += 9 * float(settings["gone_after_s"] or 0)
     old, left = set(world.checks.versions), set(range(world.knobs.fragments))
     if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
         held = {

@@ -147,7 +147,7 @@ def test_fragments_without_a_name_are_cut_by_the_methods_own_rule() -> None:
 
 
 def test_averaged_moments_and_a_codec_that_rounds_are_refused() -> None:
-    said = errors_of("method.name=slowmo", "method.inner_buffers=average", "sync.codec=fp4")
+    said = errors_of("method.name=slowmo", "method.inner_state=average", "sync.codec=fp4")
     assert "sync.codec=fp4 with a method that averages moments" in said and "use sync.codec=fp32" in said
 
 

@@ -99,7 +99,7 @@ def test_without_a_number_the_mean_is_the_methods_own_default() -> None:
 
 
 def test_a_trigger_or_averaging_may_come_before() -> None:
-    method = LocalSGD(sync_every="balanced", round_steps=40, trigger=AnyOf([Every(9)]), outer_start_step=3)
+    method = LocalSGD(sync_every="balanced", round_steps=40, trigger=AnyOf([Every(9)]), average_until_step=3)
     agreed = RoundStats(members=2.0, pace=2.0)
     assert method.due(replace(AT, steps=1, inner_step=3)) is Due.YES
     shared = replace(AT, agreed=agreed, pace=0.5, inner_step=9)

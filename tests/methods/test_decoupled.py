@@ -158,7 +158,7 @@ def embedded(seed: int) -> nn.Module:
 def test_decoupled_equals_its_paper_bit_for_bit(inner: str, replicas: int) -> None:
     task = Problem(embedded, problem("mlp", inner).inner)
     rule = Balanced(n=3)
-    method = DecoupledDiLoCo(sync_every=H, fragments=rule, patience_s=LONG_S, grace=0.0)
+    method = DecoupledDiLoCo(sync_every=H, fragments=rule, wait_for_result_s=LONG_S, adaptive_grace=0.0)
     names = method.partition(parameters(task.model(0)))
 
     theta, params = streaming(
@@ -186,7 +186,7 @@ def test_contributions_tell_how_long_training_goes_on_without_the_result() -> No
         propose(contribution, **how)
 
     group.propose = offer  # type: ignore[method-assign]
-    method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), delay=3, grace=0.5)
+    method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), delay=3, adaptive_grace=0.5)
     now = 0.0
     optimizer = wrap(task.inner(model.parameters()), model, method, group=group)
     optimizer._core._clock = lambda: now
@@ -198,15 +198,15 @@ def test_contributions_tell_how_long_training_goes_on_without_the_result() -> No
             optimizer.step()
     assert all(c.grace == 0.5 for c in offered)
     assert offered[0].overlap_s == pytest.approx(3 * 1.0)
-    assert replace(DecoupledDiLoCo(), grace=0.0).grace == StreamingDiLoCo().grace == 0.0
-    with pytest.raises(ValueError, match="grace=-1"):
-        DecoupledDiLoCo(grace=-1)
+    assert replace(DecoupledDiLoCo(), adaptive_grace=0.0).adaptive_grace == StreamingDiLoCo().adaptive_grace == 0.0
+    with pytest.raises(ValueError, match="adaptive_grace=-1"):
+        DecoupledDiLoCo(adaptive_grace=-1)
 
 
 @pytest.mark.parametrize("codec", ["int8", "fp4"])
 def test_directions_go_through_a_codec_and_replicas_stay_alike(codec: str) -> None:
     task = problem("deep", "sgd")
-    method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), patience_s=LONG_S, grace=0.0)
+    method = DecoupledDiLoCo(sync_every=6, fragments=Balanced(n=2), wait_for_result_s=LONG_S, adaptive_grace=0.0)
     exact = train_and_look(task, method, replicas=2, steps=40)
     coded = train_and_look(task, method, replicas=2, steps=40, codec=codec)
     assert all(torch.equal(a, b) for a, b in zip(coded[0].anchor, coded[1].anchor, strict=True))

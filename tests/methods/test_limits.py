@@ -1,4 +1,4 @@
-"""Where one method is another, and what all of them are before ``outer_start_step``."""
+"""Where one method is another, and what all of them are before ``average_until_step``."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ H, START, STEPS, LONG_S = 12, 20, 68, 60.0
 PLAIN = SGD(lr=1.0)
 TASK = problem("deep")
 RULE = Balanced(n=3)
-STREAM = {"sync_every": H, "fragments": RULE, "patience_s": LONG_S}
+STREAM = {"sync_every": H, "fragments": RULE, "wait_for_result_s": LONG_S}
 
 BIT_EQUAL: list[tuple[int, Method, Method]] = [
     (2, StreamingDiLoCo(sync_every=H, fragments=Strided(n=1), delay=0, outer=SGD()), DiLoCo(sync_every=H, outer=SGD())),
-    (1, DecoupledDiLoCo(**STREAM, delay=2, grace=0.0), StreamingDiLoCo(**STREAM, delay=2)),  # type: ignore[arg-type]
-    (2, LocalSGD(sync_every=1), LocalSGD(sync_every=H, outer_start_step=STEPS)),
+    (1, DecoupledDiLoCo(**STREAM, delay=2, adaptive_grace=0.0), StreamingDiLoCo(**STREAM, delay=2)),  # type: ignore[arg-type]
+    (2, LocalSGD(sync_every=1), LocalSGD(sync_every=H, average_until_step=STEPS)),
 ]
 EQUAL_TO_ROUNDING: list[tuple[int, Method, Method]] = [
     (2, SlowMo(sync_every=H, slow_momentum=0.0), LocalSGD(sync_every=H)),
     (2, DiLoCo(sync_every=H, outer=PLAIN), LocalSGD(sync_every=H)),
     (1, DiLoCo(sync_every=H, outer=PLAIN), LocalSGD(sync_every=H)),
-    (2, DiLoCo(sync_every=7, outer_start_step=STEPS), LocalSGD(sync_every=1)),
+    (2, DiLoCo(sync_every=7, average_until_step=STEPS), LocalSGD(sync_every=1)),
 ]
 
 
@@ -83,25 +83,25 @@ def _streaming(combine: Combine | None, delay: int, mean: Mean) -> list[Tensor]:
 
 POST_LOCAL: dict[str, tuple[Method, Callable[[Mean], list[Tensor]]]] = {
     "local_sgd": (
-        LocalSGD(sync_every=H, outer_start_step=START),
+        LocalSGD(sync_every=H, average_until_step=START),
         lambda mean: local_sgd(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START, mean=mean),
     ),
     "diloco": (
-        DiLoCo(sync_every=H, outer_start_step=START),
+        DiLoCo(sync_every=H, average_until_step=START),
         lambda mean: diloco(TASK, replicas=2, sync_every=H, steps=STEPS, outer_start=START, mean=mean),
     ),
     "slowmo": (
-        SlowMo(sync_every=H, outer_start_step=START),
+        SlowMo(sync_every=H, average_until_step=START),
         lambda mean: slowmo(
             TASK, replicas=2, sync_every=H, steps=STEPS, alpha=1.0, beta=0.6, outer_start=START, mean=mean
         ),
     ),
     "streaming": (
-        StreamingDiLoCo(**STREAM, delay=5, outer_start_step=START),  # type: ignore[arg-type]
+        StreamingDiLoCo(**STREAM, delay=5, average_until_step=START),  # type: ignore[arg-type]
         lambda mean: _streaming(None, 5, mean),
     ),
     "decoupled": (
-        DecoupledDiLoCo(**STREAM, delay=2, grace=0.0, outer_start_step=START),  # type: ignore[arg-type]
+        DecoupledDiLoCo(**STREAM, delay=2, adaptive_grace=0.0, average_until_step=START),  # type: ignore[arg-type]
         lambda mean: _streaming(radial(), 2, mean),
     ),
 }

@@ -80,7 +80,7 @@ def test_until_the_outer_start_step_parameters_are_averaged_after_every_step(ove
     task = problem("mlp", "sgd")
     settings = {"sync_every": 10, "overlap": overlap}
     expected = paft(task, replicas=REPLICAS, steps=STEPS, noise=white, outer_start=23, **settings)  # type: ignore[arg-type]
-    for ours, theirs in zip(train(task, PAFT(**settings, outer_start_step=23)), expected, strict=True):  # type: ignore[arg-type]
+    for ours, theirs in zip(train(task, PAFT(**settings, average_until_step=23)), expected, strict=True):  # type: ignore[arg-type]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -116,24 +116,24 @@ def test_moments_are_averaged_on_request(inner: str, keys: list[str]) -> None:
         return made[-1]
 
     task = Problem(problem("mlp").model, keep)
-    for moments in (False, True):
+    for inner_state in ("keep", "average"):
         made.clear()
-        train(task, PAFT(sync_every=10, moments=moments), steps=20)
+        train(task, PAFT(sync_every=10, inner_state=inner_state), steps=20)
         states = [list(optimizer.state.values()) for optimizer in made]
         alike = [torch.equal(states[0][i][key], s[i][key]) for s in states[1:] for i in range(4) for key in keys]
-        assert all(alike) if moments else not any(alike)
+        assert all(alike) if inner_state == "average" else not any(alike)
 
 
 def test_moments_of_an_optimizer_without_any_are_refused() -> None:
     task = Problem(problem("mlp").model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    with pytest.raises(UserError, match="use PAFT's moments=false"):
-        train(task, PAFT(sync_every=10, moments=True), steps=1)
+    with pytest.raises(UserError, match="use inner_state=keep"):
+        train(task, PAFT(sync_every=10, inner_state="average"), steps=1)
 
 
-@pytest.mark.parametrize("method", [PAFT(sync_every=10, moments=True), SlowMo(inner_buffers="average")])
+@pytest.mark.parametrize("method", [PAFT(sync_every=10, inner_state="average"), SlowMo(inner_state="average")])
 def test_moments_are_not_rounded(method: Method) -> None:
     """A second moment that a codec has made negative, or nearly 0, made parameters of 1e23."""
-    with pytest.raises(UserError, match=r"sync.codec=int8 .* use sync.codec=fp32, PAFT's moments=false"):
+    with pytest.raises(UserError, match=r"sync.codec=int8 .* use sync.codec=fp32, inner_state=keep"):
         train_and_look(problem("mlp", "adamw"), method, replicas=1, steps=1, codec="int8")
 
 

@@ -69,7 +69,7 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
         "trigger": "None",
         "weights": "steps",
         "staleness_discount": "1.0",
-        "outer_start_step": "0",
+        "average_until_step": "0",
         "buffers": "local",
         "round_steps": "None",
         "outer": "SGD",
@@ -82,7 +82,7 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
     assert "sync_every" not in LocalSGD(sync_every=50).settings()
     streaming = StreamingDiLoCo(fragments=Balanced(n=4)).settings()
     assert streaming["fragments"] == "Balanced" and streaming["fragments.n"] == "4"
-    assert not {"delay", "patience_s"} & streaming.keys()
+    assert not {"delay", "wait_for_result_s"} & streaming.keys()
 
 
 def test_weights_go_by_steps() -> None:

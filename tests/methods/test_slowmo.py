@@ -29,7 +29,7 @@ def _cosine(step: int) -> float:
 @pytest.mark.parametrize("buffers", ["keep", "reset", "average"])
 def test_slowmo_equals_its_paper_bit_for_bit(buffers: str, inner: str, replicas: int) -> None:
     task = _nesterov(problem("mlp")) if buffers == "reset" and inner == "sgd" else problem("mlp", inner)
-    method = SlowMo(sync_every=H, slow_lr=0.9, slow_momentum=0.6, inner_buffers=buffers)
+    method = SlowMo(sync_every=H, slow_lr=0.9, slow_momentum=0.6, inner_state=buffers)
     expected = slowmo(task, replicas=replicas, sync_every=H, steps=STEPS, alpha=0.9, beta=0.6, buffers=buffers)
     for anchor in train(task, method, replicas=replicas, steps=STEPS):
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
@@ -109,7 +109,7 @@ def test_snoo_is_diloco_of_one_replica(inner: str) -> None:
     [
         ({"slow_lr": 0.0}, "above 0"),
         ({"slow_momentum": 1.0}, r"in \[0, 1\)"),
-        ({"inner_buffers": "drop"}, "allowed: keep, reset, average"),
+        ({"inner_state": "drop"}, "allowed: keep, reset, average"),
         ({"sync_every": 0}, "at least 1"),
     ],
 )

@@ -35,7 +35,7 @@ def _compare(inner: str, rule: Partition, *, replicas: int, delay: int, alpha: f
         delay=delay,
         merge="rebase" if alpha is None else "mix",
         alpha=0.5 if alpha is None else alpha,
-        patience_s=LONG_S,
+        wait_for_result_s=LONG_S,
     )
     names = rule.fragments(_parameters(task.model(0)))
     theta, params = streaming(
@@ -95,7 +95,7 @@ def test_what_is_decided_in_the_middle_of_the_boundary_at_delay_is_taken_up_ther
 
     model = nn.Linear(3, 2)
     (group,) = local_groups(1, on_event=on_event)
-    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), patience_s=LONG_S)
+    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), wait_for_result_s=LONG_S)
     called_in = group.called_in
 
     def decided_before(fragment: int) -> bool:

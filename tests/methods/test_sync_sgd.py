@@ -20,14 +20,14 @@ def test_sync_sgd_equals_one_model_with_the_mean_gradient_bit_for_bit(inner: str
 
 
 def test_the_mean_gradient_is_clipped() -> None:
-    expected = sync_sgd(problem("mlp", "sgd"), replicas=2, steps=30, max_norm=0.2)
-    for ours in train_and_look(problem("mlp", "sgd"), SyncSGD(max_norm=0.2), replicas=2, steps=30):
+    expected = sync_sgd(problem("mlp", "sgd"), replicas=2, steps=30, clip_norm=0.2)
+    for ours in train_and_look(problem("mlp", "sgd"), SyncSGD(clip_norm=0.2), replicas=2, steps=30):
         assert all(torch.equal(a, b) for a, b in zip(ours.params, expected, strict=True))
 
 
 def test_gradients_have_no_time_before_they_are_averaged() -> None:
-    with pytest.raises(ValueError, match=r"outer_start_step=5; sync_sgd averages gradients .* leave it at 0"):
-        SyncSGD(outer_start_step=5)
+    with pytest.raises(ValueError, match=r"average_until_step=5; sync_sgd averages gradients .* leave it at 0"):
+        SyncSGD(average_until_step=5)
 
 
 def test_local_sgd_that_averages_every_step_of_plain_sgd_is_sync_sgd() -> None:

@@ -278,7 +278,7 @@ def test_a_method_is_due_by_its_trigger_and_at_the_latest_after_sync_every() -> 
 
 
 def test_until_the_outer_start_step_every_step_is_due() -> None:
-    method = LocalSGD(sync_every=50, trigger=Every(10), outer_start_step=3)
+    method = LocalSGD(sync_every=50, trigger=Every(10), average_until_step=3)
     assert [method.due(_after(1, inner_step)) for inner_step in (1, 3, 4)] == [YES, YES, NO]
 
 

@@ -66,7 +66,7 @@ def test_a_trigger_is_asked_at_every_step_and_a_mere_period_is_not(monkeypatch: 
     for method, expected in (
         (LocalSGD(sync_every=3), [3, 6]),
         (LocalSGD(sync_every=9, trigger=Every(3)), [1, 2, 3, 4, 5, 6, 7]),
-        (LocalSGD(sync_every=3, outer_start_step=1), [1, 2, 3, 4, 5, 6, 7]),
+        (LocalSGD(sync_every=3, average_until_step=1), [1, 2, 3, 4, 5, 6, 7]),
     ):
         asked.clear()
         optimizer, _ = _wrapped(method)

@@ -37,7 +37,7 @@ from tests.optimizer.running import PATIENT, together
 from tests.problems import MODELS, flat, pulled
 from tests.test_checkpointing import BIT_EQUAL, run, whole
 
-STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", patience_s=30)
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", wait_for_result_s=30)
 CASES: dict[str, dict[str, Any]] = {
     "diloco": {"method": DiLoCo(sync_every=5)},
     "diloco, bf16 parameters": {"method": DiLoCo(sync_every=5), "dtype": torch.bfloat16},
@@ -260,7 +260,7 @@ def _no_waiting() -> Iterator[None]:
 def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
     task = pulled("cuda")
     model, (group,) = task.model(0), local_groups(1, sync=PATIENT)
-    method = StreamingDiLoCo(sync_every=4, fragments=Strided(n=1), delay=3, patience_s=30)
+    method = StreamingDiLoCo(sync_every=4, fragments=Strided(n=1), delay=3, wait_for_result_s=30)
     with wrap(task.inner(model.parameters()), model, method, group=group) as optimizer:
         outer = optimizer._core.started()
         for step in range(12):  # two rounds before: memory and kernels are there

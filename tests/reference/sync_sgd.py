@@ -10,7 +10,7 @@ from tests.reference.codecs import Mean
 
 
 def sync_sgd(
-    problem: Problem, *, replicas: int, steps: int, max_norm: float | None = None, mean: Mean | None = None
+    problem: Problem, *, replicas: int, steps: int, clip_norm: float | None = None, mean: Mean | None = None
 ) -> list[Tensor]:
     """Trains; returns the parameters, tensor by tensor. ``mean``: how gradients are averaged. Default: exactly."""
     mean = mean or Mean()
@@ -24,11 +24,11 @@ def sync_sgd(
             gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         for p, g in zip(model.parameters(), mean(gradients), strict=True):
             p.grad = g
-        if max_norm is not None:
+        if clip_norm is not None:
             norm = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
             norm = norm.double().norm().float()
             for p in model.parameters():
                 assert p.grad is not None
-                p.grad = p.grad * min(1.0, max_norm / (float(norm) + 1e-6))
+                p.grad = p.grad * min(1.0, clip_norm / (float(norm) + 1e-6))
         inner.step()
     return [p.detach().clone() for p in model.parameters()]

@@ -67,7 +67,7 @@ class Mean:
             lr=snapshot.lr,
             alone=attempt.contributors == 1,
             lossy=self.lossy,
-            averages=attempt.inner_step < method.outer_start_step,
+            averages=attempt.inner_step < method.average_until_step,
         )
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
         scalars = method.scalars(of(mine, slice(0, view.trained)) if method.looks_at_whole else mine)

@@ -86,7 +86,7 @@ class Reduction:
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
             method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
-            averages = attempt.inner_step < method.outer_start_step
+            averages = attempt.inner_step < method.average_until_step
             steps: list[pieces.Steps] = []
 
             def begin(mean: Tensor, at: Round) -> Summed | None:

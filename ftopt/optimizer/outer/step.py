@@ -374,8 +374,8 @@ class OuterStep(Reduction):
         return 0 if self._averages(fragment) else fragment.tau
 
     def _averages(self, fragment: Fragment) -> bool:
-        """Whether replicas still average their parameters after every step (``outer_start_step``)."""
-        start = fragment.method.outer_start_step
+        """Whether replicas still average their parameters after every step (``average_until_step``)."""
+        start = fragment.method.average_until_step
         return start > 0 and self.inner_step() <= start
 
     def sync(self, *, lr: float) -> bool:
@@ -490,7 +490,7 @@ class OuterStep(Reduction):
             ranges=ranges if share is None else share.units,
             plan=share.plan if share is not None else 0,
             overlap_s=self._tau(fragment) * self.step_s,
-            grace=fragment.method.grace,
+            grace=fragment.method.adaptive_grace,
         )
         seen = fragment.trigger_metrics.seen(steps, lr, self.totals, fragment.base_totals)
         if Measurement.LOSS in fragment.method.uses and steps and seen.loss is None:

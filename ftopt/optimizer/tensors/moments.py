@@ -20,7 +20,7 @@ from ftopt.optimizer.tensors.flat import trainable
 MomentSource = tuple[str, Callable[[], Tensor]]
 """A tensor's name, and where it is at the moment."""
 
-_INSTEAD = "PAFT's moments=false or SlowMo's inner_buffers=keep"
+_INSTEAD = "inner_state=keep"
 _MOMENTS = {
     "SGD": ("momentum_buffer",),
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),

@@ -22,10 +22,10 @@ class Sync:
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
             after which an attempt fails. Default 3; at least 3 heartbeats.
         recovery_s: seconds that a coordinator without its journal waits for the replicas it hears of. Default 30.
-        forget_s: seconds after which a replica that is away is gone for good. Default 600.
+        gone_after_s: seconds after which a replica that is away is gone for good. Default 600.
         tail_s: at the end of the data: seconds after which a replica is gone for good that holds samples and does
-            nothing with them, while another one has nothing left to train on. Default None: ``forget_s``.
-        norm_limit: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
+            nothing with them, while another one has nothing left to train on. Default None: ``gone_after_s``.
+        outlier_ratio: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
             steps stay pending. Counts with two peers at least. Default 100: a corrupted replica, no noisy one; None:
             off.
         recover: what becomes of the inner steps that a dead replica had not handed in. ``drop`` (default): its samples
@@ -48,9 +48,9 @@ class Sync:
     heartbeat_s: float = 0.5
     dead_after_s: float = 3.0
     recovery_s: float = 30.0
-    forget_s: float = 600.0
+    gone_after_s: float = 600.0
     tail_s: float | None = None
-    norm_limit: float | None = 100.0
+    outlier_ratio: float | None = 100.0
     recover: str = "drop"
     codec: str = "fp32"
     error_feedback: float = 1.0
@@ -63,7 +63,7 @@ class Sync:
             )
         if self.start_replicas is not None and self.start_replicas < 1:
             raise ValueError(f"sync.start_replicas={self.start_replicas}; must be null or at least 1")
-        for name in ("start_s", "grace_s", "heartbeat_s", "dead_after_s", "recovery_s", "forget_s"):
+        for name in ("start_s", "grace_s", "heartbeat_s", "dead_after_s", "recovery_s", "gone_after_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"sync.{name}={getattr(self, name)}; must be a number of seconds above 0")
         if self.dead_after_s < 3 * self.heartbeat_s:
@@ -72,14 +72,16 @@ class Sync:
                 f"heartbeats, or one late heartbeat declares a replica dead; use dead_after_s={3 * self.heartbeat_s:g} "
                 "or a shorter heartbeat_s"
             )
-        if self.forget_s < self.dead_after_s:
-            raise ValueError(f"sync.forget_s={self.forget_s:g}; must be at least dead_after_s={self.dead_after_s:g}")
+        if self.gone_after_s < self.dead_after_s:
+            raise ValueError(
+                f"sync.gone_after_s={self.gone_after_s:g}; must be at least dead_after_s={self.dead_after_s:g}"
+            )
         if self.tail_s is not None and self.tail_s < self.dead_after_s:
             raise ValueError(
                 f"sync.tail_s={self.tail_s:g}; must be null or at least dead_after_s={self.dead_after_s:g}"
             )
-        if self.norm_limit is not None and not self.norm_limit > 1:
-            raise ValueError(f"sync.norm_limit={self.norm_limit:g}; must be null or above 1; 100 is generous")
+        if self.outlier_ratio is not None and not self.outlier_ratio > 1:
+            raise ValueError(f"sync.outlier_ratio={self.outlier_ratio:g}; must be null or above 1; 100 is generous")
         if self.recover not in ("drop", "replay"):
             raise ValueError(f"sync.recover={self.recover!r}; allowed: drop, replay")
         if self.codec.partition(":")[0] not in CODECS:

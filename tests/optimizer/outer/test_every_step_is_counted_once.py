@@ -15,7 +15,7 @@ from ftopt.sync.group import Contribution
 from tests.optimizer.scripted import Scripted
 
 SIZE = 40
-DELAYED = StreamingDiLoCo(sync_every=4, fragments=Balanced(n=1), delay=2, outer=SGD(lr=1.0), patience_s=0.0)
+DELAYED = StreamingDiLoCo(sync_every=4, fragments=Balanced(n=1), delay=2, outer=SGD(lr=1.0), wait_for_result_s=0.0)
 TRIGGERED = LocalSGD(sync_every=6, trigger=AnyOf([LocalCondition(8.0, check_every=1), LinearFDA(1.0, check_every=2)]))
 METHODS = [LocalSGD(sync_every=3), DiLoCo(sync_every=3, outer=SGD(lr=1.0)), DELAYED, TRIGGERED]
 

@@ -128,7 +128,7 @@ def test_with_delay_the_training_thread_measures_nothing(monkeypatch: pytest.Mon
         return there(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(OuterStep, "_copy_and_offer", look)
-    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), patience_s=60.0)
+    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), wait_for_result_s=60.0)
     models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
 
     def replica(m: int) -> None:
@@ -143,7 +143,7 @@ def test_with_delay_the_training_thread_measures_nothing(monkeypatch: pytest.Mon
 
 
 def test_parameters_that_are_not_finite_are_given_up_by_the_training_thread() -> None:
-    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), patience_s=60.0)
+    method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), wait_for_result_s=60.0)
     models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
 
     def replica(m: int) -> tuple[int, bool]:

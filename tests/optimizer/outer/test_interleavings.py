@@ -26,7 +26,7 @@ from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import problem
 
 TASK = problem("mlp", "sgd")
-DELAYED = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), patience_s=60.0)
+DELAYED = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=1), wait_for_result_s=60.0)
 
 
 def _start(method: Method, model: nn.Module, group: ReplicaGroup) -> OuterOptimizer:
@@ -62,7 +62,7 @@ def test_who_weighs_nothing_adds_nothing(method: Method) -> None:
                 _step(optimizer, model, m, step, scale=wild if m == 1 else 1.0)
             return _flat(anchor(optimizer, model)) - before
 
-    moved = [_run(3, lambda *a, wild=wild: replica(*a, wild), norm_limit=5.0) for wild in (1e3, 1e4)]
+    moved = [_run(3, lambda *a, wild=wild: replica(*a, wild), outlier_ratio=5.0) for wild in (1e3, 1e4)]
     assert torch.equal(moved[0][0], moved[1][0])  # type: ignore[arg-type]
     assert float(moved[0][0].norm()) < 1.0  # type: ignore[attr-defined]
 
@@ -100,10 +100,10 @@ def test_a_payload_that_is_made_early_knows_steps_and_rate() -> None:
 def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Others bring more steps than this replica: the averages end (``outer_start_step``) by the commit itself."""
+    """Others bring more steps than this replica: the averages end (``average_until_step``) by the commit itself."""
     averages = OuterStep._averages
     monkeypatch.setattr(OuterStep, "_averages", lambda self, f: averages(self, f) and f.state is f.taken)
-    method = replace(DELAYED, outer_start_step=3)
+    method = replace(DELAYED, average_until_step=3)
 
     def replica(m: int, model: nn.Module, group: ReplicaGroup) -> None:
         with _start(method, model, group) as optimizer:

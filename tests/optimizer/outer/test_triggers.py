@@ -240,7 +240,7 @@ def test_what_is_agreed_on_leaves_the_anchor_as_it_is(trigger: Any, method: type
     task, most = problem("deep", "sgd"), {"initial": 16, "least": 16}
     settings: dict[str, Any] = {"sync_every": 16, "outer": SGD(lr=0.7, momentum=0.9, nesterov=True)}
     if method is StreamingDiLoCo:
-        settings |= {"fragments": Strided(n=2), "delay": 3, "patience_s": 60.0}
+        settings |= {"fragments": Strided(n=2), "delay": 3, "wait_for_result_s": 60.0}
     with_it = method(**settings, trigger=replace(trigger, **most))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no loss is counted here

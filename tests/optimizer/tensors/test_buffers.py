@@ -125,7 +125,9 @@ def test_a_codec_that_rounds_does_not_see_buffers(method: Any) -> None:
 @pytest.mark.parametrize("delay", [0, 2])
 def test_fragments_average_the_buffers_of_their_modules(delay: int) -> None:
     halves = Sequential(n=2)
-    method = StreamingDiLoCo(sync_every=SYNC_EVERY, fragments=halves, delay=delay, buffers="mean", patience_s=10.0)
+    method = StreamingDiLoCo(
+        sync_every=SYNC_EVERY, fragments=halves, delay=delay, buffers="mean", wait_for_result_s=10.0
+    )
     (_, one, digest), (_, other, same), _ = ran(task(), method)
     assert digest == same
     assert all(map(torch.equal, floats(one)[:2], floats(other)[:2])), "fragment 0's round was just now"

@@ -102,9 +102,11 @@ METHODS: dict[str, Method] = {
     "adam": DiLoCo(sync_every=3, outer=Adam()),
     "local_sgd": LocalSGD(sync_every=3),
     "slowmo": SlowMo(sync_every=3),
-    "averaging first": DiLoCo(sync_every=3, outer_start_step=4),
-    "streaming, mixed": StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), merge="mix", patience_s=60.0),
-    "streaming, rebased": StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), patience_s=60.0),
+    "averaging first": DiLoCo(sync_every=3, average_until_step=4),
+    "streaming, mixed": StreamingDiLoCo(
+        sync_every=4, delay=2, fragments=Strided(n=2), merge="mix", wait_for_result_s=60.0
+    ),
+    "streaming, rebased": StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), wait_for_result_s=60.0),
     "sync_sgd": SyncSGD(),
 }
 

@@ -113,7 +113,7 @@ def test_a_step_that_is_proposed_or_committed_stays() -> None:
 
 
 def test_with_a_delay_steps_behind_the_snapshot_can_be_undone_and_nothing_is_lost() -> None:
-    method = StreamingDiLoCo(sync_every=6, delay=3, fragments=Balanced(n=1), patience_s=60.0)
+    method = StreamingDiLoCo(sync_every=6, delay=3, fragments=Balanced(n=1), wait_for_result_s=60.0)
     models = [TASK.model(0) for _ in range(2)]
     groups = local_groups(2, sync=PATIENT)
     undone = [0, 0]

@@ -41,7 +41,7 @@ NOW = "inner"
 _ORDERED = 1
 """The incarnation of ordered faults: they aim at the process that reads the order, whatever its incarnation is."""
 FAST = ftopt.Sync(
-    grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, forget_s=60.0, start_replicas=3
+    grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, gone_after_s=60.0, start_replicas=3
 )
 
 

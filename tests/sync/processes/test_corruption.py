@@ -151,7 +151,7 @@ def test_a_nan_is_a_member_of_weight_zero_that_starts_from_the_anchor(tmp_path: 
 
 
 def test_a_norm_out_of_line_weighs_nothing_and_its_steps_stay_pending(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None, sync=replace(FAST, norm_limit=20.0)) as job:
+    with tiny_job(tmp_path, steps=None, sync=replace(FAST, outlier_ratio=20.0)) as job:
         job.start("r0")
         job.start("r1")
         job.start("r2", lr=10.0)

@@ -13,7 +13,7 @@ from ftopt.sync.group import Samples, Sync
 from tests.sync.processes.job import Points, TinyJob, assert_nothing_lost, tiny_job, tiny_model, together_loss
 
 PATIENT = Sync(
-    grace_s=20.0, heartbeat_s=0.2, dead_after_s=10.0, start_s=60.0, recovery_s=20.0, forget_s=60.0, start_replicas=3
+    grace_s=20.0, heartbeat_s=0.2, dead_after_s=10.0, start_s=60.0, recovery_s=20.0, gone_after_s=60.0, start_replicas=3
 )
 THREE_TIMES_EIGHT = Samples(samples=600, batch_size=4, global_batch=24)
 STEPS = 6

@@ -24,7 +24,7 @@ METHODS: dict[str, Method] = {
     "slowmo": ftopt.SlowMo(sync_every=10),
     "decoupled": ftopt.DecoupledDiLoCo(sync_every=12, fragments=THREE, delay=6),
     "foreign outer": ftopt.DiLoCo(sync_every=10, outer=ftopt.Torch(cls="torch.optim.Adam", args={"lr": 1e-3})),
-    "post-local": ftopt.DiLoCo(sync_every=10, outer_start_step=30),
+    "post-local": ftopt.DiLoCo(sync_every=10, average_until_step=30),
 }
 EVERYONE = pytest.mark.parametrize(
     "method",

@@ -157,7 +157,7 @@ def test_a_lone_member_whose_reducer_hangs_blocks_nobody_who_comes_after_it() ->
 
 
 def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_them() -> None:
-    table = Table(start_replicas=3, forget_s=20.0)
+    table = Table(start_replicas=3, gone_after_s=20.0)
     a, b, c = table.start("a", "b", "c")
     a.propose(5)
     b.propose(5)

@@ -63,7 +63,7 @@ def test_whoever_runs_short_asks_and_is_not_granted_twice() -> None:
 
 
 def test_gone_alone_releases_what_a_suspect_holds() -> None:
-    table, (a, b) = job("a", "b", forget_s=20.0)
+    table, (a, b) = job("a", "b", gone_after_s=20.0)
     a.use(3)
     a.cut()
     b.use(10)
@@ -86,7 +86,7 @@ def test_gone_alone_releases_what_a_suspect_holds() -> None:
 
 
 def test_a_gone_one_comes_back_without_its_units() -> None:
-    table, (a, b) = job("a", "b", forget_s=20.0)
+    table, (a, b) = job("a", "b", gone_after_s=20.0)
     a.use(3)
     a.cut()
     table.tick(21.0)
@@ -138,7 +138,7 @@ def test_cursor_a_new_coordinator_goes_on_behind_all_that_was_ever_granted() -> 
 
 
 def test_done_is_also_what_a_member_has_used_that_died_after_it_had_prepared() -> None:
-    table, (a, b) = job("a", "b", forget_s=20.0)
+    table, (a, b) = job("a", "b", gone_after_s=20.0)
     for seat in (a, b):
         seat.use(5)
         seat.propose(5)
@@ -166,7 +166,7 @@ def test_total_a_grant_that_was_lost_with_its_connection_is_free_again() -> None
 
 def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() -> None:
     """Without its journal a new coordinator learns from B that A is gone: A's claim is not heard."""
-    table, (a, b) = job("a", "b", forget_s=20.0)
+    table, (a, b) = job("a", "b", gone_after_s=20.0)
     a.use(3)
     a.cut()
     table.tick(21.0)
@@ -186,7 +186,7 @@ def test_fence_who_is_granted_a_dead_ones_units_has_heard_of_the_death_before() 
 
 
 def test_hold_what_an_undecided_attempt_has_used_is_not_granted_when_its_owner_is_gone() -> None:
-    table, (a, b, c) = job("a", "b", "c", forget_s=4.0)
+    table, (a, b, c) = job("a", "b", "c", gone_after_s=4.0)
     for seat in (a, b):
         seat.use(5)
         seat.propose(5)
@@ -207,7 +207,7 @@ def test_hold_what_an_undecided_attempt_has_used_is_not_granted_when_its_owner_i
 
 
 def test_source_nobody_takes_up_done_marks_of_a_history_that_was_rolled_back() -> None:
-    table, (a, b, c) = job("a", "b", "c", forget_s=20.0)
+    table, (a, b, c) = job("a", "b", "c", gone_after_s=20.0)
     a.use(5)
     a.propose(5)
     table.tick(3.0)  # B and C hang

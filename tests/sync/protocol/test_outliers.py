@@ -21,7 +21,7 @@ def test_one_beyond_the_multiple_of_its_peers_median_is_out_of_line() -> None:
     found = outliers(offers(1.0, 1.2, 0.9, 130.0), 100.0)
     assert list(found) == ["r3"]
     assert "130 times the median of its peers', 1" in found["r3"]
-    assert "sync.norm_limit" in found["r3"]
+    assert "sync.outlier_ratio" in found["r3"]
 
 
 @pytest.mark.parametrize(
@@ -49,5 +49,5 @@ def test_what_is_withheld_leaves_count_as_it_was() -> None:
 
 
 def test_a_limit_that_takes_everybody_for_an_outlier_is_refused() -> None:
-    with pytest.raises(ValueError, match="norm_limit=1"):
-        Sync(norm_limit=1.0)
+    with pytest.raises(ValueError, match="outlier_ratio=1"):
+        Sync(outlier_ratio=1.0)

@@ -133,11 +133,11 @@ class Coordinator:
             if now >= member.heard_s + self.sync.dead_after_s:
                 effects += self.members.away(now, member, close=True)
         for member in self._forgettable():
-            if now >= member.lost_s + self.sync.forget_s:
-                effects += self.members.gone(member.incarnation_id, "away for longer than forget_s")
+            if now >= member.lost_s + self.sync.gone_after_s:
+                effects += self.members.gone(member.incarnation_id, "away for longer than gone_after_s")
         for member in self._lessees():
             if now >= self._tail_s(member):
-                reason = "it holds the rest of the data, and has done nothing with it for tail_s (forget_s)"
+                reason = "it holds the rest of the data, and has done nothing with it for tail_s (gone_after_s)"
                 assert self.grants is not None
                 self.grants.idle.add(member.replica)
                 effects += self.members.gone(member.incarnation_id, reason)
@@ -149,7 +149,7 @@ class Coordinator:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
         made_due_s = self._stepped_s + 0.01  # by a step
-        due += [max(x.lost_s + self.sync.forget_s, made_due_s) for x in self._forgettable()]
+        due += [max(x.lost_s + self.sync.gone_after_s, made_due_s) for x in self._forgettable()]
         due += [max(self._tail_s(x), made_due_s) for x in self._lessees()]
         if self.startup is not None and not math.isinf(self._stepped_s):
             end_s = self.startup.deadline_s()
@@ -398,13 +398,13 @@ class Coordinator:
     def _tail_s(self, member: Member) -> float:
         """When it is given up, since the rest of the data waits for it; inf: it does not."""
         assert self.grants is not None
-        patience_s = self.sync.forget_s if self.sync.tail_s is None else self.sync.tail_s
+        patience_s = self.sync.gone_after_s if self.sync.tail_s is None else self.sync.tail_s
         quiet_since_s = max(self.grants.waits_since_s(member.incarnation_id), member.moved_s)
         top = self.rounds[0]
         if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
             if top.attempt is None:
                 return math.inf
-            quiet_since_s = max(quiet_since_s, top.attempt.started_s + self.sync.forget_s)
+            quiet_since_s = max(quiet_since_s, top.attempt.started_s + self.sync.gone_after_s)
         return quiet_since_s + patience_s + member.patience_s()
 
     # ------------------------------------------------------------ phases

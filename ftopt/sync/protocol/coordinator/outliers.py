@@ -19,7 +19,7 @@ def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> 
 
     Args:
         contributions: of an attempt's members.
-        limit: ``sync.norm_limit``; None: nobody is an outlier.
+        limit: ``sync.outlier_ratio``; None: nobody is an outlier.
     """
     if limit is None:
         return {}
@@ -34,7 +34,8 @@ def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> 
         if norm > 0 and c.norm > allowed:
             found[replica] = (
                 f"the norm of its contribution, {c.norm:.3g} over {c.steps} steps, is {c.norm / norm:.3g} times the "
-                f"median of its peers', {norm:.3g}; at most {allowed / norm:.3g} times is taken (sync.norm_limit); its "
+                f"median of its peers', {norm:.3g}; at most {allowed / norm:.3g} times is taken (sync.outlier_ratio); "
+                f"its "
                 "steps stay pending; end it, or lower its learning rate"
             )
     return found

@@ -327,7 +327,7 @@ class Rounds:
         if self.batch_shares is not None and not self.batch_shares.covers(members, self.proposals):
             return []
         chosen = {x.replica: self.proposals[x.replica] for x in members}
-        odd = outliers(chosen, self.sync.norm_limit if self.batch_shares is None else None)
+        odd = outliers(chosen, self.sync.outlier_ratio if self.batch_shares is None else None)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         contributors = [c for c in chosen.values() if c.weight > 0]
         spent = self.grants is not None and self.grants.spent(chosen)
@@ -391,7 +391,7 @@ class Rounds:
         if self.batch_shares is not None and not others:  # who has no share can propose nothing, and would be given one
             others = {x.replica for x in self._able(self._stepped_s) if not x.leaving} - a.contributions.keys()
         alone = len(a.members) == 1
-        patience_s = self.sync.grace_s + self.sync.dead_after_s if a.prepared or alone else self.sync.forget_s
+        patience_s = self.sync.grace_s + self.sync.dead_after_s if a.prepared or alone else self.sync.gone_after_s
         return a.overdue_s(self.roster, patience_s, self._usual_s) if others else math.inf
 
     def _quiet_s(self, a: Attempt) -> float:

@@ -138,7 +138,7 @@ class Startup:
             names = ", ".join(sorted(x.replica for x in awaited)[:5])
             return (
                 f"waiting for {names}: what it holds may be newer than all that is here; start it again, or wait for "
-                f"forget_s={self.sync.forget_s:g} s"
+                f"gone_after_s={self.sync.gone_after_s:g} s"
             )
         if self.state_holders() or unheard:
             names = ", ".join(sorted(x.replica for x in unheard)[:5]) or "nobody"
