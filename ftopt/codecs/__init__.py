@@ -1,4 +1,9 @@
-"""Wire precision: how a piece of a payload becomes bytes and comes back."""
+"""Wire precision: how a piece of a payload becomes bytes and comes back.
+
+A new codec is one file here, a frozen dataclass that is a `Codec`, and one entry in `ftopt.codecs.named.CODECS`. Its
+settings are the fields that it takes by position (``top_k:FRACTION:BITS``). `Blockwise` is the base of those that
+encode rows of equal length. See "Adding a codec" in ``docs/codecs.md``.
+"""
 
 from ftopt.codecs.bf16 import BF16 as BF16
 from ftopt.codecs.codec import Codec as Codec

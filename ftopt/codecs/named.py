@@ -1,6 +1,9 @@
-"""From a recipe's word to a codec."""
+"""The codecs by name: what a recipe's ``sync.codec`` may say."""
 
 from __future__ import annotations
+
+from dataclasses import Field, fields
+from typing import Any
 
 from ftopt.codecs.bf16 import BF16
 from ftopt.codecs.codec import Codec
@@ -8,40 +11,48 @@ from ftopt.codecs.fp4 import FP4
 from ftopt.codecs.fp32 import FP32
 from ftopt.codecs.int8 import Int8
 from ftopt.codecs.top_k import TopK
+from ftopt.errors import UserError
 
-_PLAIN: dict[str, Codec] = {"fp32": FP32(), "bf16": BF16(), "int8": Int8(), "fp4": FP4()}
-_ALLOWED = "fp32, bf16, int8, fp4, top_k:FRACTION:BITS (top_k alone is top_k:0.03:2)"
+CODECS: dict[str, type[Codec]] = {"fp32": FP32, "bf16": BF16, "int8": Int8, "fp4": FP4, "top_k": TopK}
+"""Name -> a frozen dataclass. Its settings are the fields that it takes by position, in this order; each has a default,
+whose type is the setting's."""
 
 
 def codec_named(spec: str) -> Codec:
     """The codec that ``spec`` names: ``codec_named(codec.name) == codec``.
 
     Args:
-        spec: ``fp32``, ``bf16``, ``int8``, ``fp4``, or ``top_k`` with its settings, ``top_k:FRACTION:BITS``
-            (``top_k:0.01:4``); what is left out at the end takes its default.
+        spec: a name of `CODECS`, and the codec's settings behind it, if it has any: ``fp4``, ``top_k:0.01:4``. Settings
+            left out at the end take their defaults.
 
     Raises:
-        ValueError: no such codec, or a setting that is no number or out of range; says what was given and what is
-            allowed.
+        UserError: no such codec, or a setting that is not a number or out of range.
     """
-    word, *settings = spec.split(":")
-    if word in _PLAIN and not settings:
-        return _PLAIN[word]
-    if word in _PLAIN:
-        raise ValueError(f"codec {spec!r}: {word} has no settings; use {word!r}")
-    if word != "top_k":
-        raise ValueError(f"codec {spec!r}; allowed: {_ALLOWED}")
-    if len(settings) > 2:
-        raise ValueError(f"codec {spec!r}: top_k has two settings; use top_k:FRACTION:BITS, as in top_k:0.01:4")
+    name, *texts = spec.split(":")
+    if name not in CODECS:
+        raise UserError(f"sync.codec={spec!r}; allowed: {', '.join(map(_form, CODECS))}; settings may be left out")
+    known = _settings(name)
+    if len(texts) > len(known):
+        raise UserError(f"sync.codec={spec!r}: {name} has {len(known) or 'no'} settings; use {_form(name)}")
+    values = []
+    for text, setting in zip(texts, known, strict=False):
+        kind: Any = type(setting.default)
+        try:
+            values.append(kind(text))
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise UserError(
+                f"sync.codec={spec!r}: {setting.name}={text!r}; must be {what}, as in {CODECS[name]().name}"
+            ) from None
     try:
-        fraction = float(settings[0]) if settings else TopK.fraction
-        bits = int(settings[1]) if settings[1:] else TopK.bits
-    except ValueError:
-        raise ValueError(
-            f"codec {spec!r}: FRACTION must be a number and BITS a whole one; "
-            "use top_k:FRACTION:BITS, as in top_k:0.01:4"
-        ) from None
-    try:
-        return TopK(fraction, bits)
-    except ValueError as error:
-        raise ValueError(f"codec {spec!r}: {error}") from None
+        return CODECS[name](*values)
+    except UserError as error:
+        raise UserError(f"sync.codec={spec!r}: {error}") from None
+
+
+def _settings(name: str) -> list[Field[Any]]:
+    return [field for field in fields(CODECS[name]) if not field.kw_only]  # type: ignore[arg-type]
+
+
+def _form(name: str) -> str:
+    return ":".join([name, *(setting.name.upper() for setting in _settings(name))])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
+from ftopt.errors import UserError
 
 _INDEX_BITS = 12
 _GATHER = 0x0102040810204080
@@ -43,7 +44,7 @@ class TopK(Blockwise):
         payloads: so many times k values are kept. For `for_sum`; 1 otherwise.
 
     Raises:
-        ValueError: an argument out of range.
+        ftopt.errors.UserError: an argument out of range.
 
     Source: SparseLoCo (arXiv 2508.15706) for chunks, fractions of 1-3 % and 2-bit values; the levels between lo and hi
     are ours.
@@ -51,15 +52,15 @@ class TopK(Blockwise):
 
     fraction: float = 0.03
     bits: int = 2
-    payloads: int = 1
+    payloads: int = field(default=1, kw_only=True)
 
     block: ClassVar[int] = 1 << _INDEX_BITS
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
-            raise ValueError(f"top_k: fraction={self.fraction:g}; must be above 0 and at most 1; 0.01 to 0.03 is usual")
+            raise UserError(f"top_k: fraction={self.fraction:g}; must be above 0 and at most 1; 0.01 to 0.03 is usual")
         if not 2 <= self.bits <= 8:
-            raise ValueError(f"top_k: bits={self.bits}; must be 2 to 8")
+            raise UserError(f"top_k: bits={self.bits}; must be 2 to 8")
 
     @property
     def name(self) -> str:
@@ -72,7 +73,7 @@ class TopK(Blockwise):
 
     def for_sum(self, payloads: int) -> Blockwise:
         """As many kept values as ``payloads`` have together, in 8 bits; int8 where that is fewer bytes."""
-        sparse, dense = TopK(self.fraction, 8, payloads), Int8()
+        sparse, dense = TopK(self.fraction, 8, payloads=payloads), Int8()
         return sparse if sparse.encoded_bytes(self.block) < dense.encoded_bytes(self.block) else dense
 
     def row_bytes(self, values: int) -> int:

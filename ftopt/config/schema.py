@@ -341,8 +341,6 @@ class Recipe:
                 check_moments_exact(codec)
         except UserError as error:
             found.append(str(error))
-        except ValueError as error:
-            found.append(f"sync.codec: {error}")
         if self.sync.recover == "replay":
             if self.data.sampling != "once":
                 found.append(

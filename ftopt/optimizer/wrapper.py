@@ -74,10 +74,7 @@ def wrap(
             raise UserError("inner is wrapped already; wrap the inner optimizer once")
         if not isinstance(optimizer, Optimizer):
             raise UserError(f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them")
-    try:
-        codec_named(group.sync.codec)
-    except ValueError as error:
-        raise UserError(f"sync: {error}") from None
+    codec_named(group.sync.codec)  # one that does not exist is refused here, not when training begins
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)

@@ -102,7 +102,7 @@ def test_a_sum_of_top_k_payloads_loses_no_value_on_the_second_hop(fraction: floa
     got = roundtrip(codec.for_sum(3), total, torch.empty_like(total))
     for part, sent in zip(total.split(4096), got.split(4096), strict=True):
         assert float((part - sent).abs().max()) <= float(part.abs().max()) / 120
-    assert codec.for_sum(3) == (Int8() if fraction == 0.2 else TopK(fraction, 8, 3))
+    assert codec.for_sum(3) == (Int8() if fraction == 0.2 else TopK(fraction, 8, payloads=3))
 
 
 def test_top_k_keeps_as_many_as_it_says() -> None:

@@ -107,7 +107,7 @@ def mean_and_owed(
     if isinstance(codec, TopK):
         kept = min(4096, contributors * math.ceil(codec.fraction * 4096))
         sparse, dense = 4 + math.ceil(kept * (12 + 8) / 8), 16 * (4 + 256)  # bytes of 4096 values
-        for_sum = TopK(codec.fraction, 8, contributors) if sparse < dense else Int8()
+        for_sum = TopK(codec.fraction, 8, payloads=contributors) if sparse < dense else Int8()
     gathered, left = [], []
     for r in range(size):
         span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CODECS = ("fp32", "bf16", "int8", "fp4", "top_k")
-"""What a codec's name begins with; its settings follow behind a colon."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sync:
@@ -84,8 +81,6 @@ class Sync:
             raise ValueError(f"sync.outlier_ratio={self.outlier_ratio:g}; must be null or above 1; 100 is generous")
         if self.recover not in ("drop", "replay"):
             raise ValueError(f"sync.recover={self.recover!r}; allowed: drop, replay")
-        if self.codec.partition(":")[0] not in CODECS:
-            raise ValueError(f"sync.codec={self.codec!r}; allowed: {', '.join(CODECS)} (top_k:0.01:4)")
         if not 0 <= self.error_feedback <= 1:
             raise ValueError(
                 f"sync.error_feedback={self.error_feedback:g}; must be from 0 (off) to 1 (nothing is forgotten)"
