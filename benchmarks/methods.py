@@ -36,11 +36,11 @@ DRAWN = (
     "Streaming, delay 5",
     f"SlowMo, H {H}",
 )
-THREE = ftopt.Strided(n=3)
+THREE = ftopt.fragments.Strided(n=3)
 
 
-def _outer(lr: float, momentum: float) -> ftopt.SGD:
-    return ftopt.SGD(lr=lr, momentum=momentum, nesterov=True)
+def _outer(lr: float, momentum: float) -> ftopt.outer.SGD:
+    return ftopt.outer.SGD(lr=lr, momentum=momentum, nesterov=True)
 
 
 def _case(method: Method, lr: float, **more: object) -> Case:
@@ -98,10 +98,14 @@ def rows(point: dict[str, Case]) -> list[Row]:
         return replace(overlapped, method=replace(overlapped.method, **more))
 
     decoupled = ftopt.DecoupledDiLoCo(
-        sync_every=H, fragments=ftopt.Balanced(n=3), delay=5, outer=overlapped.method.outer, wait_for_result_s=600.0
+        sync_every=H,
+        fragments=ftopt.fragments.Balanced(n=3),
+        delay=5,
+        outer=overlapped.method.outer,
+        wait_for_result_s=600.0,
     )
     local = point["local_sgd"]
-    adacomm = ftopt.LocalSGD(sync_every=H, trigger=ftopt.AdaComm(initial=H, most=H))
+    adacomm = ftopt.LocalSGD(sync_every=H, trigger=ftopt.triggers.AdaComm(initial=H, most=H))
     return [
         Row("SyncSGD", point["sync_sgd"]),
         Row("one replica", point["one replica"]),
@@ -181,7 +185,7 @@ def grids(book: Book) -> list[str]:
 
 
 def _setting(family: str, method: Method) -> str:
-    if isinstance(method, ftopt.DiLoCo | ftopt.StreamingDiLoCo) and isinstance(method.outer, ftopt.SGD):
+    if isinstance(method, ftopt.DiLoCo | ftopt.StreamingDiLoCo) and isinstance(method.outer, ftopt.outer.SGD):
         return f"{family}, outer rate {method.outer.lr:g}, momentum {method.outer.momentum:g}"
     if isinstance(method, ftopt.SlowMo):
         return f"{family}, slow momentum {method.slow_momentum:g}"

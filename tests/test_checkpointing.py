@@ -20,15 +20,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from ftopt import (
     PAFT,
-    SGD,
-    AdaComm,
     Checkpoints,
     DiLoCo,
     Event,
     LocalSGD,
     SlowMo,
     StreamingDiLoCo,
-    Strided,
     SyncSGD,
     UserError,
     local_groups,
@@ -36,9 +33,12 @@ from ftopt import (
 )
 from ftopt.checkpoint.manifest import NAME
 from ftopt.checkpoint.reader import Checkpoint, verified, whole
+from ftopt.fragments import Strided
 from ftopt.methods import Method
 from ftopt.optimizer.tensors.mapped import is_mapped
+from ftopt.outer import SGD
 from ftopt.sync.protocol.samples import Samples
+from ftopt.triggers import AdaComm
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.checkpoint.parts import FullDisk
 from tests.optimizer.running import PATIENT, together

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, Strided, UserError, local_groups, wrap
+from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, local_groups, wrap
 from ftopt.checkpoint.reader import Checkpoint, whole
+from ftopt.fragments import Strided
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.samples import Samples

@@ -19,7 +19,7 @@ PARTS, POINTS = 6, 24
 _REPLICAS = 4
 _TOKENS = 16 * 64 * _REPLICAS
 """Of an inner step of all replicas: batch, context."""
-_OUTER = ftopt.SGD(lr=1.0, momentum=0.25, nesterov=True)
+_OUTER = ftopt.outer.SGD(lr=1.0, momentum=0.25, nesterov=True)
 
 
 def ways(every: int, steps: int, points: int) -> dict[str, Case]:
@@ -33,7 +33,7 @@ def ways(every: int, steps: int, points: int) -> dict[str, Case]:
         eval_every=steps // points,
     )
     streaming = ftopt.StreamingDiLoCo(
-        sync_every=every, delay=0, fragments=ftopt.Strided(n=3), outer=_OUTER, wait_for_result_s=600.0
+        sync_every=every, delay=0, fragments=ftopt.fragments.Strided(n=3), outer=_OUTER, wait_for_result_s=600.0
     )
     overlapped = replace(streaming, delay=5)
     return {

@@ -26,7 +26,7 @@ SYNC = ftopt.Sync(
 )
 METHODS = {
     "DiLoCo": ftopt.DiLoCo(sync_every=EVERY),
-    "DiLoCo, delay": ftopt.StreamingDiLoCo(sync_every=EVERY, delay=10, fragments=ftopt.Strided(n=1)),
+    "DiLoCo, delay": ftopt.StreamingDiLoCo(sync_every=EVERY, delay=10, fragments=ftopt.fragments.Strided(n=1)),
 }
 THEIRS = TimeOuts(heartbeat_s=SYNC.dead_after_s, join_s=2.0, operation_s=10.0)
 ABOUT = (

@@ -24,7 +24,7 @@ def method_of(way: str) -> Any:
     if way == "DiLoCo":
         return ftopt.DiLoCo(sync_every=EVERY)
     delay = 0 if way == "Streaming" else DELAY
-    return ftopt.StreamingDiLoCo(sync_every=EVERY, delay=delay, fragments=ftopt.Balanced(n=FRAGMENTS))
+    return ftopt.StreamingDiLoCo(sync_every=EVERY, delay=delay, fragments=ftopt.fragments.Balanced(n=FRAGMENTS))
 
 
 def main() -> None:

@@ -102,10 +102,12 @@ def _optimizer(
         stack.enter_context(diloco(stack.enter_context(manager(rank, url, size)), model, made, _STEPS))
         return made
     fragments = int(way.split()[1])
-    outer = ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)
+    outer = ftopt.outer.SGD(lr=0.7, momentum=0.9, nesterov=True)
     method: Any = ftopt.DiLoCo(sync_every=_STEPS)
     if fragments > 1:
-        method = ftopt.StreamingDiLoCo(sync_every=_STEPS, delay=0, fragments=ftopt.Balanced(n=fragments), outer=outer)
+        method = ftopt.StreamingDiLoCo(
+            sync_every=_STEPS, delay=0, fragments=ftopt.fragments.Balanced(n=fragments), outer=outer
+        )
     sync = ftopt.Sync(start_replicas=size, dead_after_s=60.0, grace_s=60.0)
     group = ftopt.connect(url, f"r{rank}", sync=sync)
     state_dir = folder if way.endswith("on disk") else None

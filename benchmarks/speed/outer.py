@@ -107,7 +107,7 @@ def sync_of(codec: str) -> ftopt.Sync:
 
 def streaming() -> ftopt.StreamingDiLoCo:
     """One fragment, taken up behind the next steps."""
-    return ftopt.StreamingDiLoCo(sync_every=2 * _DELAY, delay=_DELAY, fragments=ftopt.Strided(n=1))
+    return ftopt.StreamingDiLoCo(sync_every=2 * _DELAY, delay=_DELAY, fragments=ftopt.fragments.Strided(n=1))
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -50,7 +50,7 @@ def _replica(
     works = {}
     with ExitStack() as stack:
         for number, (codec, fragments) in enumerate(ways):
-            method = ftopt.StreamingDiLoCo(sync_every=10**6, delay=0, fragments=ftopt.Balanced(n=fragments))
+            method = ftopt.StreamingDiLoCo(sync_every=10**6, delay=0, fragments=ftopt.fragments.Balanced(n=fragments))
             model = of_size(parameters, tensors=max(16, fragments))
             sync = ftopt.Sync(**{**vars(PATIENT), "start_replicas": size, "codec": codec})
             group = ftopt.connect(url, f"r{rank}", job=f"way-{number}", sync=sync, host=addresses[rank])

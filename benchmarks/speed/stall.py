@@ -24,7 +24,7 @@ SYNC = ftopt.Sync(
 )
 METHODS = {
     "blocking": ftopt.DiLoCo(sync_every=EVERY),
-    "delay": ftopt.StreamingDiLoCo(sync_every=60, delay=40, fragments=ftopt.Strided(n=1)),
+    "delay": ftopt.StreamingDiLoCo(sync_every=60, delay=40, fragments=ftopt.fragments.Strided(n=1)),
 }
 THEIRS = TimeOuts(heartbeat_s=SYNC.dead_after_s, join_s=1.0, operation_s=10.0)
 DEFAULTS = TimeOuts()

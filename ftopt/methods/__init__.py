@@ -5,42 +5,21 @@ A method answers three questions and does no I/O: *is it time?* (`Method.due`), 
 When replicas meet, who takes part, retries, overlap and joins are written once for all methods, elsewhere.
 """
 
-from ftopt.methods.adaptive import AdaComm as AdaComm
-from ftopt.methods.adaptive import ExactDivergence as ExactDivergence
-from ftopt.methods.adaptive import SignalToNoise as SignalToNoise
 from ftopt.methods.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo as DiLoCo
-from ftopt.methods.divergence import LinearFDA as LinearFDA
-from ftopt.methods.divergence import LocalCondition as LocalCondition
-from ftopt.methods.fragments import Balanced as Balanced
 from ftopt.methods.fragments import Layout as Layout
-from ftopt.methods.fragments import Named as Named
 from ftopt.methods.fragments import Parameter as Parameter
-from ftopt.methods.fragments import Sequential as Sequential
 from ftopt.methods.fragments import Span as Span
-from ftopt.methods.fragments import Strided as Strided
 from ftopt.methods.local_sgd import LocalSGD as LocalSGD
 from ftopt.methods.method import ContributionStats as ContributionStats
 from ftopt.methods.method import Method as Method
 from ftopt.methods.method import OuterState as OuterState
 from ftopt.methods.method import ReplicaView as ReplicaView
 from ftopt.methods.method import Round as Round
-from ftopt.methods.outer_optimizers import SGD as SGD
-from ftopt.methods.outer_optimizers import Adam as Adam
-from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
 from ftopt.methods.paft import PAFT as PAFT
-from ftopt.methods.schedules import ConstantRate as ConstantRate
-from ftopt.methods.schedules import CosineRate as CosineRate
 from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.sync_sgd import GRADIENT as GRADIENT
 from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
-from ftopt.methods.torch_optimizers import Torch as Torch
-from ftopt.methods.triggers import AllOf as AllOf
-from ftopt.methods.triggers import AnyOf as AnyOf
 from ftopt.methods.triggers import Due as Due
-from ftopt.methods.triggers import Every as Every
-from ftopt.methods.triggers import EverySeconds as EverySeconds
-from ftopt.methods.triggers import EveryStaged as EveryStaged
 from ftopt.methods.triggers import Progress as Progress
-from ftopt.methods.triggers import Trigger as Trigger

@@ -172,7 +172,7 @@ class Method(ABC):
         if trigger is None:
             return
         if not isinstance(trigger, Trigger):
-            raise ValueError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.Every(100)")
+            raise ValueError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.triggers.Every(100)")
         if trigger.longest is not None and period is not None and trigger.longest > period:
             raise ValueError(
                 f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={period} "

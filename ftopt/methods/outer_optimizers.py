@@ -198,5 +198,5 @@ def check_outer(outer: object) -> None:
     if isinstance(outer, torch.optim.Optimizer) or not callable(getattr(outer, "step", None)):
         raise ValueError(
             f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "
-            'use ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True), or ftopt.Torch(cls="torch.optim.RMSprop")'
+            'use ftopt.outer.SGD(lr=0.7, momentum=0.9, nesterov=True), or ftopt.outer.Torch(cls="torch.optim.RMSprop")'
         )

@@ -92,7 +92,8 @@ class StreamingDiLoCo(DiLoCo):
             raise ValueError(f"wait_for_result_s={self.wait_for_result_s!r}; must be a number of seconds, 0 or more")
         if not callable(getattr(self.fragments, "fragments", None)):
             raise ValueError(
-                f"fragments={self.fragments!r}; must be Strided, Sequential, Balanced or Named; use ftopt.Strided(n=3)"
+                f"fragments={self.fragments!r}; must be Strided, Sequential, Balanced or Named; use "
+                f"ftopt.fragments.Strided(n=3)"
             )
 
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:

@@ -309,7 +309,9 @@ class _Joined(Trigger):
         wrong = [part for part in self.triggers if not isinstance(part, Trigger)]
         if wrong or not self.triggers:
             got = repr(wrong[0]) if wrong else "an empty list"
-            raise ValueError(f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [Every(100)]")
+            raise ValueError(
+                f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [ftopt.triggers.Every(100)]"
+            )
 
     def needs(self, progress: Progress) -> Measurement:
         """What any of them does."""

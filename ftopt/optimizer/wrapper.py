@@ -344,8 +344,8 @@ class OuterOptimizer(Optimizer):
         Args:
             tokens: added to those of earlier calls before the same step.
             samples: likewise.
-            loss: the step's, one number; for triggers that go by it (`ftopt.AdaComm`). A tensor is read at the next
-                outer step, not here. Default: what a closure returns.
+            loss: the step's, one number; for triggers that go by it (`ftopt.triggers.AdaComm`). A tensor is read at the
+                next outer step, not here. Default: what a closure returns.
 
         Raises:
             ValueError: a negative number.

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ftopt import Checkpoints, DiLoCo, LocalSGD, StreamingDiLoCo, Strided, SyncSGD, UserError, solo, wrap
+from ftopt import Checkpoints, DiLoCo, LocalSGD, StreamingDiLoCo, SyncSGD, UserError, solo, wrap
 from ftopt.checkpoint.export import export
 from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
+from ftopt.fragments import Strided
 from ftopt.methods import Method
 
 

@@ -10,22 +10,10 @@ from ftopt.config.schema import AdamWConfig, CosineConfig, FactoryConfig, MuonCo
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
-from ftopt.methods import (
-    Adam,
-    AllOf,
-    AnyOf,
-    Balanced,
-    CosineRate,
-    DecoupledDiLoCo,
-    DiLoCo,
-    Every,
-    EveryStaged,
-    LinearFDA,
-    LocalSGD,
-    StreamingDiLoCo,
-    Strided,
-    Torch,
-)
+from ftopt.fragments import Balanced, Strided
+from ftopt.methods import DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
+from ftopt.outer import Adam, CosineRate, Torch
+from ftopt.triggers import AllOf, AnyOf, Every, EveryStaged, LinearFDA
 
 
 def errors_of(*overrides: str, source: str = "diloco_bytes") -> str:

@@ -36,7 +36,7 @@ def train(group: ftopt.ReplicaGroup, seen: list[list[int]], method: Any, **loadi
 
 METHODS = [
     ftopt.DiLoCo(sync_every=4),
-    ftopt.StreamingDiLoCo(sync_every=6, fragments=ftopt.Named(patterns=["weight", "bias"]), delay=1),
+    ftopt.StreamingDiLoCo(sync_every=6, fragments=ftopt.fragments.Named(patterns=["weight", "bias"]), delay=1),
 ]
 
 

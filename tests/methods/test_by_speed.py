@@ -9,20 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftopt.methods import (
-    PAFT,
-    AnyOf,
-    DecoupledDiLoCo,
-    DiLoCo,
-    Due,
-    Every,
-    LocalSGD,
-    Progress,
-    SlowMo,
-    StreamingDiLoCo,
-    SyncSGD,
-)
+from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress, SlowMo, StreamingDiLoCo, SyncSGD
 from ftopt.methods.triggers import Measurement, MemberStats, RoundStats
+from ftopt.triggers import AnyOf, Every
 from tests.reference import balanced
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)

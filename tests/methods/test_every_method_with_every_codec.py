@@ -20,7 +20,8 @@ import torch
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 
-from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, Strided, SyncSGD
+from ftopt.fragments import Strided
+from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer.tensors.flat import parameters
 from ftopt.transport.gloo import GlooTransport
 from tests.optimizer.running import Noise, train_and_look

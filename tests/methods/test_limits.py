@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.methods import SGD, Balanced, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, Strided
+from ftopt.fragments import Balanced, Strided
+from ftopt.methods import DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo
 from ftopt.optimizer.tensors.flat import parameters
+from ftopt.outer import SGD
 from tests.optimizer.running import train_and_look
 from tests.problems import problem
 from tests.reference.codecs import Mean

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ftopt.methods import SGD, Adam, ConstantRate, CosineRate, DiLoCo, OuterOptimizerRule, Round, Torch
+from ftopt.methods import DiLoCo, Round
 from ftopt.optimizer.outer.sharded_step import outer_step
+from ftopt.outer import SGD, Adam, ConstantRate, CosineRate, OuterOptimizerRule, Torch
 from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
 from tests.problems import problem
@@ -34,7 +35,7 @@ RULES = [rule for rule, _, _ in BUILT_IN] + [
 # torch.randn itself depends on the CPU's capability; integers do not.
 _PROGRAM = """
 import hashlib, torch
-from ftopt.methods import SGD, Adam, CosineRate
+from ftopt.outer import SGD, Adam, CosineRate
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(7)
 def numbers():

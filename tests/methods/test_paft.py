@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.methods import PAFT, Method, SignalToNoise, SlowMo
+from ftopt.methods import PAFT, Method, SlowMo
 from ftopt.optimizer import wrap
+from ftopt.triggers import SignalToNoise
 from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, problem
 from tests.reference.paft import paft

@@ -9,20 +9,12 @@ from torch import nn
 
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.methods import (
-    SGD,
-    Balanced,
-    ContributionStats,
-    DecoupledDiLoCo,
-    DiLoCo,
-    LocalSGD,
-    Progress,
-    ReplicaView,
-    StreamingDiLoCo,
-)
+from ftopt.fragments import Balanced
+from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, Progress, ReplicaView, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, parameters
+from ftopt.outer import SGD
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import check_message
 from ftopt.sync.protocol.replica.fragment import Identity
@@ -60,7 +52,7 @@ def test_methods_are_frozen_and_take_keywords_only() -> None:
 
 
 def test_a_torch_optimizer_outside_is_refused_with_what_to_use() -> None:
-    with pytest.raises(ValueError, match=r"use ftopt\.SGD"):
+    with pytest.raises(ValueError, match=r"use ftopt\.outer\.SGD"):
         DiLoCo(outer=torch.optim.SGD([torch.zeros(1)], lr=0.1))  # type: ignore[arg-type]
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ftopt.methods import SGD, DiLoCo, ReplicaView, Round, SlowMo
+from ftopt.methods import DiLoCo, ReplicaView, Round, SlowMo
+from ftopt.outer import SGD
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
 from tests.reference.bmuf import bmuf

@@ -12,7 +12,8 @@ from torch import nn
 
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.methods import Balanced, Named, Parameter, Sequential, StreamingDiLoCo, Strided
+from ftopt.fragments import Balanced, Named, Sequential, Strided
+from ftopt.methods import Parameter, StreamingDiLoCo
 from ftopt.methods.fragments import Partition
 from ftopt.optimizer import wrap
 from tests.optimizer.running import train_and_look

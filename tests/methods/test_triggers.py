@@ -10,30 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftopt.methods import (
-    PAFT,
+from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress, StreamingDiLoCo, SyncSGD
+from ftopt.methods.divergence import bound
+from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
+from ftopt.optimizer.outer.trigger_metrics import dot
+from ftopt.triggers import (
     AdaComm,
     AllOf,
     AnyOf,
-    DecoupledDiLoCo,
-    DiLoCo,
-    Due,
     Every,
     EverySeconds,
     EveryStaged,
     ExactDivergence,
     LinearFDA,
     LocalCondition,
-    LocalSGD,
-    Progress,
     SignalToNoise,
-    StreamingDiLoCo,
-    SyncSGD,
     Trigger,
 )
-from ftopt.methods.divergence import bound
-from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
-from ftopt.optimizer.outer.trigger_metrics import dot
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
 NO, YES, NOW = Due.NO, Due.YES, Due.NOW
@@ -310,7 +303,7 @@ def test_every_method_takes_a_trigger_that_replicas_must_agree_on() -> None:
         (lambda: SignalToNoise(drift=0.0), "trigger.drift=0.0"),
         (lambda: AnyOf([]), "an empty list; must be triggers"),
         (lambda: AllOf([3]), "got 3; must be triggers"),  # type: ignore[list-item]
-        (lambda: LocalSGD(sync_every=5, trigger=7), "use ftopt.Every"),  # type: ignore[arg-type]
+        (lambda: LocalSGD(sync_every=5, trigger=7), "use ftopt.triggers.Every"),  # type: ignore[arg-type]
         (lambda: LocalSGD(sync_every=5, trigger=Every(6)), "use sync_every=6 or more"),
         (lambda: DiLoCo(sync_every=10, trigger=AdaComm()), "use sync_every=16 or more"),
         (lambda: DecoupledDiLoCo(trigger=AnyOf([ExactDivergence(threshold=1.0)])), "use linear_fda"),

@@ -14,8 +14,9 @@ from torch import nn
 import ftopt
 from ftopt.connect import connect, solo
 from ftopt.events import Event
-from ftopt.methods import DiLoCo, Due, Every, LocalSGD, Method, Progress
+from ftopt.methods import DiLoCo, Due, LocalSGD, Method, Progress
 from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.triggers import Every
 
 PACKAGE = str(Path(ftopt.__file__).parent)
 

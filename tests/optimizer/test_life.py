@@ -11,8 +11,9 @@ from torch import nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import Event
-from ftopt.methods import SGD, DiLoCo, LocalSGD, OuterOptimizerRule, Torch
+from ftopt.methods import DiLoCo, LocalSGD
 from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.outer import SGD, OuterOptimizerRule, Torch
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem

@@ -21,12 +21,14 @@ from torch.optim import SGD, AdamW
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import ignore
+from ftopt.fragments import Strided
 from ftopt.http_state import HttpState
-from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, Strided, SyncSGD, Torch
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.inner_state import device_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured
+from ftopt.outer import Torch
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.local import LocalHub, LocalLink
 from ftopt.sync.protocol.settings import Sync

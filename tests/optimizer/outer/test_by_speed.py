@@ -11,9 +11,10 @@ from torch import nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import Event
-from ftopt.methods import SGD, DiLoCo, LocalSGD, Method
+from ftopt.methods import DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.trigger_metrics import StepTotals
+from ftopt.outer import SGD
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 from tests.reference import balanced

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
-from ftopt.methods import SGD, AnyOf, Balanced, DiLoCo, LinearFDA, LocalCondition, LocalSGD, Method, StreamingDiLoCo
+from ftopt.fragments import Balanced
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import undo_step, wrap
+from ftopt.outer import SGD
 from ftopt.sync.group import Contribution
+from ftopt.triggers import AnyOf, LinearFDA, LocalCondition
 from tests.optimizer.scripted import Scripted
 
 SIZE = 40

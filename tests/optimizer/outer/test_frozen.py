@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
-from ftopt.methods import SGD, DiLoCo, StreamingDiLoCo, Strided
+from ftopt.fragments import Strided
+from ftopt.methods import DiLoCo, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.freezer import Freezer
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.outer import SGD
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
-from ftopt.methods import DiLoCo, LocalSGD, Method, ReplicaView, Round, SlowMo, StreamingDiLoCo, Strided
+from ftopt.fragments import Strided
+from ftopt.methods import DiLoCo, LocalSGD, Method, ReplicaView, Round, SlowMo, StreamingDiLoCo
 from ftopt.methods.method import OuterState
 from ftopt.methods.triggers import Progress
 from ftopt.optimizer import OuterOptimizer, wrap

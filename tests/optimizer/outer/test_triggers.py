@@ -16,27 +16,24 @@ from torch import Tensor, nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import Event
-from ftopt.methods import (
-    SGD,
+from ftopt.fragments import Strided
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
+from ftopt.methods.triggers import RoundStats
+from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
+from ftopt.outer import SGD
+from ftopt.sync.protocol.settings import Sync
+from ftopt.triggers import (
     AdaComm,
     AnyOf,
-    DiLoCo,
     Every,
     EverySeconds,
     EveryStaged,
     ExactDivergence,
     LinearFDA,
     LocalCondition,
-    LocalSGD,
-    Method,
     SignalToNoise,
-    StreamingDiLoCo,
-    Strided,
 )
-from ftopt.methods.triggers import RoundStats
-from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
-from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import PATIENT, together, train_and_look
 from tests.problems import Problem, flat, problem
 

@@ -186,7 +186,9 @@ def test_error_feedback_is_inherited_too() -> None:
 
 def test_overlapping_outer_steps_leave_pending_work_which_is_inherited_as_it_is() -> None:
     def method() -> Any:
-        return ftopt.StreamingDiLoCo(sync_every=8, fragments=ftopt.Strided(n=2), delay=1, wait_for_result_s=60.0)
+        return ftopt.StreamingDiLoCo(
+            sync_every=8, fragments=ftopt.fragments.Strided(n=2), delay=1, wait_for_result_s=60.0
+        )
 
     whole = fault_free(method, 3)
     job = with_a_death(method, 3, dies_at=15, again=2, versions=[1, 2])

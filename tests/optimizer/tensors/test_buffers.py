@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.errors import UserError
-from ftopt.methods import SGD, DiLoCo, LocalSGD, Method, Sequential, StreamingDiLoCo
+from ftopt.fragments import Sequential
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.tensors.buffers import averaged, keep_between, shared_out
+from ftopt.outer import SGD
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import anchor, together
 from tests.problems import INNER, Problem

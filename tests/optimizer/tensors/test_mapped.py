@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
-from ftopt.methods import DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, Strided, SyncSGD
+from ftopt.fragments import Strided
+from ftopt.methods import DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 from ftopt.methods.outer_optimizers import Adam
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.tensors import mapped, pieces

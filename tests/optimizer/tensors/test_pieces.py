@@ -19,8 +19,10 @@ N = 2 * pieces._ON_CPU + 777
 METHODS: dict[str, Method] = {
     "local_sgd": ftopt.LocalSGD(sync_every=1),
     "nesterov": ftopt.DiLoCo(sync_every=1),
-    "scheduled": ftopt.DiLoCo(sync_every=1, outer=ftopt.SGD(momentum=0.9, schedule=ftopt.ConstantRate(warmup=3))),
-    "adam": ftopt.DiLoCo(sync_every=1, outer=ftopt.Adam()),
+    "scheduled": ftopt.DiLoCo(
+        sync_every=1, outer=ftopt.outer.SGD(momentum=0.9, schedule=ftopt.outer.ConstantRate(warmup=3))
+    ),
+    "adam": ftopt.DiLoCo(sync_every=1, outer=ftopt.outer.Adam()),
     "slowmo": ftopt.SlowMo(sync_every=1),
 }
 ROUND = Round(0, 1, 0, (), scalars=((0.1,),))

@@ -13,8 +13,10 @@ from torch import nn
 from ftopt.connect import local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.methods import SGD, Balanced, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
+from ftopt.fragments import Balanced
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
+from ftopt.outer import SGD
 from ftopt.sync.group import Samples
 from tests.optimizer.running import PATIENT, together
 from tests.optimizer.undo.test_undo_half_applied import Breaks, Broken

@@ -189,7 +189,7 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
     with tiny_job(tmp_path, steps=None) as job:
         job.start_all()
         job.until("decide")
-        stranger = job.start("r9", method=ftopt.DiLoCo(sync_every=20, outer=ftopt.SGD(lr=0.3)))
+        stranger = job.start("r9", method=ftopt.DiLoCo(sync_every=20, outer=ftopt.outer.SGD(lr=0.3)))
         stranger.join(30)
         refused = job.events("refused", "r9")[0]["data"]["text"]
         del job.processes["r9"]
@@ -228,7 +228,7 @@ def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "ftopt coordinator" in text
 
 
-STREAMING = ftopt.StreamingDiLoCo(sync_every=20, fragments=ftopt.Balanced(n=3), delay=5)
+STREAMING = ftopt.StreamingDiLoCo(sync_every=20, fragments=ftopt.fragments.Balanced(n=3), delay=5)
 
 
 def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path) -> None:

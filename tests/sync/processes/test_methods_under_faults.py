@@ -14,7 +14,7 @@ from ftopt.faults.spec import Fault
 from ftopt.methods import Method
 from tests.sync.processes.job import TinyJob, assert_nothing_lost, tiny_job
 
-THREE = ftopt.Balanced(n=3)
+THREE = ftopt.fragments.Balanced(n=3)
 METHODS: dict[str, Method] = {
     "streaming": ftopt.StreamingDiLoCo(sync_every=12, fragments=THREE, delay=6),
     "streaming mixed": ftopt.StreamingDiLoCo(sync_every=12, fragments=THREE, delay=6, merge="mix"),
@@ -23,7 +23,7 @@ METHODS: dict[str, Method] = {
     "sync_sgd": ftopt.SyncSGD(),
     "slowmo": ftopt.SlowMo(sync_every=10),
     "decoupled": ftopt.DecoupledDiLoCo(sync_every=12, fragments=THREE, delay=6),
-    "foreign outer": ftopt.DiLoCo(sync_every=10, outer=ftopt.Torch(cls="torch.optim.Adam", args={"lr": 1e-3})),
+    "foreign outer": ftopt.DiLoCo(sync_every=10, outer=ftopt.outer.Torch(cls="torch.optim.Adam", args={"lr": 1e-3})),
     "post-local": ftopt.DiLoCo(sync_every=10, average_until_step=30),
 }
 EVERYONE = pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.sync.processes.job import FAST, assert_nothing_lost, tiny_job
 
 
 def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_path: Path) -> None:
-    outer = ftopt.SGD(lr=0.7, momentum=0.9, nesterov=True)
+    outer = ftopt.outer.SGD(lr=0.7, momentum=0.9, nesterov=True)
     with tiny_job(
         tmp_path,
         method=ftopt.DiLoCo(sync_every=10, outer=outer),

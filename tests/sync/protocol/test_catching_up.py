@@ -11,7 +11,8 @@ import pytest
 
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from ftopt.methods import LocalSGD, Method, StreamingDiLoCo, Strided
+from ftopt.fragments import Strided
+from ftopt.methods import LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.sync.local import LocalState
 from ftopt.sync.protocol import messages as m

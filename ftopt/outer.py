@@ -1,0 +1,9 @@
+"""Outer optimizers, for a method's ``outer``, and the schedules of their rate."""
+
+from ftopt.methods.outer_optimizers import SGD as SGD
+from ftopt.methods.outer_optimizers import Adam as Adam
+from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
+from ftopt.methods.schedules import ConstantRate as ConstantRate
+from ftopt.methods.schedules import CosineRate as CosineRate
+from ftopt.methods.schedules import Schedule as Schedule
+from ftopt.methods.torch_optimizers import Torch as Torch

@@ -1,0 +1,20 @@
+"""Triggers, for a method's ``trigger``: when replicas synchronize before ``sync_every`` steps have passed."""
+
+from ftopt.methods.adaptive import AdaComm as AdaComm
+from ftopt.methods.adaptive import ExactDivergence as ExactDivergence
+from ftopt.methods.adaptive import SignalToNoise as SignalToNoise
+from ftopt.methods.divergence import LinearFDA as LinearFDA
+from ftopt.methods.divergence import LocalCondition as LocalCondition
+from ftopt.methods.triggers import AllOf as AllOf
+from ftopt.methods.triggers import AnyOf as AnyOf
+from ftopt.methods.triggers import Due as Due
+from ftopt.methods.triggers import Every as Every
+from ftopt.methods.triggers import EverySeconds as EverySeconds
+from ftopt.methods.triggers import EveryStaged as EveryStaged
+from ftopt.methods.triggers import MeanMeasurements as MeanMeasurements
+from ftopt.methods.triggers import Measurement as Measurement
+from ftopt.methods.triggers import Measurements as Measurements
+from ftopt.methods.triggers import MemberStats as MemberStats
+from ftopt.methods.triggers import Progress as Progress
+from ftopt.methods.triggers import RoundStats as RoundStats
+from ftopt.methods.triggers import Trigger as Trigger
