@@ -17,7 +17,7 @@ Patch = pytest.MonkeyPatch
 
 
 def stale_copy(patch: Patch) -> None:
-    """A copy is good although a later contribution of its replica is in a commit."""
+    """A copy counts as good although a later contribution of its replica is in a commit."""
     source_of = Backups.source_of
 
     def mutant(self: Backups, member: Member) -> Any:
@@ -27,7 +27,7 @@ def stale_copy(patch: Patch) -> None:
 
 
 def heir_in_an_attempt(patch: Patch) -> None:
-    """A newcomer takes over what an attempt under way may still count."""
+    """A newcomer adopts what an attempt under way may still count."""
     adopted_work = Members.adopted_work
 
     def mutant(self: Members, member: Member) -> Any:
@@ -48,7 +48,7 @@ def heir_in_an_attempt(patch: Patch) -> None:
 
 
 def adopted_and_free(patch: Patch) -> None:
-    """What a newcomer takes over is free as well."""
+    """What a newcomer adopts is free as well."""
     admit = Grants.admit
 
     def mutant(self: Grants, member: Member, hello: m.Hello) -> Any:

@@ -40,7 +40,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Bug:
-    """``without``: the later defence that is taken out, too. ``slow``: only after many histories, or long ones."""
+    """``without``: the later defence that is removed as well. ``slow``: only after many histories, or long ones."""
 
     rule: str
     plant: Callable[[Patch], None]
@@ -107,7 +107,7 @@ def changed_retry(patch: Patch) -> None:
 
 
 def count_off(patch: Patch) -> None:
-    """Whoever comes back late keeps its contribution, counted or not."""
+    """A replica that comes back late keeps its contribution, counted or not."""
     patch.setattr(Replica, "counted_step", lambda self, record: 0)
     patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
 
@@ -164,7 +164,7 @@ def commit_early_count_off(patch: Patch) -> None:
 
 
 def any_digest(patch: Patch) -> None:
-    """A decision names no digest: each member takes up what it has prepared."""
+    """A decision names no digest: each member applies what it has prepared."""
 
     def commit(self: Rounds, digest: str) -> Any:
         assert self.attempt is not None
@@ -185,12 +185,12 @@ def any_digest(patch: Patch) -> None:
 
 
 def told_first(patch: Patch) -> None:
-    """A decision is told before it is journalled."""
+    """A decision is sent before it is journalled."""
     patch.setattr(Rounds, "_commit", lambda self, digest: _commit(self, digest)[::-1])
 
 
 def no_deadline(patch: Patch) -> None:
-    """An attempt is waited for for ever, whoever hangs."""
+    """An attempt is waited for forever, whoever hangs."""
     patch.setattr(Attempt, "overdue_s", lambda self, roster, patience_s, usual_s: math.inf)
 
 
@@ -236,7 +236,7 @@ def wait_off(patch: Patch) -> None:
 
 
 def cold_off(patch: Patch) -> None:
-    """Whoever comes first starts the job anew."""
+    """The first replica to connect starts the job anew."""
     patch.setattr(Startup, "may_end", lambda self, now: bool(self.hellos))
 
 
@@ -246,7 +246,7 @@ def rollback_off(patch: Patch) -> None:
 
 
 def forgotten_comes_back(patch: Patch) -> None:
-    """An incarnation that was given up comes back and is let in."""
+    """An incarnation that was given up comes back and is admitted."""
     identify = Coordinator._identify
 
     def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
@@ -271,7 +271,7 @@ def stale_proposal(patch: Patch) -> None:
 
 
 def stale_state(patch: Patch) -> None:
-    """A fetched state is taken up whatever it is: another version's, another moment's."""
+    """A fetched state is installed whatever it is: another version's, another moment's."""
 
     def mutant(self: Replica, record: m.Record) -> bool:
         f = self._fragments[record.fragment]
@@ -301,7 +301,7 @@ def unhealed_votes(patch: Patch) -> None:
 
 
 def suspect_releases(patch: Patch) -> None:
-    """What a member holds that is away is granted to others"""
+    """What a member that is away holds is granted to others"""
     away = Members.away
 
     def mutant(self: Members, now: float, member: Member, *, close: bool = False) -> Any:
@@ -337,7 +337,7 @@ def dead_not_done(patch: Patch) -> None:
 
 
 def claim_adds(patch: Patch) -> None:
-    """What a replica says that it holds is added to what was believed of it"""
+    """What a replica claims to hold is added to what was believed of it"""
     claim = Ledger.claim
 
     def mutant(self: Ledger, incarnation_id: m.IncarnationId, ranges: Ranges) -> Any:
@@ -347,7 +347,7 @@ def claim_adds(patch: Patch) -> None:
 
 
 def gone_untold(patch: Patch) -> None:
-    """Replicas do not keep the gone incarnations, and a coordinator without memory lets the gone in"""
+    """Replicas do not keep the gone incarnations, and a coordinator without memory admits them"""
     learn = Replica._learn
     patch.setattr(Replica, "_learn", lambda self, known, gone: learn(self, known, ()))
 
@@ -376,7 +376,7 @@ def void_is_used(patch: Patch) -> None:
 
 
 def tail_off(patch: Patch) -> None:
-    """At the end of the data a replica that hangs is waited for for ever"""
+    """At the end of the data a replica that hangs is waited for forever"""
     patch.setattr(Grants, "waits_since_s", lambda self, incarnation_id: math.inf)
 
 
@@ -396,12 +396,12 @@ def asks_once(patch: Patch) -> None:
 
 
 def life_again(patch: Patch) -> None:
-    """Who restores a checkpoint lives a life again that its state counts"""
+    """A replica that restores a checkpoint gets an incarnation that its state counts"""
     patch.setattr(saving, "another_life", lambda incarnation_id, there, newest: (incarnation_id, {}))
 
 
 def resumed_untold(patch: Patch) -> None:
-    """Who goes on from a checkpoint is not told that the data have ended"""
+    """A replica that resumes from a checkpoint does not learn that the data have ended"""
     welcome = Replica._welcome
 
     def mutant(self: Replica, message: m.Welcome) -> Any:
@@ -412,7 +412,7 @@ def resumed_untold(patch: Patch) -> None:
 
 
 def grace_alone(patch: Patch) -> None:
-    """Who is overtaken while it fetches is waited for no longer than the grace."""
+    """A member overtaken while it fetches is waited for no longer than the grace."""
     patch.setattr(CatchUp, "arrival", lambda self, replica: None)
 
 
@@ -420,7 +420,7 @@ BUGS = (
     Bug("FREEZE", freeze_off),
     Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
     Bug("COUNT", count_off),
-    Bug("step 5", commit_early_count_off, "COUNT for whoever has not seen the result"),
+    Bug("step 5", commit_early_count_off, "COUNT for members that have not seen the result"),
     Bug("step 5", any_digest),
     Bug("step 5", no_deadline, slow=True),
     Bug("step 5", hung_again),
@@ -465,7 +465,7 @@ BUGS = (
 
 def main(names: list[str]) -> None:
     """Prints the table, a line as soon as it is known."""
-    sys.stdout.write("| rule | bug | taken out, too | found after | invariant |\n|---|---|---|---|---|\n")
+    sys.stdout.write("| rule | bug | defence removed | found after | invariant |\n|---|---|---|---|---|\n")
     for bug in BUGS:
         if names and bug.name not in names:
             continue
