@@ -29,7 +29,6 @@ from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.moments import moments
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.undo.in_job import LastStep
-from ftopt.optimizer.undo.record import record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.streams import used_here
 from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
@@ -49,6 +48,7 @@ class Core:
         group: who takes part; None in a copy: steps are then the inner optimizers' alone.
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
+        undo: records each step, for `undo_step`.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Core:
         group: ReplicaGroup | None = None,
         clock: Callable[[], float] = time.perf_counter,
         memory: Memory | None = None,
+        undo: bool = False,
     ) -> None:
         self.inner = inner
         self.model = model
@@ -77,10 +78,9 @@ class Core:
         self._rounds_taken = 0
         self._ended_at: float | None = None
         self._said_detached = False
-        self._last: LastStep | None = None
+        self._last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
         self._spent_at = -math.inf
-        self._logs = [record_steps(optimizer) for optimizer in inner.optimizers]
         # Counted for the step to come.
         self._tokens = 0
         self._samples = 0
@@ -118,10 +118,10 @@ class Core:
         if outer.exchanges_gradients:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
+        elif (last := self._last) is None:
+            loss = self.inner.step(closure)
         else:
-            last = self._last
-            assert last is not None
-            last.begin()
+            last.begin(outer)
             loss = self.inner.step(closure)
             last.counted = True
         ended = self._clock()
@@ -149,31 +149,34 @@ class Core:
             outer.report("training")
         return loss
 
+    @property
+    def can_undo(self) -> bool:
+        """Whether steps are recorded for `undo_step`."""
+        return self._last is not None
+
     def undo_step(self) -> Undone:
         """Takes the last inner step back; see `ftopt.undo_step`."""
+        outer, last = self.outer, self._last
+        if last is None:
+            raise UserError(
+                "undo_step: the steps of this optimizer are not recorded; call ftopt.wrap(..., undo=True) to record "
+                "them"
+            )
         if self.group is None or self.suspended:
             return revert(self.inner.optimizers)
         if self.closed or self._before_outer is not None:
             raise RuntimeError(self._no_step_now().replace("step()", "undo_step()"))
-        outer, last = self.outer, self._last
-        if outer is not None and outer.exchanges_gradients:
+        if outer is None:
+            raise UserError("undo_step: there is no step to undo: none has been taken")
+        if outer.exchanges_gradients:
             raise UserError(
                 f"undo_step: the replicas of {self.method} take each inner step together; one alone cannot undo it; "
                 "restore a checkpoint, or leave and join anew"
             )
-        if outer is None or last is None:
-            raise UserError("undo_step: there is no step to undo: none has been taken")
         self._joined(outer)
-        undone = revert(self.inner.optimizers, last.reached())
-        counted, last.counted = last.counted, None
+        undone = last.undo(outer, self.group)
         self._loss = None
         self._tokens = self._samples = 0
-        if counted:
-            last.uncount()
-            if self.group.units is not None:
-                self.group.units.unuse()
-            self.group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
-            outer.report("training")
         return undone
 
     def _step_of_batch(self, group: ReplicaGroup, batch: GlobalBatch, closure: Callable[[], Any] | None) -> None:
@@ -285,7 +288,6 @@ class Core:
         self.outer = outer
         if self.replays is not None:
             fetched |= self.replays.inherit(outer)
-        self._last = LastStep(outer, self._logs)
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
             self.group.units.when_out_of_units(self._offer_rest)

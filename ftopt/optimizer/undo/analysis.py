@@ -14,7 +14,7 @@ from ftopt.errors import UserError
 from ftopt.optimizer.tensors.gradients import local
 from ftopt.optimizer.undo.inverses import AdamRule, Done, Rule, SgdRule
 from ftopt.optimizer.undo.probe import broken_inside, took_place
-from ftopt.optimizer.undo.record import INVERTIBLE, ParameterMark, Sample, StepRecord, kind_of, log_of
+from ftopt.optimizer.undo.record import ParameterMark, Sample, StepRecord, check_invertible, kind_of, log_of
 
 _CHUNK = 1 << 16
 """Elements that are computed at once: all that is needed beside the tensors themselves."""
@@ -63,12 +63,7 @@ class ParameterStep:
 
 def tasks_of(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
     """What it did to each parameter that has a gradient, and whether it went through."""
-    if type(optimizer) not in INVERTIBLE:
-        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in INVERTIBLE)
-        raise UserError(
-            f"undo_step: a step of {type(optimizer).__name__} cannot be inverted; allowed: {names}; "
-            "keep a copy of the parameters and of the optimizer's state instead"
-        )
+    check_invertible(optimizer, "undo_step")
     log = log_of(optimizer)
     if log is None:
         return _by_counters(optimizer)

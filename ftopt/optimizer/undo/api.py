@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.undo.record import INVERTIBLE, record_steps
+from ftopt.optimizer.undo.record import check_invertible, record_steps
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.optimizer.wrapper import OuterOptimizer
 
@@ -60,7 +60,9 @@ def undo_step(optimizer: Optimizer) -> Undone:
 
 
 def undoable(optimizer: Optimizer) -> Optimizer:
-    """Records an optimizer's steps, so that `undo_step` knows the last one for certain. `ftopt.wrap` does so itself.
+    """Records an optimizer's steps, so that `undo_step` knows the last one for certain.
+
+    A wrapped optimizer records its steps if it was made by ``ftopt.wrap(..., undo=True)``.
 
     The record holds the groups' settings, the tensors' version counters, the gradients until they are cleared and
     (fused or sharded) a few elements: 0.4 microseconds a tensor each step.
@@ -74,7 +76,10 @@ def undoable(optimizer: Optimizer) -> Optimizer:
     Raises:
         ftopt.errors.UserError: its steps cannot be undone.
     """
-    if not isinstance(optimizer, OuterOptimizer) and record_steps(optimizer) is None:
-        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in INVERTIBLE)
-        raise UserError(f"undoable({type(optimizer).__name__}): its steps cannot be inverted; allowed: {names}")
+    if isinstance(optimizer, OuterOptimizer):
+        if optimizer._core.can_undo:
+            return optimizer
+        raise UserError("undoable: this optimizer is wrapped; call ftopt.wrap(..., undo=True)")
+    check_invertible(optimizer, "undoable")
+    record_steps(optimizer)
     return optimizer

@@ -1,81 +1,95 @@
-"""Takes the last inner step out of a replica's books again, as long as no contribution holds it."""
+"""A replica's last inner step, and how to take it back as long as no contribution holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.optim import Optimizer
+
 from ftopt.errors import UserError
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.undo.record import StepRecorder
-from ftopt.sync.group import Committed
+from ftopt.optimizer.undo.record import check_invertible, record_steps
+from ftopt.optimizer.undo.revert import Undone, revert
+from ftopt.sync.group import Committed, ReplicaGroup
 
 
 class LastStep:
-    """A replica's last inner step, and how the books stood before it.
+    """The last inner step, and the outer step's counters before it.
 
     Args:
-        outer: the books.
-        logs: of the inner optimizers. None: its steps cannot be undone anyway.
+        optimizers: the inner ones.
 
     Attributes:
         counted: the step has been taken and counted; False: it has raised; None: there is none to be undone.
+
+    Raises:
+        UserError: steps of these optimizers cannot be undone.
     """
 
-    def __init__(self, outer: OuterStep, logs: Sequence[StepRecorder | None]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            check_invertible(optimizer, "wrap(undo=True)")
         self.counted: bool | None = None
-        self._outer = outer
-        self._logs = logs
-        self._recorded = [log for log in logs if log is not None]
-        self._taken: list[Committed] = []
-        self._tokens, self._tally = outer.tokens, outer.totals
+        self._optimizers = optimizers
+        self._recorders = [record_steps(optimizer) for optimizer in optimizers]
+        self._applied: list[Committed] = []  # what each fragment's parameters are based on
         self._looks_again = True
 
-    def begin(self) -> None:
-        """A step begins; every one pays for this."""
-        for log in self._recorded:
-            log.steps = 0
+    def begin(self, outer: OuterStep) -> None:
+        """A step begins."""
+        for recorder in self._recorders:
+            recorder.steps = 0
         if self._looks_again:
-            # What the parameters are based on; not the states themselves, which would live on with it.
-            self._taken = [fragment.taken.meta for fragment in self._outer.fragments]
+            self._applied = [fragment.taken.meta for fragment in outer.fragments]  # not the states: they would live on
             self._looks_again = False
-        self._tokens, self._tally = self._outer.tokens, self._outer.totals
+        self._tokens, self._totals = outer.tokens, outer.totals
         self.counted = False
 
     def look_again(self) -> None:
-        """Outer work has been done: what is noted of parameters and inner states need not hold for the next step."""
+        """Forgets what it has noted of parameters and inner states: outer work has been done."""
         self._looks_again = True
-        for log in self._recorded:
-            log.look_again()
+        for recorder in self._recorders:
+            recorder.look_again()
 
-    def reached(self) -> list[bool]:
-        """Which inner optimizers the step has come to.
+    def undo(self, outer: OuterStep, group: ReplicaGroup) -> Undone:
+        """Takes the step back, and out of the outer step's counters.
 
         Raises:
-            UserError: the step is not this replica's own any more, or not the last one, or there is none.
+            UserError: it cannot be undone; nothing has changed.
         """
+        counted = self._check(outer)
+        undone = revert(self._optimizers, [recorder.steps == 1 for recorder in self._recorders])
+        self.counted = None
+        if counted:
+            outer.local_steps -= 1
+            outer.tokens, outer.totals = self._tokens, self._totals
+            if group.units is not None:
+                group.units.unuse()
+            group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
+            outer.report("training")
+        return undone
+
+    def _check(self, outer: OuterStep) -> bool:
+        """Whether the step has been counted; UserError if it cannot be taken out of the counters."""
         if self.counted is None:
             raise UserError(
                 "undo_step: there is no step to undo: none has been taken, or the last one is undone already"
             )
-        if any(log.steps > 1 for log in self._recorded):
+        if any(recorder.steps > 1 for recorder in self._recorders):
             raise UserError(
-                "undo_step: an inner optimizer has been stepped by itself since; a replica's last step alone"
+                "undo_step: an inner optimizer has been stepped by itself since; only a replica's last step can be "
+                "undone"
             )
-        step = self._outer.local_steps
-        for fragment, taken in zip(self._outer.fragments, self._taken, strict=True):
+        step = outer.local_steps
+        for fragment, before in zip(outer.fragments, self._applied, strict=True):
             if self.counted and max(fragment.snapshot_step, fragment.base_step) >= step:
                 raise UserError(
                     f"undo_step: inner step {step} is in what this replica has proposed last (fragment "
                     f"{fragment.index}), and others may have counted it; only steps behind a proposal can be undone"
                 )
-            if self.counted and fragment.taken.meta is not taken:
+            if self.counted and fragment.taken.meta is not before:
                 raise UserError(
                     f"undo_step: an outer step (fragment {fragment.index}) has moved the parameters since inner step "
                     f"{step}; undo a step before the next outer step"
                 )
-        return [log is not None and log.steps == 1 for log in self._logs]
-
-    def uncount(self) -> None:
-        """The books as they stood before the step."""
-        self._outer.local_steps -= 1
-        self._outer.tokens, self._outer.totals = self._tokens, self._tally
+        return self.counted

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ftopt.errors import UserError
 from ftopt.optimizer.tensors.gradients import local
 
-INVERTIBLE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
+_INVERTIBLE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 _TENSORS, _ELEMENTS = 4, 16
 """So many tensors of a group, device and dtype are sampled (the first and the last among them), and so many elements
 of each."""
@@ -170,7 +171,7 @@ class StepRecorder:
     """Records an optimizer's steps by its hooks.
 
     Args:
-        optimizer: one of `INVERTIBLE`.
+        optimizer: one that `check_invertible` lets pass.
 
     Attributes:
         why: why there is no record.
@@ -241,10 +242,18 @@ def log_of(optimizer: Optimizer) -> StepRecorder | None:
     return _LOGS.get(optimizer)
 
 
-def record_steps(optimizer: Optimizer) -> StepRecorder | None:
-    """Records the optimizer's steps from now on; None if it is none of `INVERTIBLE`."""
-    if type(optimizer) not in INVERTIBLE:
-        return None
+def check_invertible(optimizer: Optimizer, what: str) -> None:
+    """Raises UserError, which begins with ``what``, if steps of this kind of optimizer cannot be undone."""
+    if type(optimizer) not in _INVERTIBLE:
+        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in _INVERTIBLE)
+        raise UserError(
+            f"{what}: a step of {type(optimizer).__name__} cannot be inverted; allowed: {names}; "
+            "keep a copy of the parameters and of the optimizer's state instead"
+        )
+
+
+def record_steps(optimizer: Optimizer) -> StepRecorder:
+    """Records the optimizer's steps from now on."""
     if (log := _LOGS.get(optimizer)) is None:
         log = _LOGS[optimizer] = StepRecorder(optimizer)
     return log

@@ -53,8 +53,7 @@ def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = Non
     for task in todo:
         _check(task)
     for optimizer in there:
-        if (log := record_steps(optimizer)) is not None:
-            log.forget("the last one is undone already")
+        record_steps(optimizer).forget("the last one is undone already")
     for task in tasks:
         _write(task)
     parameters = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)

@@ -31,12 +31,12 @@ def _direction(step: int) -> Tensor:
 class _Trainer:
     """SGD on a linear loss: work is additive, so it can be summed up from outside."""
 
-    def __init__(self, group: Scripted, method: Method, dtype: torch.dtype) -> None:
+    def __init__(self, group: Scripted, method: Method, dtype: torch.dtype, *, undo: bool = False) -> None:
         self.model = nn.Linear(SIZE, 1, bias=False).to(dtype)
         nn.init.zeros_(self.model.weight)
         self.group = group
         inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.optimizer = wrap(inner, self.model, method, group=group)
+        self.optimizer = wrap(inner, self.model, method, group=group, undo=undo)
         self.steps = 0
         self.undone = 0
 
@@ -112,7 +112,7 @@ def test_steps_that_are_undone_are_counted_nowhere(method: Method) -> None:
         print(f"seed={seed}")  # noqa: T201
         chance = random.Random(seed)
         group = Scripted(chance, SIZE)
-        trainer = _Trainer(group, method, torch.float32)
+        trainer = _Trainer(group, method, torch.float32, undo=True)
         for _ in range(40):
             trainer.step()
             if chance.random() < 0.4:

@@ -364,7 +364,7 @@ def test_other_optimizers_are_refused() -> None:
         match = rf"a step of {type(made).__name__} cannot be inverted; allowed: torch.optim.SGD, torch.optim.Adam, "
         with pytest.raises(UserError, match=match):
             ftopt.undo_step(made)
-        with pytest.raises(UserError, match=rf"undoable\({type(made).__name__}\)"):
+        with pytest.raises(UserError, match=match.replace("a step", "undoable: a step")):
             ftopt.undoable(made)
     odd = SGD([torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
     odd.param_groups[0]["params"][0].grad = torch.ones(2, dtype=torch.complex64)

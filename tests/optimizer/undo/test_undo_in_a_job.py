@@ -28,7 +28,7 @@ TASK = problem("mlp", "adamw")
 def _wrapped(method: Method, *, told: list[Event] | None = None) -> tuple[OuterOptimizer, nn.Module]:
     model = TASK.model(0)
     group = solo() if told is None else solo(on_event=told.append)
-    return wrap(TASK.inner(model.parameters()), model, method, group=group), model
+    return wrap(TASK.inner(model.parameters()), model, method, group=group, undo=True), model
 
 
 def _step(optimizer: OuterOptimizer, model: nn.Module, step: int, replica: int = 0) -> None:
@@ -81,7 +81,7 @@ def test_the_samples_of_an_undone_step_are_in_no_contribution_until_a_step_uses_
     group = solo(on_event=told.append, samples=Samples(samples=12, batch_size=1, epochs=1))
     units = group.units
     assert units is not None
-    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group) as optimizer:
+    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group, undo=True) as optimizer:
         for step in range(12):
             unit = units.take(timeout_s=10)
             assert unit is not None
@@ -122,7 +122,7 @@ def test_with_a_delay_steps_behind_the_snapshot_can_be_undone_and_nothing_is_los
     abreast = threading.Barrier(2, timeout=60.0)  # or one would come to its last step before the round before is over
 
     def replica(m: int) -> tuple[OuterOptimizer, list[int]]:
-        optimizer = wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m])
+        optimizer = wrap(TASK.inner(models[m].parameters()), models[m], method, group=groups[m], undo=True)
         with optimizer:
             for step in range(24):
                 abreast.wait()
@@ -180,7 +180,7 @@ def test_of_several_inner_optimizers_those_that_the_step_had_not_reached_are_lef
     model = TASK.model(0)
     weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     inner = [torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False), torch.optim.AdamW(biases, lr=0.1)]
-    with wrap(inner, model, DiLoCo(sync_every=10), group=solo()) as optimizer:
+    with wrap(inner, model, DiLoCo(sync_every=10), group=solo(), undo=True) as optimizer:
         for step in range(3):
             _step(optimizer, model, step)
         before, state = flat(model), copy.deepcopy(inner[1].state_dict()["state"])
@@ -256,3 +256,27 @@ def test_a_detached_copy_undoes_its_own_steps() -> None:
     detached.step()
     assert undo_step(detached).reverted == 4
     torch.testing.assert_close(flat(own), before, rtol=1e-6, atol=1e-7)
+
+
+def test_without_undo_a_wrapped_optimizer_keeps_no_record() -> None:
+    model = TASK.model(0)
+    inner = TASK.inner(model.parameters())
+    with wrap(inner, model, DiLoCo(sync_every=10), group=solo()) as optimizer:
+        _step(optimizer, model, 0)
+        held = flat(model)
+        assert not inner._optimizer_step_pre_hooks
+        assert not inner._optimizer_step_post_hooks
+        for refused, match in ((undo_step, r"undo_step: .* not recorded"), (undoable, r"undoable: .* is wrapped")):
+            with pytest.raises(UserError, match=rf"{match}; call ftopt\.wrap\(\.\.\., undo=True\)"):
+                refused(optimizer)
+        assert torch.equal(flat(model), held)
+        assert optimizer.local_steps == 1
+
+
+def test_inner_optimizers_whose_steps_cannot_be_undone_are_refused_at_once() -> None:
+    model = TASK.model(0)
+    first, *others = model.parameters()
+    inner = [torch.optim.AdamW([first]), torch.optim.RMSprop(others)]
+    with pytest.raises(UserError, match=r"wrap\(undo=True\): a step of RMSprop cannot be inverted; allowed: torch"):
+        wrap(inner, model, DiLoCo(sync_every=10), group=solo(), undo=True)
+    assert not inner[0]._optimizer_step_pre_hooks
