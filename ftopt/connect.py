@@ -17,7 +17,6 @@ from ftopt.events import Event, OnEvent, ignore
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
 from ftopt.sync.protocol.limits import wrong_name
-from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 if TYPE_CHECKING:
@@ -39,8 +38,6 @@ def connect(
     host: str | None = None,
     on_event: OnEvent = ignore,
     connect_s: float = 10.0,
-    samples: Samples | None = None,
-    accumulate: int = 1,
 ) -> ReplicaGroup:
     """This replica's membership in a job. The connection is opened when the wrapped optimizer starts.
 
@@ -59,8 +56,6 @@ def connect(
             coordinator.
         on_event: is told what happens, on several threads.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
-        samples: what the job's sample ledger counts; the group then has ``units``. Default None: no ledger.
-        accumulate: units (micro-batches) that an inner step uses. Default 1.
 
     Raises:
         UserError: no address is given, or it is none; a name, the token, or a file of TLS cannot be used.
@@ -107,14 +102,12 @@ def connect(
         network=LoopThread(),
         on_event=on_event,
         connect_s=connect_s,
-        samples=samples,
-        accumulate=accumulate,
     )
 
 
-def solo(*, on_event: OnEvent = ignore, samples: Samples | None = None, accumulate: int = 1) -> ReplicaGroup:
-    """A group of one: every method runs, nothing is sent. ``samples``, ``accumulate``: see `connect`."""
-    return local_groups(1, on_event=on_event, samples=samples, accumulate=accumulate)[0]
+def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:
+    """A group of one: every method runs, nothing is sent."""
+    return local_groups(1, on_event=on_event)[0]
 
 
 def local_groups(
@@ -123,8 +116,6 @@ def local_groups(
     sync: Sync | None = None,
     on_event: OnEvent = ignore,
     names: Sequence[str] | None = None,
-    samples: Samples | None = None,
-    accumulate: int = 1,
 ) -> list[ReplicaGroup]:
     """``n`` groups of one job in this process, for as many threads: tests, notebooks.
 
@@ -135,8 +126,6 @@ def local_groups(
         sync: settings; ``start_replicas`` is ``n`` unless given.
         on_event: is told what happens.
         names: the replicas' ids, default ``r0 .. r{n-1}``.
-        samples: see `connect`.
-        accumulate: see `connect`.
     """
     if n < 1:
         raise UserError(f"local_groups({n}); must be at least 1")
@@ -160,8 +149,6 @@ def local_groups(
             state=LocalState(states, name),
             network=network,
             on_event=on_event,
-            samples=samples,
-            accumulate=accumulate,
         )
         for name in (names or [f"r{i}" for i in range(n)])
     ]

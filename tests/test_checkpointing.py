@@ -41,6 +41,7 @@ from ftopt.sync.protocol.samples import Samples
 from ftopt.triggers import AdaComm
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
 from tests.checkpoint.parts import FullDisk
+from tests.ledger import with_ledger
 from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
 
@@ -274,7 +275,7 @@ def _epoch(
     events: list[Event] = []
     models = [TASK.model(0) for _ in names]
     sync = replace(PATIENT, grace_s=1.0)  # at the end of the data nobody waits for those who have none left
-    groups = local_groups(len(names), sync=sync, names=list(names), samples=samples, on_event=events.append)
+    groups = with_ledger(local_groups(len(names), sync=sync, names=list(names), on_event=events.append), samples)
 
     def replica(index: int) -> None:
         group, model = groups[index], models[index]

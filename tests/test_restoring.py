@@ -18,6 +18,7 @@ from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.replica.loop import LoopThread
 from tests.checkpoint.conftest import no_waiting_for_the_disk as no_waiting_for_the_disk
+from tests.ledger import with_ledger
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 
@@ -53,7 +54,8 @@ class Watched:
 def lives(names: Sequence[str], events: list[Event], samples: Samples | None = None) -> Iterator[list[ReplicaGroup]]:
     """Groups of one job, whose coordinator lives: two lives of each replica."""
     sync = replace(PATIENT, start_replicas=len(names), grace_s=60.0 if samples is None else 1.0)
-    groups = local_groups(2 * len(names), sync=sync, names=[*names, *names], samples=samples, on_event=events.append)
+    groups = local_groups(2 * len(names), sync=sync, names=[*names, *names], on_event=events.append)
+    with_ledger(groups, samples)
     network: LoopThread = groups[0]._network  # type: ignore[attr-defined]
     network.acquire()
     try:

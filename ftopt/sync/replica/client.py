@@ -56,8 +56,6 @@ class Client:
         network: the loop to live on; released at `close`.
         on_event: is told what happens.
         connect_s: seconds after which `start` gives up when nobody answers. Default 10.
-        samples: what the job's sample ledger counts. Default None: no ledger.
-        accumulate: units that an inner step uses. Default 1.
     """
 
     def __init__(
@@ -72,19 +70,13 @@ class Client:
         network: LoopThread,
         on_event: OnEvent,
         connect_s: float = 10.0,
-        samples: Samples | None = None,
-        accumulate: int = 1,
     ) -> None:
         self.replica = replica
         self.sync = sync
         self.tells_steps = wants_steps(on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
-        if samples is not None and samples.global_batch is None:
-            self.units = Units(samples)
-        elif samples is not None:
-            self.global_batch = GlobalBatch(samples)
-        self._accumulate = accumulate
+        self._accumulate = 1
         self._job = job
         self._link = link
         self._network = network

@@ -123,7 +123,8 @@ def test_every_unit_is_in_one_commit_and_computed_once() -> None:
 
 
 def test_a_step_before_the_batch_is_whole_is_refused() -> None:
-    group = solo(samples=Samples(samples=20, batch_size=2, global_batch=8))
+    group = solo()
+    group.keep_global_batch(Samples(samples=20, batch_size=2, global_batch=8))
     module = model()
     optimizer = ftopt.wrap(inner(module), module, ftopt.SyncSGD(), group=group)
     with optimizer, pytest.raises(RuntimeError, match="before the global batch is whole"):
@@ -145,7 +146,8 @@ def test_a_batch_whose_step_was_not_taken_is_told() -> None:
 
 @pytest.mark.parametrize("method", [ftopt.DiLoCo(sync_every=5), ftopt.PAFT(sync_every=5), ftopt.SyncSGD(sync_every=2)])
 def test_other_methods_are_refused(method: Any) -> None:
-    group = solo(samples=Samples(samples=20, batch_size=2, global_batch=8))
+    group = solo()
+    group.keep_global_batch(Samples(samples=20, batch_size=2, global_batch=8))
     module = model()
     optimizer = ftopt.wrap(inner(module), module, method, group=group)
     with pytest.raises(ftopt.UserError, match=r"in a job with a global batch; .* use ftopt.SyncSGD"):

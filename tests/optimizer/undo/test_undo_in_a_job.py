@@ -78,9 +78,8 @@ def test_a_run_in_which_steps_are_undone_and_taken_again_ends_where_the_plain_on
 def test_the_samples_of_an_undone_step_are_in_no_contribution_until_a_step_uses_them() -> None:
     told: list[Event] = []
     model = TASK.model(0)
-    group = solo(on_event=told.append, samples=Samples(samples=12, batch_size=1, epochs=1))
-    units = group.units
-    assert units is not None
+    group = solo(on_event=told.append)
+    units = group.keep_ledger(Samples(samples=12, batch_size=1, epochs=1))
     with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group, undo=True) as optimizer:
         for step in range(12):
             unit = units.take(timeout_s=10)

@@ -34,6 +34,7 @@ from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.summary import summarize
 from tests.forkserver import CONTEXT, die_with_parent
+from tests.ledger import with_ledger
 
 LIMIT_S = 60.0
 NOW = "inner"
@@ -156,8 +157,8 @@ def _train(
         sync=options["sync"],
         on_event=on_event,
         connect_s=5.0,
-        samples=options.get("samples"),
     )
+    with_ledger([group], options.get("samples"))
     optimizer = ftopt.wrap(
         torch.optim.AdamW(model.parameters(), lr=options.get("lr", 1e-3)), model, options["method"], group=group
     )

@@ -15,6 +15,7 @@ import ftopt
 from ftopt.connect import local_groups, solo
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
 from ftopt.sync.replica.units import SPARE, Units
+from tests.ledger import with_ledger
 from tests.notes import Notes
 
 FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=0.5)
@@ -63,8 +64,7 @@ def together(groups: list[ReplicaGroup], **options: Any) -> list[list[int]]:
 
 def test_alone_every_unit_is_used_and_committed_once() -> None:
     notes = Notes()
-    group = solo(on_event=notes, samples=Samples(samples=70, batch_size=2, epochs=2))
-    (used,) = together([group])
+    (used,) = together(with_ledger([solo(on_event=notes)], Samples(samples=70, batch_size=2, epochs=2)))
     assert used == list(range(70))
     assert notes.committed() == Counter(range(70))
     assert [event.data["epoch"] for event in notes.of("epoch_done")] == [0, 1]
@@ -74,7 +74,7 @@ def test_alone_every_unit_is_used_and_committed_once() -> None:
 def test_three_replicas_commit_each_unit_once_and_wait_for_one_another_at_the_end() -> None:
     notes = Notes()
     samples = Samples(samples=401, batch_size=2, epochs=1)
-    used = together(local_groups(3, sync=FAST, samples=samples, on_event=notes))
+    used = together(with_ledger(local_groups(3, sync=FAST, on_event=notes), samples))
     assert notes.committed() == Counter(range(201))
     assert sorted(unit for mine in used for unit in mine) == list(range(201))
 
@@ -83,7 +83,7 @@ def test_two_runs_grant_the_same_units_to_the_same_replicas() -> None:
     patient = Sync(grace_s=20.0, heartbeat_s=0.1, dead_after_s=20.0)
     granted: list[list[list[int]]] = []
     for _ in range(2):
-        groups = local_groups(3, sync=patient, samples=Samples(samples=100, batch_size=1))
+        groups = with_ledger(local_groups(3, sync=patient), Samples(samples=100, batch_size=1))
         used: list[list[int]] = [[] for _ in groups]
         stop = threading.Barrier(3)
 
@@ -108,10 +108,7 @@ def test_two_runs_grant_the_same_units_to_the_same_replicas() -> None:
 
 
 def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
-    samples = Samples(samples=100, batch_size=1)
-    (group,) = local_groups(1, samples=samples)
-    units = group.units
-    assert units is not None
+    units = solo().keep_ledger(Samples(samples=100, batch_size=1))
     with pytest.raises(RuntimeError, match="inside `with optimizer:`"):
         units.take()
     units.begin(lambda: None, round_units=4)
