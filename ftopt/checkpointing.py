@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ftopt import rng
 from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import Part, PartVersion
 from ftopt.checkpoint.reader import Checkpoint, SavedVersion, find, whole, with_offer
@@ -25,6 +24,7 @@ from ftopt.optimizer.recovery.layout import layout
 from ftopt.optimizer.recovery.restore import Resume, newcomer
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.wrapper import OuterOptimizer
+from ftopt.rng import get_rng_state, set_rng_state
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import another_life, returning
@@ -164,7 +164,7 @@ class Checkpoints:
         if self._resumed.own["inner"] is not None and self._loop:
             restore_groups(self._optimizer._core.inner, self._resumed.own["inner"])
         if "rng" in self._loop:
-            rng.restore(self._loop["rng"])
+            set_rng_state(self._loop["rng"])
         self._resumed, self._loop = None, {}
 
     # Giving.
@@ -205,7 +205,7 @@ class Checkpoints:
         own = {
             "replica": saved.own,
             "loop": {name: each.state_dict() for name, each in self._watched.items()},
-            "rng": rng.capture(),
+            "rng": get_rng_state(),
         }
         self._writer.begin(self._part(cut, saved, own))
         self._begun = cut.attempt

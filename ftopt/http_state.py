@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ftopt.net.tls import Tls
 from ftopt.net.token import for_state
-from ftopt.sync.ports import Meta, Provider
+from ftopt.transport.interface import Meta, Provider
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def capture() -> dict[str, Any]:
+def get_rng_state() -> dict[str, Any]:
     """Those of torch (CPU and, where it is in use, CUDA), Python, and NumPy if it is loaded: values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -21,7 +21,7 @@ def capture() -> dict[str, Any]:
     return state
 
 
-def restore(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: Mapping[str, Any]) -> None:
     """Puts a capture back; CUDA's only onto as many devices as there were."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])

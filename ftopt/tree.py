@@ -17,13 +17,16 @@ from torch import Tensor
 
 from ftopt.errors import UserError
 
+Tree = dict[str, Any]
+"""Nested dicts, lists and tuples of numbers, strings, None and tensors."""
+
 _DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 }  # fmt: skip
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
+def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
     """The JSON value; tensors are put into ``tensors``, by reference.
 
     Raises:
@@ -39,13 +42,13 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
         tensors[where] = value.detach()
         return {"$tensor": where}
     if isinstance(value, list):
-        return [encode(item, tensors, _join(where, index)) for index, item in enumerate(value)]
+        return [flatten(item, tensors, _join(where, index)) for index, item in enumerate(value)]
     if type(value) is tuple:
-        return {"$tuple": encode(list(value), tensors, where)}
+        return {"$tuple": flatten(list(value), tensors, where)}
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: encode(item, tensors, _join(where, key)) for key, item in value.items()}
-        items = [[encode(k, tensors, where), encode(v, tensors, _join(where, k))] for k, v in value.items()]
+            return {key: flatten(item, tensors, _join(where, key)) for key, item in value.items()}
+        items = [[flatten(k, tensors, where), flatten(v, tensors, _join(where, k))] for k, v in value.items()]
         return {"$dict": items}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
@@ -62,19 +65,19 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
     )
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of `encode`.
+def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of `flatten`.
 
     Raises:
         ValueError: it is none.
     """
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [unflatten(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     key = next(iter(value), "")
     if len(value) != 1 or not key.startswith("$"):
-        return {name: decode(item, tensors) for name, item in value.items()}
+        return {name: unflatten(item, tensors) for name, item in value.items()}
     body = value[key]
     try:
         match key:
@@ -83,9 +86,9 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             case "$tensor":
                 return tensors[body]
             case "$tuple":
-                return tuple(decode(body, tensors))
+                return tuple(unflatten(body, tensors))
             case "$dict":
-                return {decode(k, tensors): decode(v, tensors) for k, v in body}
+                return {unflatten(k, tensors): unflatten(v, tensors) for k, v in body}
             case "$bytes":
                 return base64.b64decode(body, validate=True)
             case "$array":

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ftopt import rng
 from ftopt.errors import UserError
-from ftopt.tree import decode, encode
+from ftopt.rng import get_rng_state, set_rng_state
+from ftopt.tree import flatten, unflatten
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
 KEYS = st.text(max_size=3) | st.integers(-3, 3)
@@ -54,7 +54,7 @@ def same(a: Any, b: Any) -> bool:
 @given(TREES)
 def test_what_is_encoded_comes_back(value: Any) -> None:
     tensors: dict[str, Tensor] = {}
-    assert same(decode(encode(value, tensors), tensors), value)
+    assert same(unflatten(flatten(value, tensors), tensors), value)
 
 
 @settings(max_examples=100, deadline=None)
@@ -62,27 +62,27 @@ def test_what_is_encoded_comes_back(value: Any) -> None:
 def test_anything_else_is_refused_as_such(kind: str, body: Any) -> None:
     """JSON of any shape is decoded or is a ValueError."""
     with contextlib.suppress(ValueError):
-        decode({f"${kind}": body}, {})
+        unflatten({f"${kind}": body}, {})
 
 
 def test_tensors_go_beside_it_under_their_paths() -> None:
     value = {"a": [torch.ones(2, dtype=torch.bfloat16), {"b": torch.tensor(3)}], 7: (torch.zeros(0),)}
     tensors: dict[str, Tensor] = {}
-    encoded = encode(value, tensors)
+    encoded = flatten(value, tensors)
     assert set(tensors) == {"a.0", "a.1.b", "7.0"}
-    assert same(decode(encoded, tensors), value)
+    assert same(unflatten(encoded, tensors), value)
 
 
 def test_what_has_no_place_is_named() -> None:
     with pytest.raises(UserError, match=r"loader\.sampler is a set, which a checkpoint cannot hold"):
-        encode({"loader": {"sampler": {1}}}, {})
+        flatten({"loader": {"sampler": {1}}}, {})
 
 
 def test_random_number_generators_come_back() -> None:
-    before = rng.capture()
+    before = get_rng_state()
     tensors: dict[str, Tensor] = {}
-    state = decode(encode(before, tensors), tensors)
+    state = unflatten(flatten(before, tensors), tensors)
     first = torch.rand(3), random.random(), numpy.random.rand()
-    rng.restore(state)
+    set_rng_state(state)
     second = torch.rand(3), random.random(), numpy.random.rand()
     assert torch.equal(first[0], second[0]) and first[1:] == second[1:]

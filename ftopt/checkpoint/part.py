@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftopt.checkpoint.manifest import BadCheckpoint, File, label, read_json
 from ftopt.transport.snapshot import StateImage
-from ftopt.tree import encode
+from ftopt.tree import flatten
 
 NOTE_MAX_BYTES = 1 << 30
 _LONG = 150
@@ -129,7 +129,7 @@ def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
 def own_of(part: Part) -> tuple[Any, dict[str, Tensor]]:
     """The replica's own values as JSON, and the tensors beside it. UserError: something that no checkpoint can hold."""
     tensors: dict[str, Tensor] = {}
-    return encode(part.own, tensors), tensors
+    return flatten(part.own, tensors), tensors
 
 
 def read_note(path: Path) -> dict[str, Any]:

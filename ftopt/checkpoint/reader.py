@@ -104,12 +104,12 @@ class Checkpoint:
 
     def own(self, replica: str) -> Any:
         """All that a replica alone had."""
-        from ftopt.tree import decode
+        from ftopt.tree import unflatten
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")
         try:
-            return decode(note["own"], tensors)
+            return unflatten(note["own"], tensors)
         except (ValueError, RecursionError) as error:
             raise BadCheckpoint(self.path / name, f"describes no replica's own values: {error}") from None
 

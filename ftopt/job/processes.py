@@ -89,6 +89,6 @@ class Child:
             self.process.send_signal(number)
 
 
-def describe(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status in words: ``SIGKILL``, ``exit status 1``."""
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"

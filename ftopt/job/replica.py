@@ -11,7 +11,7 @@ from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import Harm
-from ftopt.job.subscribers import StepLog, StepRecord, fan_out
+from ftopt.job.subscribers import CurrentStep, StepLog, fan_out
 from ftopt.job.supervised import FinishUp, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
@@ -59,13 +59,13 @@ def run_replica(
     files = RunFolder(folder)
     files.create()
     events = EventLog(JsonLines(files.events, started))
-    record = StepRecord()
+    record = CurrentStep()
     mode = resolve(recipe.log.wandb)
     mirror = (
         None if mode == "off" else WandbMirror(mode, folder, job=folder.name, replica=replica, config=as_dict(recipe))
     )
 
-    def mirror_step(step: StepRecord, inner_step: int) -> None:
+    def mirror_step(step: CurrentStep, inner_step: int) -> None:
         if mirror is not None:
             mirror.step(inner_step, loss=step.loss, lr=step.lr)
 

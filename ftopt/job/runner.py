@@ -25,7 +25,7 @@ from ftopt.config.schema import Recipe
 from ftopt.errors import FtoptError, UserError
 from ftopt.events import Event
 from ftopt.faults.spec import COORDINATOR
-from ftopt.job.processes import Child, describe
+from ftopt.job.processes import Child, describe_exit
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.progress import Display
@@ -207,17 +207,17 @@ class Runner:
         child.end(0.0)
         if child.name in state.ended:
             if status:  # It has left in good order, so this is no death; but somebody should know.
-                self._display.note(f"{describe(status)} after its end: {_last_lines(child)}")
+                self._display.note(f"{describe_exit(status)} after its end: {_last_lines(child)}")
             return
         if status == 2:
             self._complain(child, status)
         fault = state.faults.pop(child.name, None)
         if child.name != COORDINATOR:
             incarnation = state.incarnations.get(child.name, 0)
-            data = {"status": describe(status), "by_fault": fault is not None}
+            data = {"status": describe_exit(status), "by_fault": fault is not None}
             self._events(Event("death", child.name, incarnation, data=data))
         else:
-            self._display.note(f"the coordinator died ({describe(status)})")
+            self._display.note(f"the coordinator died ({describe_exit(status)})")
         if fault is not None and fault["rejoin_s"] is not None:
             at = time.monotonic() + fault["rejoin_s"]
             state.returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))
@@ -308,7 +308,7 @@ class Runner:
         message = child.said().removeprefix("ftopt: ")
         if status == 2:
             raise UserError(f"{child.name}: {message}")
-        raise RunFailed(f"{child.name} could not start ({describe(status)})\n{message}")
+        raise RunFailed(f"{child.name} could not start ({describe_exit(status)})\n{message}")
 
 
 def resumable(recipe: Recipe) -> Recipe:

@@ -11,7 +11,7 @@ from ftopt.telemetry.jsonl import JsonLines
 
 
 @dataclass(slots=True)
-class StepRecord:
+class CurrentStep:
     """What the loop knows of the step that it is taking, for whoever hears of ``stepped``."""
 
     loss: float = math.nan
@@ -31,7 +31,7 @@ class StepLog:
     """
 
     def __init__(
-        self, lines: JsonLines, record: StepRecord, also: Callable[[StepRecord, int], None] | None = None
+        self, lines: JsonLines, record: CurrentStep, also: Callable[[CurrentStep, int], None] | None = None
     ) -> None:
         self._lines = lines
         self._record = record

@@ -23,7 +23,7 @@ from ftopt.data.seeds import seed_of
 from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor
-from ftopt.job.subscribers import StepRecord
+from ftopt.job.subscribers import CurrentStep
 from ftopt.job.task import TrainingBatches, task_of
 from ftopt.sync.group import ReplicaGroup
 
@@ -49,7 +49,7 @@ class Trainer:
         group: ReplicaGroup,
         on_event: OnEvent,
         *,
-        record: StepRecord,
+        record: CurrentStep,
         evaluates: bool,
         wait_for_others: Callable[[], None] = lambda: None,
     ) -> None:

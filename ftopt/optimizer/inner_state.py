@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.flat import trainable
 from ftopt.optimizer.tensors.pool import CopyPool
-
-Tree = dict[str, Any]
-"""Nested dicts, lists and tuples of numbers, strings, None and tensors."""
+from ftopt.tree import Tree
 
 
 def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:

@@ -32,10 +32,14 @@ from ftopt.sync.protocol.settings import Sync as Sync
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.inheritance import Inherited as Inherited
 from ftopt.sync.replica.units import Units as Units
+from ftopt.transport.interface import Carry as Carry
+from ftopt.transport.interface import Collective as Collective
+from ftopt.transport.interface import Owed as Owed
+from ftopt.transport.interface import Summed as Summed
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptView:
     """One try of a round, as a host sees it (step 3).
 
     Args:
@@ -88,43 +92,6 @@ class Foreign(ValueError):
     """A checkpoint is sound, and of another job; the message says what differs."""
 
 
-Summed = Callable[[int, int], None]
-"""Is told that a tensor's elements from start to stop are summed, in any order, and not of all of them."""
-
-Owed = tuple[int, Tensor]
-"""What a member owes of earlier encoded sums: the first element that it is about, and fp32 values."""
-
-
-class Codec(Protocol):
-    """How a payload travels; `ftopt.codecs.Codec` says what holds for one."""
-
-    @property
-    def block(self) -> int:
-        """Elements that are encoded together."""
-
-    def for_sum(self, payloads: int) -> Codec:
-        """The codec for a sum of so many decoded payloads."""
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Bytes of a piece of so many elements."""
-
-    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
-        """fp32 to uint8, both flat."""
-
-    def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
-        """Fills and returns ``out``."""
-
-
-class Carry(Protocol):
-    """What a member carries from one payload to the next: its error feedback."""
-
-    def before(self, part: Tensor, start: int) -> None:
-        """``part`` of the payload, from element ``start`` on, is about to be encoded: what is carried is added."""
-
-    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
-        """It was encoded like that; None: it goes as it is."""
-
-
 def bits(values: Sequence[float]) -> list[int]:
     """fp64 values as a row of int64, to be exchanged exactly."""
     return list(struct.unpack(f"<{len(values)}q", struct.pack(f"<{len(values)}d", *values)))
@@ -135,63 +102,6 @@ def floats(row: Sequence[int]) -> tuple[float, ...]:
     return struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row))
 
 
-class Collective(Protocol):
-    """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
-
-    Raises (all methods): InterruptedError when stopped; ConnectionError when a peer is gone; TimeoutError when no piece
-    has moved for the time-out. After any of them the collective, and each tensor given to it, must not be used again
-    (a piece may still be written to).
-    """
-
-    rank: int
-    size: int
-    sent_bytes: int
-    """Payload bytes that this member has sent so far, by the algorithm's count (a ring: 2 (n-1)/n of each tensor)."""
-
-    def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
-        """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members.
-
-        ``summed`` is called while later pieces are on the wire, and may do with those elements what it likes.
-        """
-
-    def mean_encoded_(
-        self,
-        flat: Tensor,
-        codec: Codec,
-        shares: Sequence[float],
-        owed: Owed | None = None,
-        carry: Carry | None = None,
-        summed: Summed | None = None,
-    ) -> Owed | None:
-        """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
-
-        Not multiplied by the shares, which are those of all members in rank order. Each payload travels encoded and is
-        decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload of a member of
-        share 0 is not looked at. One member alone keeps what it has.
-
-        Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
-        alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
-        ``carry`` is told of each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
-
-        Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
-        """
-
-    def tell(self, row: Sequence[int]) -> None:
-        """Begins to exchange a row of int64 (the same length everywhere), beside what follows."""
-
-    def told(self) -> list[list[int]]:
-        """The rows that all members have told, in rank order, once all have."""
-
-    def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """`tell` and `told` in one, with a row of its own."""
-
-    def stop(self) -> None:
-        """Ends a call in progress within milliseconds; all later calls raise InterruptedError."""
-
-    def close(self) -> None:
-        """Puts the group away without blocking, also when a peer hangs."""
-
-
 class Host(Protocol):
     """What a group asks of the optimizer."""
 
@@ -199,7 +109,7 @@ class Host(Protocol):
         """The inner step that the training thread has come to: it changes only when that thread moves; and the seconds
         that a step takes (a moving average). Any thread."""
 
-    def reduce(self, attempt: Attempt, collective: Collective) -> str:
+    def reduce(self, attempt: AttemptView, collective: Collective) -> str:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
         Each member has begun to `Collective.tell` the last step of its contribution and its weight (as `bits`).
@@ -207,7 +117,7 @@ class Host(Protocol):
         part of the committed state. Raises what ``collective`` raises, and `Damaged`.
         """
 
-    def commit(self, attempt: Attempt, committed: Committed) -> None:
+    def commit(self, attempt: AttemptView, committed: Committed) -> None:
         """Step 6, on the network thread: the result of `reduce` for ``attempt`` becomes the committed state. O(1)."""
 
     def discard(self, fragment: int) -> None:

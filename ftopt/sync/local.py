@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ftopt.events import OnEvent
 from ftopt.streams import used_here
-from ftopt.sync.ports import Meta, Provider
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.replica.link import Channel
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
+from ftopt.transport.interface import Meta, Provider
 
 
 class LocalHub:

@@ -19,6 +19,9 @@ from ftopt.events import Event
 
 _log = logging.getLogger("ftopt.telemetry")
 
+Line = Mapping[str, Any]
+"""One line of a file: a JSON object."""
+
 EVERY_STEP = frozenset({"inner", "stepped"})
 """Events too frequent for the log; the replicas' own files have them, a line a step."""
 
@@ -79,6 +82,12 @@ def record_of(event: Event) -> dict[str, Any]:
     if event.data:
         record["data"] = dict(event.data)
     return record
+
+
+def data_of(line: Line) -> Line:
+    """An event line's ``data``; empty when it has none."""
+    data: Line = line.get("data", {})
+    return data
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,12 +8,12 @@ is counted, and one that was rolled back is not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-Line = Mapping[str, Any]
+from ftopt.telemetry.jsonl import Line, data_of
+
 UnitRange = tuple[int, int]
 
 
@@ -57,24 +57,24 @@ def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
     mark up to which all count as done, that are in no commit. ``discarded``: committed ones of contributions that were
     not finite.
     """
-    settings = next((_data(e)["samples"] for e in events if e["event"] in _BEGINS and "samples" in _data(e)), None)
+    settings = next((data_of(e)["samples"] for e in events if e["event"] in _BEGINS and "samples" in data_of(e)), None)
     names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
     if settings is None:
         return dict.fromkeys(names)
     entries = list_units(events)
     committed = sum(_size(settings, x.start, x.stop) for x in entries)
     twice = sum((x.times - 1) * _size(settings, x.start, x.stop) for x in entries)
-    told = [part for event in events if event["event"] == "used_twice" for part in _data(event)["ranges"]]
+    told = [part for event in events if event["event"] == "used_twice" for part in data_of(event)["ranges"]]
     twice += sum(_size(settings, start, stop) for start, stop in told)
-    done_to = next((_data(e)["done_to"] for e in reversed(events) if "done_to" in _data(e)), 0)
+    done_to = next((data_of(e)["done_to"] for e in reversed(events) if "done_to" in data_of(e)), 0)
     there = sum(_size(settings, x.start, min(x.stop, done_to)) for x in entries if x.start < done_to)
     corrupted = [
         part
         for event in events
         if event["event"] == "decide"
-        for replica, _, _, _, _, finite in _data(event)["members"]
+        for replica, _, _, _, _, finite in data_of(event)["members"]
         if not finite
-        for part in _data(event).get("ranges", {}).get(replica, ())
+        for part in data_of(event).get("ranges", {}).get(replica, ())
     ]
     discarded = sum(_size(settings, start, stop) for start, stop in corrupted)
     return dict(zip(names, (committed, twice, _size(settings, 0, done_to) - there, discarded), strict=True))
@@ -87,7 +87,7 @@ def _versions(events: Iterable[Line]) -> dict[int, list[UnitRange]]:
     """Version of fragment 0 -> the units that its commit has added; -1: those of decisions that nobody has told."""
     versions: dict[int, list[UnitRange]] = {}
     for event in events:
-        data = _data(event)
+        data = data_of(event)
         if event["event"] == "decide" and not event.get("fragment", 0):
             versions[event["version"]] = [(a, b) for ranges in data.get("ranges", {}).values() for a, b in ranges]
         elif event["event"] in _BEGINS and "done" in data:
@@ -116,8 +116,3 @@ def _before(settings: Line, unit: int) -> int:
     per_epoch = samples // batch_size if settings["drop_last"] else -(-samples // batch_size)
     epochs, rest = divmod(unit, per_epoch)
     return int(epochs * min(samples, per_epoch * batch_size) + rest * batch_size)
-
-
-def _data(event: Line) -> Line:
-    data: Line = event.get("data", {})
-    return data

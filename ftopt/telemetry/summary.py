@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.samples import count_samples
 
-Line = Mapping[str, Any]
-IncarnationId = tuple[str, int]
+Incarnation = tuple[str, int]
+"""A replica and the number of its incarnation."""
 
 
 def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> dict[str, Any]:
@@ -35,15 +36,15 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     by_name: dict[str, list[Line]] = defaultdict(list)
     for event in events:
         by_name[event["event"]].append(event)
-    dead = {_mark(event) for event in by_name["death"]}
+    dead = {_incarnation(event) for event in by_name["death"]}
     decisions, conflicts = _decisions(events)
     decided = decisions[0]
     executed = Counter({_life(replica, line): 0 for replica, lines in steps.items() for line in lines})
     for replica, lines in steps.items():
         executed.update(_life(replica, line) for line in lines)
     for event in by_name["undone"]:
-        executed[_mark(event)] -= int(_data(event)["steps"])
-    ends = {_mark(event): event for event in by_name["end"]}
+        executed[_incarnation(event)] -= int(data_of(event)["steps"])
+    ends = {_incarnation(event): event for event in by_name["end"]}
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
     survivors_end = {incarnation_id: event for incarnation_id, event in ends.items() if incarnation_id not in dead}
     discards = by_name["discarded"]
@@ -71,11 +72,13 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         **count_samples(events),
         **_scores(by_name["evaluate"], dead),
         "anchor_digests": {
-            incarnation_id[0]: _data(event).get("anchor_digest")
+            incarnation_id[0]: data_of(event).get("anchor_digest")
             for incarnation_id, event in sorted(survivors_end.items())
-            if _data(event).get("reason") == "done"
+            if data_of(event).get("reason") == "done"
         },
-        "stall_s": _spread([_data(event)["stall_s"] for event in by_name["stall"] if _mark(event) not in dead]),
+        "stall_s": _spread(
+            [data_of(event)["stall_s"] for event in by_name["stall"] if _incarnation(event) not in dead]
+        ),
         "wire_bytes": _wire_bytes(events),
         "joins": [
             {"t_s": event["t_s"], "replica": incarnation_id[0], "incarnation": incarnation_id[1]}
@@ -86,7 +89,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
                 "t_s": event["t_s"],
                 "replica": event["replica"],
                 "incarnation": event["incarnation"],
-                "status": _data(event).get("status"),
+                "status": data_of(event).get("status"),
             }
             for event in by_name["death"]
         ],
@@ -94,16 +97,11 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     }
 
 
-def _data(event: Line) -> Line:
-    data: Line = event.get("data", {})
-    return data
-
-
-def _mark(event: Line) -> IncarnationId:
+def _incarnation(event: Line) -> Incarnation:
     return event["replica"], event["incarnation"]
 
 
-def _life(replica: str, line: Line) -> IncarnationId:
+def _life(replica: str, line: Line) -> Incarnation:
     return replica, line["incarnation"]
 
 
@@ -121,15 +119,15 @@ class _Book:
 
 def _book(
     fragment: int,
-    executed: Counter[IncarnationId],
+    executed: Counter[Incarnation],
     decisions: Iterable[Line],
     discards: Iterable[Line],
-    ends: Mapping[IncarnationId, Line],
-    dead: set[IncarnationId],
+    ends: Mapping[Incarnation, Line],
+    dead: set[Incarnation],
 ) -> _Book:
     committed, twice = _committed(decisions)
     dropped = _discarded(event for event in discards if event.get("fragment", 0) == fragment)
-    pending = sum(_pending(_data(event), fragment) for event in ends.values())
+    pending = sum(_pending(data_of(event), fragment) for event in ends.values())
     lost_by_dead = dropped["reset"].total()
     for incarnation_id in dead:
         lost_by_dead += (
@@ -143,19 +141,19 @@ def _book(
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
 
 
-def _both(a: Counter[IncarnationId], b: Counter[IncarnationId]) -> Counter[IncarnationId]:
+def _both(a: Counter[Incarnation], b: Counter[Incarnation]) -> Counter[Incarnation]:
     """The sum, zeros and less than that included."""
     found = Counter(a)
     found.update(b)
     return found
 
 
-def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[IncarnationId]]:
+def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[Incarnation]]:
     """Per fragment, the inner steps that each incarnation has brought from a checkpoint, or a copy, uncounted."""
-    found: dict[int, Counter[IncarnationId]] = defaultdict(Counter)
+    found: dict[int, Counter[Incarnation]] = defaultdict(Counter)
     for event in resumed:
-        for fragment, steps in enumerate(_data(event)["pending_by_fragment"]):
-            found[fragment][_mark(event)] = steps
+        for fragment, steps in enumerate(data_of(event)["pending_by_fragment"]):
+            found[fragment][_incarnation(event)] = steps
     return found
 
 
@@ -165,10 +163,10 @@ def _replay(by_name: Mapping[str, list[Line]]) -> dict[str, float] | None:
     ``replicas`` replaced, their ``steps`` done again in ``seconds``; ``copies`` of ``copy_bytes`` in all, which kept
     the training threads for ``copy_s``, ``fetch_s`` for those that were used.
     """
-    copied = [_data(event) for event in by_name["copied"]]
+    copied = [data_of(event) for event in by_name["copied"]]
     if not copied:
         return None
-    replays, ended = ([_data(event) for event in by_name[name]] for name in ("replay", "replayed"))
+    replays, ended = ([data_of(event) for event in by_name[name]] for name in ("replay", "replayed"))
     return {
         "replicas": len(replays),
         "steps": sum(int(data["steps"]) for data in ended),
@@ -200,26 +198,26 @@ def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list
         if event["event"] == "decide":
             known = found.setdefault(event.get("fragment", 0), {})
             version = event["version"]
-            if version in known and _data(known[version]).get("chain", "") != _data(event).get("chain", ""):
+            if version in known and data_of(known[version]).get("chain", "") != data_of(event).get("chain", ""):
                 forks.add(version)
             known[version] = event
         elif event["event"] == "rollback":
             rolled_back = True
         elif event["event"] in ("start", "recover") and rolled_back:
             rolled_back = False
-            for fragment, last in enumerate(_data(event).get("versions", ())):
+            for fragment, last in enumerate(data_of(event).get("versions", ())):
                 known = found.get(fragment, {})
                 found[fragment] = {version: event for version, event in known.items() if version <= last}
     return found, sorted(forks)
 
 
-def _committed(decisions: Iterable[Line]) -> tuple[Counter[IncarnationId], int]:
+def _committed(decisions: Iterable[Line]) -> tuple[Counter[Incarnation], int]:
     """Committed inner steps of each incarnation, and how many of all were counted before."""
-    committed: Counter[IncarnationId] = Counter()
-    last: dict[IncarnationId, int] = {}
+    committed: Counter[Incarnation] = Counter()
+    last: dict[Incarnation, int] = {}
     twice = 0
     for decision in sorted(decisions, key=lambda event: int(event["version"])):
-        for replica, incarnation, steps, last_step, _weight, finite in _data(decision)["members"]:
+        for replica, incarnation, steps, last_step, _weight, finite in data_of(decision)["members"]:
             incarnation_id = (replica, incarnation)
             if finite:  # also of a share of a global batch without samples
                 committed[incarnation_id] += steps
@@ -228,30 +226,30 @@ def _committed(decisions: Iterable[Line]) -> tuple[Counter[IncarnationId], int]:
     return committed, twice
 
 
-def _discarded(events: Iterable[Line]) -> dict[str, Counter[IncarnationId]]:
-    dropped: dict[str, Counter[IncarnationId]] = {"nonfinite": Counter(), "mixed": Counter(), "reset": Counter()}
+def _discarded(events: Iterable[Line]) -> dict[str, Counter[Incarnation]]:
+    dropped: dict[str, Counter[Incarnation]] = {"nonfinite": Counter(), "mixed": Counter(), "reset": Counter()}
     for event in events:
-        dropped.setdefault(_data(event)["reason"], Counter())[_mark(event)] += _data(event)["steps"]
+        dropped.setdefault(data_of(event)["reason"], Counter())[_incarnation(event)] += data_of(event)["steps"]
     return dropped
 
 
-def _scores(events: Sequence[Line], dead: set[IncarnationId]) -> dict[str, float | None]:
+def _scores(events: Sequence[Line], dead: set[Incarnation]) -> dict[str, float | None]:
     """Of the first evaluation, and of the final one of the first survivor in the order of ids."""
-    final = [event for event in events if _data(event).get("final") and _mark(event) not in dead]
+    final = [event for event in events if data_of(event).get("final") and _incarnation(event) not in dead]
     first = min(events, key=lambda event: float(event["t_s"]), default=None)
     last = min(final, key=lambda event: str(event["replica"]), default=None)
     found: dict[str, float | None] = {}
     for name in ("loss", "accuracy"):
-        found[f"val_{name}_initial"] = _data(first).get(name) if first is not None else None
-        found[f"val_{name}_final"] = _data(last).get(name) if last is not None else None
+        found[f"val_{name}_initial"] = data_of(first).get(name) if first is not None else None
+        found[f"val_{name}_final"] = data_of(last).get(name) if last is not None else None
     return found
 
 
-def _joins(by_name: Mapping[str, list[Line]]) -> list[tuple[Line, IncarnationId]]:
+def _joins(by_name: Mapping[str, list[Line]]) -> list[tuple[Line, Incarnation]]:
     """The first ``join`` of each incarnation: one that reconnects does not join again."""
-    first: dict[IncarnationId, Line] = {}
+    first: dict[Incarnation, Line] = {}
     for event in by_name["join"]:
-        first.setdefault(_mark(event), event)
+        first.setdefault(_incarnation(event), event)
     return [(event, incarnation_id) for incarnation_id, event in first.items()]
 
 
@@ -265,9 +263,9 @@ def _spread(values: list[float]) -> dict[str, float] | None:
 
 def _wire_bytes(events: Iterable[Line]) -> int | None:
     """What each incarnation sent over the wire, in all; each says its running total."""
-    totals: dict[IncarnationId, int] = {}
+    totals: dict[Incarnation, int] = {}
     for event in events:
-        sent = _data(event).get("wire_bytes")
+        sent = data_of(event).get("wire_bytes")
         if sent is not None:
-            totals[_mark(event)] = max(totals.get(_mark(event), 0), int(sent))
+            totals[_incarnation(event)] = max(totals.get(_incarnation(event), 0), int(sent))
     return sum(totals.values()) if totals else None

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-Line = Mapping[str, Any]
+from ftopt.telemetry.jsonl import Line, data_of
 
 _STATES = {
     "spawn": "starting",
@@ -68,7 +66,7 @@ class RunView:
     def event(self, record: Line) -> str | None:
         """Takes up an event line; returns a sentence when the event is a notable one."""
         name, replica = record["event"], record["replica"]
-        data = record.get("data", {})
+        data = data_of(record)
         if name == "decide" and record.get("fragment") == 0:
             self.version, self.inner_step = record["version"], record["inner_step"]
         elif name == "abort":

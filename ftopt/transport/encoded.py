@@ -23,10 +23,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from ftopt.codecs.codec import Codec
+from ftopt.transport.interface import Carry, Owed, Summed
 
 _AT_ONCE, _ELSEWHERE = 1 << 17, 1 << 22
 """Elements that are worked on at a time: on a CPU all that is done to them finds them in the cache."""
@@ -34,43 +36,6 @@ _LEAST_BYTES, _PIECES = 1 << 18, 8
 """A payload goes in so many pieces at least, or both hops of all of it would follow each other; none is smaller."""
 _KEPT = 8
 """Buffers: of the four exchanges that are there at a time."""
-
-Owed = tuple[int, Tensor]
-"""What a member owes of earlier sums: the first element that it is about, and fp32 values in the mean's units."""
-
-
-Summed = Callable[[int, int], None]
-"""Is told that the elements from start to stop of a result are there, in any order, and not of all of them."""
-
-
-class Codec(Protocol):
-    """What of a codec is needed here. `ftopt.codecs.Codec` says what holds for one."""
-
-    @property
-    def block(self) -> int:
-        """Elements that are encoded together."""
-
-    def for_sum(self, payloads: int) -> Codec:
-        """The codec for a sum of so many decoded payloads; its blocks divide this one's."""
-
-    def encoded_bytes(self, elements: int) -> int:
-        """Bytes of a piece of so many elements."""
-
-    def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
-        """fp32 to uint8, both flat."""
-
-    def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
-        """Fills and returns ``out``."""
-
-
-class Carry(Protocol):
-    """What a member carries from one payload to the next: error feedback of the first hop, a part after the other."""
-
-    def before(self, part: Tensor, start: int) -> None:
-        """``part`` of the payload (fp32, from element ``start`` on) is to be encoded: what is carried is added."""
-
-    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
-        """It was encoded like that; None: it goes as it is, and nothing of it is left out."""
 
 
 class Buffers:

@@ -37,11 +37,13 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
+from ftopt.codecs.codec import Codec
 from ftopt.transport.background import in_background
-from ftopt.transport.encoded import Buffers, Carry, Codec, EncodedMean, Exchange, Owed, Summed, alone
+from ftopt.transport.encoded import Buffers, EncodedMean, Exchange, alone
+from ftopt.transport.interface import Carry, Owed, StoreOps, Summed
 from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.staging import Staging, ahead, staging_for
-from ftopt.transport.store import RendezvousStore, StoreOps
+from ftopt.transport.store import RendezvousStore
 
 _SLICE = timedelta(milliseconds=5)
 _THREADS = 2

@@ -15,7 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.transport.encoded import Carry, Codec, Owed, Summed, alone, pay_, sent_bytes, spans, sum_codec
+from ftopt.codecs.codec import Codec
+from ftopt.transport.encoded import alone, pay_, sent_bytes, spans, sum_codec
+from ftopt.transport.interface import Carry, Owed, Summed
 
 
 class _Call:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ftopt.streams import SideStream, reached
-
-Meta = dict[str, str]
+from ftopt.transport.interface import Meta
 
 _CHUNK_BYTES = 256 << 10
 _DTYPES = {

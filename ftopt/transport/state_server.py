@@ -19,19 +19,17 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from aiohttp import web
-from torch import Tensor
 
 from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
-from ftopt.transport.snapshot import Meta, StateImage
-
-Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
+from ftopt.transport.interface import Meta, Provider
+from ftopt.transport.snapshot import StateImage
 
 _KEEP = 2
 _HELD_S = 5.0

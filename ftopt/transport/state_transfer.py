@@ -18,7 +18,8 @@ import aiohttp
 from torch import Tensor
 
 from ftopt.net.token import authorization
-from ftopt.transport.snapshot import Arriving, Meta
+from ftopt.transport.interface import Meta
+from ftopt.transport.snapshot import Arriving
 
 _PROBE_BYTES = 64 << 10
 """The first request of a fetch asks for this much: all of a small state, the header of a large one."""

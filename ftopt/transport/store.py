@@ -11,28 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
 
 from torch.distributed.distributed_c10d import Store
 
-
-class StoreOps(Protocol):
-    """The two operations of the coordinator's key-value store. Blocking; any thread."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Leaves ``value`` at ``key``.
-
-        Raises:
-            ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
-        """
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """The value at ``key``; waits until it is there.
-
-        Raises:
-            ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
-            TimeoutError: nothing was left at ``key`` within ``timeout_s`` seconds.
-        """
+from ftopt.transport.interface import StoreOps
 
 
 class RendezvousStore(Store):

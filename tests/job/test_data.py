@@ -13,7 +13,7 @@ import ftopt
 from ftopt.config.loader import load
 from ftopt.config.schema import Recipe
 from ftopt.connect import local_groups
-from ftopt.job.subscribers import StepRecord
+from ftopt.job.subscribers import CurrentStep
 from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
 from tests.job.running import TINY, text
@@ -25,7 +25,7 @@ def trained(recipe: Recipe, replicas: int) -> Notes:
     """Trains in threads, to the end."""
     notes = Notes()
     trainers = [
-        Trainer(recipe, group, notes, record=StepRecord(), evaluates=False)
+        Trainer(recipe, group, notes, record=CurrentStep(), evaluates=False)
         for group in local_groups(replicas, on_event=notes)
     ]
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
@@ -63,7 +63,7 @@ def test_one_seed_draws_the_same_and_another_one_does_not(tmp_path: Path, sampli
         settings = [*TINY, text(tmp_path), f"data.sampling={sampling}", f"train.seed={seed}"]
         (group,) = local_groups(1)
         trainer = Trainer(
-            load("diloco_bytes", settings), group, lambda event: None, record=StepRecord(), evaluates=False
+            load("diloco_bytes", settings), group, lambda event: None, record=CurrentStep(), evaluates=False
         )
         with trainer.optimizer:
             ((inputs, _),) = next(trainer._micro_batches(trainer._loader or trainer._task.batches(seed)))
@@ -75,7 +75,7 @@ def test_one_seed_draws_the_same_and_another_one_does_not(tmp_path: Path, sampli
 def test_who_is_told_to_stop_waits_for_no_more_samples(tmp_path: Path) -> None:
     (group,) = local_groups(1)
     trainer = Trainer(
-        load("diloco_bytes", [*TINY, text(tmp_path)]), group, lambda event: None, record=StepRecord(), evaluates=False
+        load("diloco_bytes", [*TINY, text(tmp_path)]), group, lambda event: None, record=CurrentStep(), evaluates=False
     )
     with trainer.optimizer:
         trainer.stop()

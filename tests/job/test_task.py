@@ -17,7 +17,7 @@ from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.job.model import build_model
-from ftopt.job.subscribers import StepRecord
+from ftopt.job.subscribers import CurrentStep
 from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
 from ftopt.methods import LocalSGD
@@ -31,7 +31,7 @@ def trained(recipe: Recipe, replicas: int) -> dict[str, list[Event]]:
     trainers = []
     for group in local_groups(replicas):
         events = told.setdefault(group.replica, [])
-        trainers.append(Trainer(recipe, group, events.append, record=StepRecord(), evaluates=group.replica == "r0"))
+        trainers.append(Trainer(recipe, group, events.append, record=CurrentStep(), evaluates=group.replica == "r0"))
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
     return told
 

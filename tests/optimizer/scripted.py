@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftopt.optimizer.tensors.digest import digest
-from ftopt.sync.group import Attempt, Committed, Contribution, Fingerprint, Host, Means, Reading
+from ftopt.sync.group import AttemptView, Committed, Contribution, Fingerprint, Host, Means, Reading
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -97,13 +97,13 @@ class Scripted:
         finally:
             self._hooked = False
 
-    def _reduce(self, *, fails: bool = False) -> tuple[Attempt, str] | None:
+    def _reduce(self, *, fails: bool = False) -> tuple[AttemptView, str] | None:
         mine, host = self._outstanding, self._host
         if mine is None or host is None:
             return None
         self.attempts += 1
         weight = mine.weight
-        attempt = Attempt(0, self.committed.version + 1, self.attempts, 0, 1, weight, weight, int(weight > 0))
+        attempt = AttemptView(0, self.committed.version + 1, self.attempts, 0, 1, weight, weight, int(weight > 0))
         return attempt, host.reduce(attempt, Lonely(fails=fails))
 
     def _count(self, mine: Contribution) -> None:

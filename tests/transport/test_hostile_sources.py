@@ -16,7 +16,8 @@ import torch
 
 from ftopt.net.tls import Tls
 from ftopt.transport import state_server, state_transfer
-from ftopt.transport.snapshot import Meta, StateImage
+from ftopt.transport.interface import Meta
+from ftopt.transport.snapshot import StateImage
 from tests.sync.server.doors import Certificates, no_errors_logged
 
 from .test_state_transfer import arrived, get, same, serving, state

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ftopt.transport import state_server
-from ftopt.transport.snapshot import Arriving, Meta, StateImage
+from ftopt.transport.interface import Meta
+from ftopt.transport.snapshot import Arriving, StateImage
 from ftopt.transport.state_server import StateServer
 from ftopt.transport.state_transfer import fetch
 

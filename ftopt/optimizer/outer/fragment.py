@@ -31,7 +31,7 @@ from ftopt.optimizer.outer.trigger_metrics import StepTotals, TriggerMetrics
 from ftopt.optimizer.tensors.digest import damage, digest_and_sums
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.gradients import Fetched
-from ftopt.sync.group import Attempt, Committed, Contribution
+from ftopt.sync.group import AttemptView, Committed, Contribution
 
 _OUTER = "outer."
 
@@ -58,7 +58,7 @@ class State:
     sums: Mapping[str, Tensor]
     fetched: bool = False
     live: Fetched | None = None
-    made: Attempt | None = None
+    made: AttemptView | None = None
 
     def damage(self) -> list[str]:
         """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""

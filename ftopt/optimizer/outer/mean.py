@@ -18,7 +18,7 @@ from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import of, part, payload_with_buffers
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pieces import piece_of
-from ftopt.sync.group import Attempt, Collective, Summed, bits, floats
+from ftopt.sync.group import AttemptView, Collective, Summed, bits, floats
 
 
 class Mean:
@@ -44,7 +44,7 @@ class Mean:
 
     def reduce(
         self,
-        attempt: Attempt,
+        attempt: AttemptView,
         fragment: Fragment,
         state: State,
         snapshot: Snapshot,
@@ -109,7 +109,7 @@ class Mean:
 
     def _encoded(
         self,
-        attempt: Attempt,
+        attempt: AttemptView,
         fragment: Fragment,
         collective: Collective,
         payload: Tensor,

@@ -24,7 +24,7 @@ from ftopt.optimizer.tensors.digest import digest_and_sums
 from ftopt.optimizer.tensors.gradients import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import SideStream, reached
-from ftopt.sync.group import Attempt, Collective, Committed, Damaged, ReplicaGroup, Summed
+from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, ReplicaGroup, Summed
 
 
 class Reduction:
@@ -49,7 +49,7 @@ class Reduction:
     # Steps 3 and 4, on the reducer thread.
 
     @torch.no_grad()
-    def reduce(self, attempt: Attempt, collective: Collective) -> str:
+    def reduce(self, attempt: AttemptView, collective: Collective) -> str:
         """Computes this attempt's result from the frozen contribution; keeps it, and returns its digest.
 
         With one fragment the result is the whole committed state, so its digest scrubs that too.
@@ -78,7 +78,7 @@ class Reduction:
         return result.digest
 
     def _result(
-        self, attempt: Attempt, collective: Collective, fragment: Fragment, state: State, snapshot: Snapshot
+        self, attempt: AttemptView, collective: Collective, fragment: Fragment, state: State, snapshot: Snapshot
     ) -> Result:
         """The reduction, the outer step and the digests."""
         if fragment.tried == attempt.version and attempt.size > 1:
@@ -143,7 +143,7 @@ class Reduction:
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not
     # touched.
 
-    def commit(self, attempt: Attempt, committed: Committed) -> None:
+    def commit(self, attempt: AttemptView, committed: Committed) -> None:
         """The result of ``attempt`` is the committed state now; the training thread takes it up at its next
         boundary."""
         fragment = self._fragments[attempt.fragment]

@@ -14,9 +14,10 @@ from torch import Tensor
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.fragment import Fragment, State, check_fetched
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, Tree
+from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Committed, Held, Record
+from ftopt.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,7 @@ from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
-
-Tree = dict[str, Any]
+from ftopt.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from ftopt.optimizer.recovery.capture import buffers, of_residual
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.rng import capture, restore
+from ftopt.rng import get_rng_state, set_rng_state
 from ftopt.sync.group import Inherited
-from ftopt.tree import decode, encode
+from ftopt.tree import flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) 
         "fragments": [_of_fragment(outer, f, base, copies) for f, base in zip(outer.fragments, bases, strict=True)],
         "inner": inner_state.capture(inner, model, copies),
         "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
-        "rng": capture(),
+        "rng": get_rng_state(),
     }
     tensors: dict[str, Tensor] = {}
-    plain = encode(value, tensors)
+    plain = flatten(value, tensors)
     return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
 
 
@@ -105,7 +105,7 @@ def take_up(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherit
     inner_state.restore(inner, model, value["inner"], groups=False)
     for name, buffer in buffers(model):
         buffer.copy_(value["buffers"][uncompiled(name)])
-    restore(value["rng"])
+    set_rng_state(value["rng"])
     steps = max(0, inherited.inner_step - int(value["inner_step"]))
     pending = tuple(outer.pending_steps(fragment.index) for fragment in outer.fragments)
     return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, pending)
@@ -124,7 +124,7 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inheri
         outside = json.loads(copy.text)
         if outside["digest"] != digest(copy.tensors):
             raise ValueError("it was damaged on its way")
-        value: dict[str, Any] = decode(outside["value"], copy.tensors)
+        value: dict[str, Any] = unflatten(outside["value"], copy.tensors)
         inner_state.check(inner, model, value["inner"])
         pairs = zip(outer.fragments, value["fragments"], strict=True)
         shapes = [_fits(fragment.view, part) for fragment, part in pairs]

@@ -22,9 +22,10 @@ from ftopt.optimizer.outer.frozen import Frozen
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import StepTotals, seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
-from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, Tree, buffers, of_totals
+from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, buffers, of_totals
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.sync.group import Contribution, Foreign, Held, Position, union
+from ftopt.tree import Tree
 
 
 @dataclass(frozen=True)

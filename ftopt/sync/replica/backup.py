@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, in_order
 from ftopt.sync.protocol.replica import machine as p
 from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
+from ftopt.transport.interface import Meta, StateTransfer
 
 OnEnd = Callable[[asyncio.Task[None]], None]
 

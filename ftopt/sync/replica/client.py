@@ -24,7 +24,6 @@ from torch import Tensor
 from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
-from ftopt.sync.ports import StateTransfer, Transport
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, union
 from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WANTS, MAX_WORD
@@ -39,6 +38,7 @@ from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.units import Units
+from ftopt.transport.interface import StateTransfer, Transport
 
 _log = logging.getLogger(__name__)
 

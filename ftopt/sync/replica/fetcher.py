@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ftopt.sync.group import Committed, Contribution, Host
-from ftopt.sync.ports import Meta, StateTransfer
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import machine as p
 from ftopt.sync.replica.backup import Backup
+from ftopt.transport.interface import Meta, StateTransfer
 
 _FETCH_AGAIN_S = 0.2
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from ftopt.sync.group import Attempt, Collective, Damaged, Host, bits
-from ftopt.sync.ports import Transport
+from ftopt.sync.group import AttemptView, Collective, Damaged, Host, bits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import machine as p
+from ftopt.transport.interface import Transport
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Reducer:
         self._transport = transport
         self._jobs: queue.SimpleQueue[p.StartReduce | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._attempts: dict[int, Attempt] = {}
+        self._attempts: dict[int, AttemptView] = {}
         self._aborted: set[int] = set()
         self._groups: dict[int, tuple[int, Collective]] = {}
         self._users: dict[int, Collective] = {}
@@ -81,7 +81,7 @@ class Reducer:
     def begin(self, start: p.StartReduce, inner_step: int) -> None:
         """Network thread. ``inner_step``: the fragment's committed one."""
         q, c = start.quorum, start.contribution
-        attempt = Attempt(
+        attempt = AttemptView(
             fragment=q.fragment,
             version=q.version,
             attempt=q.attempt,
@@ -106,7 +106,7 @@ class Reducer:
         for group in groups:
             group.close()
 
-    def started(self, attempt: int) -> Attempt:
+    def started(self, attempt: int) -> AttemptView:
         """The attempt that was begun last under this number."""
         with self._lock:
             return self._attempts[attempt]

@@ -13,7 +13,7 @@ from ftopt.job.harm import flip_bit
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.digest import block_sums, damage
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.sync.group import Attempt, Committed, Damaged
+from ftopt.sync.group import AttemptView, Committed, Damaged
 from tests.optimizer.scripted import Lonely
 
 SIZE = 40_000  # three blocks of 16,384
@@ -94,7 +94,7 @@ def test_before_a_retry_a_member_looks_its_own_state_over() -> None:
     group.outstanding = lambda index: False  # type: ignore[attr-defined]
     group.propose = lambda contribution, now: None  # type: ignore[attr-defined]
     outer.propose_pending(0, lr=0.0)
-    first, retry = (Attempt(0, 1, n, 0, 2, 1.0, 2.0, 2) for n in (1, 2))
+    first, retry = (AttemptView(0, 1, n, 0, 2, 1.0, 2.0, 2) for n in (1, 2))
     outer.reduce(first, Lonely())
     outer.discard(0)
     flip_bit(outer.fragments[0].state.anchor[BLOCK])

@@ -22,7 +22,7 @@ from ftopt.optimizer.outer.freezer import Freezer
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.sync.group import Attempt, Collective, ReplicaGroup
+from ftopt.sync.group import AttemptView, Collective, ReplicaGroup
 from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import problem
 
@@ -178,7 +178,7 @@ def test_a_sync_that_stays_undecided_waits_once_and_what_it_offered_counts_once(
 ) -> None:
     reduce, goes_on = OuterStep.reduce, threading.Event()
 
-    def reduces_late(self: OuterStep, attempt: Attempt, collective: Collective) -> str:
+    def reduces_late(self: OuterStep, attempt: AttemptView, collective: Collective) -> str:
         assert goes_on.wait(10.0)
         return reduce(self, attempt, collective)
 

@@ -28,7 +28,7 @@ from ftopt.events import Event
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
 from ftopt.job.harm import Harm
-from ftopt.job.subscribers import StepLog, StepRecord, fan_out
+from ftopt.job.subscribers import CurrentStep, StepLog, fan_out
 from ftopt.sync.server.coordinator import CoordinatorServer, run_coordinator
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
@@ -120,7 +120,7 @@ def _replica(
     os.environ |= options.get("environ", {}).get(replica, {})
     torch.set_num_threads(options.get("threads", {}).get(replica, 1))
     files = RunFolder(folder)
-    events, record = EventLog(JsonLines(files.events, started)), StepRecord()
+    events, record = EventLog(JsonLines(files.events, started)), CurrentStep()
     steps = StepLog(JsonLines(files.steps(replica), started), record)
     injector, ordered = FaultInjector(faults, events), FaultInjector((), events, incarnation=_ORDERED)
     trains = threading.Event()
@@ -138,7 +138,7 @@ def _train(
     replica: str,
     options: Mapping[str, Any],
     on_event: Callable[[Event], None],
-    record: StepRecord,
+    record: CurrentStep,
     target: Any,
     finish: Any,
     injectors: Sequence[FaultInjector],

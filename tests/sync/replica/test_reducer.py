@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ftopt.sync.group import Attempt, Collective, Host
-from ftopt.sync.ports import StoreOps
+from ftopt.sync.group import AttemptView, Collective, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import machine as p
 from ftopt.sync.replica.reducer import Reducer
+from ftopt.transport.interface import StoreOps
 
 
 class Alone:
@@ -44,7 +44,7 @@ class Alone:
     def host(self) -> Host:
         return self  # type: ignore[return-value]
 
-    def reduce(self, attempt: Attempt, collective: Collective) -> str:
+    def reduce(self, attempt: AttemptView, collective: Collective) -> str:
         return "digest"
 
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:

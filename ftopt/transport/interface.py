@@ -1,0 +1,134 @@
+"""What a transport is: the process groups of attempts, and the transfer of states between peers.
+
+`ftopt.sync` and `ftopt.optimizer` know these types alone; `ftopt.connect` chooses what stands behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ftopt.codecs.codec import Codec
+
+Summed = Callable[[int, int], None]
+"""Called with the first element and the end of a part of a tensor that is summed already, while other parts are not.
+Parts come in any order, and need not cover the tensor."""
+
+Owed = tuple[int, Tensor]
+"""What a member owes of earlier encoded sums: the first element that it is about, and fp32 values in the mean's
+units."""
+
+Meta = dict[str, str]
+"""Names a state: version, chain, digest, ...; equal on all peers that hold the same state."""
+
+Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
+"""Of ``state/<fragment>``, the committed state, or ``copy/<replica>``. Raises KeyError for what there never is, and
+LookupError for what is not there yet."""
+
+
+class Carry(Protocol):
+    """What a member carries from one payload to the next: error feedback of the first hop, one part after the other."""
+
+    def before(self, part: Tensor, start: int) -> None:
+        """Adds what is carried to ``part`` of the payload (fp32, from element ``start`` on), which is encoded next."""
+
+    def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
+        """Notes how the part was encoded; None: it goes as it is, and nothing of it is left out."""
+
+
+class Collective(Protocol):
+    """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
+
+    Raises (all methods): InterruptedError when stopped; ConnectionError when a peer is gone; TimeoutError when no piece
+    has moved for the time-out. After any of them the collective, and each tensor given to it, must not be used again
+    (a piece may still be written to).
+    """
+
+    rank: int
+    size: int
+    sent_bytes: int
+    """Payload bytes that this member has sent so far, by the algorithm's count (a ring: 2 (n-1)/n of each tensor)."""
+
+    def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
+        """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members.
+
+        ``summed`` is called while later pieces are on the wire, and may do with those elements what it likes.
+        """
+
+    def mean_encoded_(
+        self,
+        flat: Tensor,
+        codec: Codec,
+        shares: Sequence[float],
+        owed: Owed | None = None,
+        carry: Carry | None = None,
+        summed: Summed | None = None,
+    ) -> Owed | None:
+        """The weighted mean of the members' ``flat`` (contiguous, 1-D, fp32), in place; bit-equal on all members.
+
+        Not multiplied by the shares, which are those of all members in rank order. Each payload travels encoded and is
+        decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload of a member of
+        share 0 is not looked at. One member alone keeps what it has.
+
+        Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
+        alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
+        ``carry`` is told of each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
+
+        Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
+        """
+
+    def tell(self, row: Sequence[int]) -> None:
+        """Begins to exchange a row of int64 (the same length everywhere), beside what follows."""
+
+    def told(self) -> list[list[int]]:
+        """The rows that all members have told, in rank order, once all have."""
+
+    def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        """`tell` and `told` in one, with a row of its own."""
+
+    def stop(self) -> None:
+        """Ends a call in progress within milliseconds; all later calls raise InterruptedError."""
+
+    def close(self) -> None:
+        """Puts the group away without blocking, also when a peer hangs."""
+
+
+class StoreOps(Protocol):
+    """The two operations of the coordinator's key-value store. Blocking; any thread."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Leaves ``value`` at ``key``.
+
+        Raises:
+            ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
+        """
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value at ``key``; waits until it is there.
+
+        Raises:
+            ConnectionError: the link to the coordinator is lost; at once, not after a time-out.
+            TimeoutError: nothing was left at ``key`` within ``timeout_s`` seconds.
+        """
+
+
+class Transport(Protocol):
+    """Makes the process groups of attempts."""
+
+    def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> Collective: ...
+
+
+class StateTransfer(Protocol):
+    """Serves states to peers and fetches theirs. Network thread."""
+
+    async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:
+        """Serves; returns the address that peers use."""
+
+    async def fetch(
+        self, sources: Sequence[str], what: str, *, timeout_s: float, expect: Callable[[Meta], None]
+    ) -> tuple[Meta, Mapping[str, Tensor]]:
+        """A peer's state. Raises ConnectionError when no source gives it."""
+
+    async def stop(self) -> None: ...
