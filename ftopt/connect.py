@@ -61,11 +61,11 @@ def connect(
         UserError: no address is given, or it is none; a name, the token, or a file of TLS cannot be used.
     """
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
-    from ftopt.http_state import HttpState
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
     from ftopt.sync.replica.websocket import WebSocketLink
     from ftopt.transport.gloo import GlooTransport
+    from ftopt.transport.http_state import HttpState
 
     url = (url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
     parts = urlsplit(url)

@@ -14,26 +14,75 @@ import pytest
 import ftopt
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
-TYPES = {"net", "errors", "events", "rng", "streams", "tree"}
-ASSEMBLERS = {"connect", "checkpointing", "http_state", "config", "cli", "job", "__init__", "__main__"}
-"""Parts that put others together; everybody else is held to `ALLOWED`."""
+COMMON = {"errors", "events", "rng", "streams", "tree"}
+"""Small modules that everybody may import; the protocol's own rule is narrower."""
 
-ALLOWED = {
-    "methods": {"codecs"},
-    "outer": {"methods"},
-    "fragments": {"methods"},
-    "triggers": {"methods"},
+MAY_IMPORT: dict[str, set[str]] = {
+    "net": set(),
     "codecs": set(),
-    "optimizer": {"methods", "codecs", "sync.group"},
-    "sync": {"transport.interface"},
-    "transport": {"codecs"},
-    "data": {"sync.protocol.samples"},
-    "checkpoint": {"transport.snapshot"},
-    "telemetry": set(),
+    "methods": set(),
+    "fragments": {"methods"},
+    "outer": {"methods"},
+    "triggers": {"methods"},
     "faults": set(),
-    "simulate": {"sync.protocol"},
-}
-"""Part -> what it may import of ftopt, besides itself and the types."""
+    "telemetry": set(),
+    # How payloads and states travel. Others know its types alone; `connect` chooses what stands behind them.
+    "transport/interface": {"codecs"},
+    "transport": {"transport/interface", "codecs", "net"},
+    # The protocol: machines without clocks, threads or sockets. Its two sides meet in messages only.
+    "sync/protocol": set(),
+    "sync/protocol/ledger": {"sync/protocol"},
+    "sync/protocol/coordinator": {"sync/protocol", "sync/protocol/ledger"},
+    "sync/protocol/replica": {"sync/protocol"},
+    "simulate": {"sync/protocol", "sync/protocol/ledger", "sync/protocol/coordinator", "sync/protocol/replica"},
+    # The shells around the machines: the coordinator's, and the replica's.
+    "sync/server": {"sync/protocol", "sync/protocol/coordinator", "net"},
+    "sync/replica/units": {"sync/protocol", "sync/protocol/ledger"},
+    "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger"},
+    "sync/replica/inheritance": {"sync/protocol"},
+    "sync/group": {
+        "sync/protocol", "sync/protocol/replica", "transport/interface",
+        "sync/replica/units", "sync/replica/global_batch", "sync/replica/inheritance",
+    },
+    "sync/replica": {
+        "sync/group", "sync/protocol", "sync/protocol/replica", "transport/interface", "net",
+        "sync/replica/units", "sync/replica/global_batch", "sync/replica/inheritance",
+    },
+    "sync/local": {"sync/protocol", "sync/replica", "sync/server", "transport/interface"},
+    # The optimizer: of the outer-sync layer it knows `sync/group`.
+    "optimizer/inner": set(),
+    "optimizer/tensors": {"optimizer/inner", "methods", "codecs"},
+    "optimizer/inner_state": {"optimizer/inner", "optimizer/tensors"},
+    "optimizer/outer": {"optimizer/inner", "optimizer/tensors", "methods", "codecs", "sync/group"},
+    "optimizer/recovery": {
+        "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "methods", "sync/group",
+    },
+    "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
+    "optimizer": {
+        "optimizer/inner", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",
+        "optimizer/undo", "methods", "codecs", "sync/group",
+    },
+    # Samples, checkpoints, recipes.
+    "data": {"sync/protocol/samples"},
+    "checkpoint": {"transport/snapshot"},
+    "checkpointing": {
+        "checkpoint", "optimizer", "optimizer/inner_state", "optimizer/recovery", "optimizer/tensors", "sync/group",
+        "sync/protocol", "sync/protocol/replica",
+    },
+    "config": {"codecs", "methods", "faults", "sync/protocol/settings"},
+    # Where the parts are put together.
+    "connect": {"net", "sync/group", "sync/local", "sync/protocol", "sync/replica", "transport"},
+    "__init__": {
+        "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data", "sync/group",
+        "sync/protocol",
+    },
+    "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
+    "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},
+    "cli": {"job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},
+    "__main__": {"cli"},
+}  # fmt: skip
+"""A folder or a file -> what it may import of ftopt, besides itself and `COMMON`. A file without a line of its own is
+its folder's; a folder's name does not stand for the folders below it. A line imports only what lines above it say."""
 
 TORCH_ALONE = {"methods", "codecs"}
 IN_ONE_FILE = {
@@ -63,43 +112,77 @@ def sources() -> list[tuple[str, list[str]]]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules, also those that only type checkers import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             assert node.module is not None
-            yield node.module
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from {name if file_of(name) else node.module for name in names}
 
 
-def part_of(name: str) -> str:
-    return name.removesuffix(".py").split("/")[0]
+@cache
+def file_of(module: str) -> str | None:
+    """A module of the package as its path without ``.py``; None: it is none."""
+    first, *rest = module.split(".")
+    for path in (PACKAGE.joinpath(*rest).with_suffix(".py"), PACKAGE.joinpath(*rest, "__init__.py")):
+        if first == "ftopt" and path.is_file():
+            return path.relative_to(PACKAGE).with_suffix("").as_posix()
+    return None
+
+
+def graph() -> dict[str, set[str]]:
+    """Each file, and those that it imports."""
+    return {
+        name.removesuffix(".py"): {target for module in imported if (target := file_of(module))}
+        for name, imported in sources()
+    }
+
+
+def part_of(file: str, parts: set[str]) -> str:
+    """The line of the table that a file belongs to."""
+    return file if file in parts else file.rpartition("/")[0]
 
 
 def test_every_part_imports_only_what_it_may() -> None:
-    wrong = []
-    for name, imported in sources():
-        part = part_of(name)
-        if part in ASSEMBLERS | TYPES:
-            continue
-        for module in imported:
-            if not module.startswith("ftopt."):
-                continue
-            target = module.removeprefix("ftopt.")
-            allowed = {part, *TYPES, *ALLOWED[part]}
-            if not any(target == entry or target.startswith(f"{entry}.") for entry in allowed):
-                wrong.append(f"{name} imports {module}")
+    parts, wrong = MAY_IMPORT.keys() | COMMON, []
+    for file, imported in graph().items():
+        part = part_of(file, parts)
+        for target in imported:
+            allowed = {part, *COMMON, *MAY_IMPORT.get(part, ())}
+            if target not in allowed and part_of(target, parts) not in allowed:
+                wrong.append(f"{file} imports {target}")
     assert wrong == []
 
 
-def test_nobody_but_assemblers_imports_the_package_itself() -> None:
-    wrong = [name for name, imported in sources() if part_of(name) not in ASSEMBLERS and "ftopt" in set(imported)]
-    assert wrong == []
+def test_every_line_of_the_table_imports_only_what_lines_above_it_say() -> None:
+    above: set[str] = set()
+    for part, allowed in MAY_IMPORT.items():
+        assert {entry if entry in MAY_IMPORT else entry.rpartition("/")[0] for entry in allowed} <= above, part
+        above.add(part)
+
+
+def test_every_line_of_the_table_is_needed() -> None:
+    parts = MAY_IMPORT.keys() | COMMON
+    used: dict[str, set[str]] = {}
+    for file, imported in graph().items():
+        used.setdefault(part_of(file, parts), set()).update(imported, (part_of(target, parts) for target in imported))
+    assert {part: unused for part, allowed in MAY_IMPORT.items() if (unused := allowed - used[part])} == {}
+
+
+@pytest.mark.xfail(reason="simulate, and the coordinator with its status, are being untied")
+def test_no_import_cycle() -> None:
+    left = graph()
+    while free := {file for file, imported in left.items() if not imported & left.keys() - {file}}:
+        left = {file: imported for file, imported in left.items() if file not in free}
+    assert left == {}
 
 
 def test_methods_and_codecs_import_torch_alone() -> None:
     for name, imported in sources():
-        if part_of(name) in TORCH_ALONE:
+        if name.split("/")[0] in TORCH_ALONE:
             foreign = {module.split(".")[0] for module in imported} - sys.stdlib_module_names - {"ftopt"}
             assert foreign <= {"torch"}, name
 

@@ -9,7 +9,12 @@ import threading
 import time
 from typing import Any
 
-CONNECTS = ("ftopt.http_state", "ftopt.sync.replica.client", "ftopt.sync.replica.websocket", "ftopt.transport.gloo")
+CONNECTS = (
+    "ftopt.transport.http_state",
+    "ftopt.sync.replica.client",
+    "ftopt.sync.replica.websocket",
+    "ftopt.transport.gloo",
+)
 """What `ftopt.connect` imports when it is called, aiohttp with it."""
 
 

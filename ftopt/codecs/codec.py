@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ftopt.errors import UserError
+
 _PIECE = 1 << 20
 """Elements (about) that `roundtrip` encodes at a time: bounds its memory."""
 
@@ -71,3 +73,17 @@ def roundtrip(codec: Codec, flat: Tensor, out: Tensor) -> Tensor:
     for start in range(0, flat.numel(), step):
         codec.decode(codec.encode(flat[start : start + step]), out[start : start + step])
     return out
+
+
+def check_moments_exact(codec: Codec) -> None:
+    """Moments do not go through a codec that rounds: a second moment that comes out too small, or negative, makes steps
+    of any length.
+
+    Raises:
+        UserError: ``codec`` rounds.
+    """
+    if not codec.exact:
+        raise UserError(
+            f"sync.codec={codec.name} with a method that averages moments; moments must not be rounded, or steps "
+            "explode; use sync.codec=fp32, inner_state=keep"
+        )

@@ -332,8 +332,10 @@ class Recipe:
             found.append(f"model.vocab={self.model.vocab} with text, whose tokens are bytes; use model.vocab=256")
         if isinstance(self.model, ConvnetConfig) and not images:
             found.append("model.name=convnet reads images; use data.name=digits, or model.name=gpt for bytes")
-        from ftopt.codecs import codec_named  # here: it brings torch, which `ftopt ls` does without
-        from ftopt.optimizer.tensors.moments import check_moments_exact
+        from ftopt.codecs import (  # here: it brings torch, which `ftopt ls` does without
+            check_moments_exact,
+            codec_named,
+        )
 
         try:
             codec = codec_named(self.sync.codec)

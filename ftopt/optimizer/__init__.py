@@ -1,7 +1,7 @@
 """Where a method meets `torch.optim`: the wrapper, flat views of the parameters, and the outer step."""
 
-from ftopt.optimizer.undo.api import undo_step as undo_step
-from ftopt.optimizer.undo.api import undoable as undoable
 from ftopt.optimizer.undo.revert import Undone as Undone
+from ftopt.optimizer.undo_step import undo_step as undo_step
+from ftopt.optimizer.undo_step import undoable as undoable
 from ftopt.optimizer.wrapper import OuterOptimizer as OuterOptimizer
 from ftopt.optimizer.wrapper import wrap as wrap

@@ -22,7 +22,6 @@ from torch.optim import SGD, AdamW
 from ftopt.connect import local_groups, solo
 from ftopt.events import ignore
 from ftopt.fragments import Strided
-from ftopt.http_state import HttpState
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.inner_state import device_of
@@ -35,6 +34,7 @@ from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.client import Client
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.transport.gloo import GlooTransport
+from ftopt.transport.http_state import HttpState
 from tests.optimizer.running import PATIENT, together
 from tests.problems import MODELS, flat, pulled
 from tests.test_checkpointing import BIT_EQUAL, run, whole

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.codecs import Codec
+from ftopt.codecs import Codec, check_moments_exact
 from ftopt.errors import UserError
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import trainable
@@ -52,20 +52,6 @@ def moments(model: nn.Module, inner: Inner, codec: Codec) -> Sequence[MomentSour
                     place = named[id(parameter)]
                     found += [(f"{place}/{key}", partial(_moment, optimizer, parameter, key)) for key in keys]
     return found
-
-
-def check_moments_exact(codec: Codec) -> None:
-    """Moments do not go through a codec that rounds: a second moment that comes out too small, or negative, makes steps
-    of any length.
-
-    Raises:
-        UserError: ``codec`` rounds.
-    """
-    if not codec.exact:
-        raise UserError(
-            f"sync.codec={codec.name} with a method that averages moments; moments must not be rounded, or steps "
-            f"explode; use sync.codec=fp32, {_INSTEAD}"
-        )
 
 
 def _moment(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MAX_MESSAGE_BYTES = 4 << 20
+"""Bytes of a message: a hello of 1024 fragments whose roster and gone incarnations are full has 3 MiB."""
 MAX_NAME = 128
 """Characters of a job's name and of a replica's id. A host name has 64 at most, and a process id follows it."""
 MAX_WORD = 256

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-MAX_MESSAGE_BYTES = 4 << 20
-"""Bytes of a message: a hello of 1024 fragments whose roster and gone incarnations are full has 3 MiB."""
-
 
 class Channel(Protocol):
     """An open connection. All calls on the network thread."""

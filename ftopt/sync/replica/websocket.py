@@ -11,7 +11,8 @@ import aiohttp
 from ftopt.errors import Refused
 from ftopt.net.tls import why_not
 from ftopt.net.token import authorization
-from ftopt.sync.replica.link import MAX_MESSAGE_BYTES, Channel
+from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
+from ftopt.sync.replica.link import Channel
 
 
 class WebSocketLink:

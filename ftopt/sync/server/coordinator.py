@@ -28,7 +28,7 @@ from ftopt.net.tls import HANDSHAKE_S, Tls
 from ftopt.net.token import admits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import from_replica
-from ftopt.sync.replica.link import MAX_MESSAGE_BYTES
+from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.server.connection import Connection
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
