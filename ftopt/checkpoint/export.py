@@ -65,7 +65,7 @@ def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
         UserError: the file is there, or cannot be written.
     """
     if path.exists():
-        raise UserError(f"{path} is there already; give another FILE, or remove it first")
+        raise UserError(f"{path} already exists; give another FILE, or remove it first")
     tensors = state_dict(checkpoint)
     try:
         store(Disk(), path, shard(tensors, ftopt_version=str(checkpoint.manifest.version)))

@@ -1,1 +1,1 @@
-"""The command line: one file a verb, each with ``add(parser)`` and ``run(arguments)``."""
+"""The command line: one file per verb, each with ``add(parser)`` and ``run(arguments)``."""

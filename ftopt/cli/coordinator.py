@@ -1,4 +1,4 @@
-"""``ftopt coordinator``: the process that forms quorums and decides."""
+"""``ftopt coordinator``: runs the process that forms quorums and decides outer steps."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
 
 _REPLICAS_LEAVE_S = 5.0
-"""When the runner is killed, replicas and coordinator hear of it at once; the replicas need it to leave."""
+"""When the runner is killed, replicas and coordinator notice at once; the replicas need the coordinator to leave."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[--bind ADDR] [--journal FILE], and the doors: token, certificate; what ``ftopt run`` adds is not shown."""
-    parser.add_argument("--bind", default="127.0.0.1:29400", help="HOST:PORT to listen on (default: %(default)s)")
-    parser.add_argument("--journal", type=Path, help="file that survives a restart (default: none)")
+    """Adds --bind, --journal, and the options for token and TLS; options only ``ftopt run`` uses are hidden."""
+    parser.add_argument(
+        "--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--journal", type=Path, metavar="FILE", help="journal of all decisions, to restart from (default: none)"
+    )
     add_token(parser)
     add_certificate(parser)
-    parser.add_argument("--open-status", action="store_true", help="answer /status and /metrics without the token, too")
-    parser.add_argument("--folder", type=Path, help="a run's folder to write events.jsonl to")
+    parser.add_argument("--open-status", action="store_true", help="serve /status and /metrics without the token")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="write events.jsonl to this folder (default: no events)"
+    )
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--faults", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)
@@ -57,13 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ready(url: str) -> None:
-    say(f"coordinator at {url}; `ftopt status {url}` shows the job; Ctrl-C ends it")
+    say(f"coordinator at {url}; `ftopt status {url}` shows its jobs; Ctrl-C stops it")
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:
-    """Events to the run's folder, and the faults that strike this process (JSON, from ``ftopt run``).
+    """Makes the subscribers to events: the run's folder, and the faults that strike this process (from ``ftopt run``).
 
-    The second one, if any, is to be told the server: a fault may cut it off.
+    The second result, if any, is called with the server once it exists: a fault may cut it off.
     """
     if arguments.folder is None:
         return ignore, None

@@ -1,4 +1,4 @@
-"""``ftopt cp NAME [PATH]``: a copy of a recipe to edit."""
+"""``ftopt cp NAME [PATH]``: copies a recipe to edit it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ftopt.errors import UserError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """NAME [PATH]."""
-    parser.add_argument("name", metavar="NAME", help="a shipped recipe")
-    parser.add_argument("path", metavar="PATH", nargs="?", help="file or folder (default: NAME.yaml here)")
+    """Adds NAME [PATH]."""
+    parser.add_argument("name", metavar="NAME", help="name of a recipe, as `ftopt ls` lists it")
+    parser.add_argument("path", metavar="PATH", nargs="?", help="file or folder to copy it to (default: ./NAME.yaml)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copies; never over a file that is there."""
+    """Copies the recipe; never overwrites a file."""
     source = locate(arguments.name)
     target = Path(arguments.path or f"{arguments.name}.yaml")
     if target.is_dir():
@@ -26,8 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        raise UserError(f"{target} is there already; give another PATH, or remove it first") from None
+        raise UserError(f"{target} already exists; give another PATH, or remove the file first") from None
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}; give another PATH") from error
-    say(f"{target}  (run it: ftopt run {target})")
+    say(f"{target}  (to run it: ftopt run {target})")
     return 0

@@ -1,4 +1,4 @@
-"""``ftopt export CHECKPOINT FILE``: the anchor as a plain safetensors state dict."""
+"""``ftopt export CHECKPOINT FILE``: writes the anchor as a plain safetensors state dict."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from ftopt.cli.output import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """CHECKPOINT FILE."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint, or a folder: its newest one")
-    parser.add_argument("file", metavar="FILE", type=Path, help="e.g. model.safetensors; not there yet")
+    """Adds CHECKPOINT FILE."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=Path,
+        help="a checkpoint, or a folder of checkpoints: its newest complete one",
+    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="file to write, e.g. model.safetensors; must not exist")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes it, for ``model.load_state_dict`` and Hugging Face."""
+    """Writes the file, for ``model.load_state_dict`` and Hugging Face."""
     from ftopt.checkpoint.export import export
     from ftopt.checkpoint.manifest import BadCheckpoint
     from ftopt.checkpoint.reader import find, with_offer

@@ -1,4 +1,4 @@
-"""``ftopt ls``: the recipes shipped, a line each."""
+"""``ftopt ls``: lists the recipes that ship with ftopt, one per line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ftopt.config.shipped import shipped, title
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
+    """Adds no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lists them."""
+    """Lists the recipes."""
     recipes = shipped()
     width = max(map(len, recipes), default=0)
     for name, path in recipes.items():

@@ -1,6 +1,6 @@
-"""The table of verbs, and what every verb has in common: exit status and messages.
+"""The table of verbs, and what all verbs have in common: exit status and error messages.
 
-Exit status: 0 done, 1 the run failed, 2 the user's input was wrong. A user's mistake ends in one message, never in a
+Exit status: 0 success, 1 the run failed, 2 the user's input was wrong. A user's mistake produces one message, never a
 traceback.
 """
 
@@ -18,17 +18,17 @@ from ftopt.cli.output import complain
 from ftopt.errors import FtoptError, UserError
 
 VERBS = {
-    "ls": "the recipes shipped, a line each",
+    "ls": "list the recipes that ship with ftopt",
     "cp": "copy a recipe to edit it",
-    "validate": "check a recipe: every error at once",
-    "run": "the whole job on this machine: coordinator and replicas",
-    "coordinator": "the process that forms quorums and decides",
-    "replica": "one replica of a job",
-    "status": "who is in, versions, rounds",
-    "export": "a checkpoint's anchor as a plain safetensors state dict",
-    "simulate": "random histories of faults, each checked after every event",
+    "validate": "check a recipe and report every error at once",
+    "run": "run a whole job on this machine: coordinator and replicas",
+    "coordinator": "run the process that forms quorums and decides outer steps",
+    "replica": "run one replica of a job",
+    "status": "show a coordinator's jobs: members, versions, rounds",
+    "export": "write a checkpoint's anchor as a plain safetensors state dict",
+    "simulate": "check the protocol on random histories of faults, after every event",
 }
-"""Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when it is called."""
+"""Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when the verb is used."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)
     verb = given[0] if given and given[0] in VERBS else None
     parser = argparse.ArgumentParser(
-        prog="ftopt", description="Semi-synchronous training in which replicas come and go.", allow_abbrev=False
+        prog="ftopt", description="Semi-synchronous, fault-tolerant optimizers for PyTorch.", allow_abbrev=False
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, text in VERBS.items():

@@ -1,4 +1,4 @@
-"""The options about token and TLS that several verbs share."""
+"""Options for token and TLS that several verbs share."""
 
 from __future__ import annotations
 
@@ -11,37 +11,44 @@ from ftopt.net.token import find_token
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
-    """[--token-file FILE]."""
+    """Adds --token-file."""
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="file with the job's token (default: FTOPT_TOKEN, else none)"
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file whose first line is the job's token (default: FTOPT_TOKEN, else none)",
     )
     parser.add_argument("--token", help=argparse.SUPPRESS)
 
 
 def add_certificate(parser: argparse.ArgumentParser) -> None:
-    """[--cert FILE --key FILE]."""
-    parser.add_argument("--cert", type=Path, metavar="FILE", help="certificate to serve with (default: FTOPT_CERT)")
-    parser.add_argument("--key", type=Path, metavar="FILE", help="its key (default: FTOPT_KEY)")
+    """Adds --cert and --key."""
+    parser.add_argument(
+        "--cert", type=Path, metavar="FILE", help="certificate to serve with, PEM (default: FTOPT_CERT)"
+    )
+    parser.add_argument(
+        "--key", type=Path, metavar="FILE", help="private key of the certificate, PEM (default: FTOPT_KEY)"
+    )
 
 
 def add_ca(parser: argparse.ArgumentParser) -> None:
-    """[--ca FILE]."""
+    """Adds --ca."""
     parser.add_argument(
-        "--ca", type=Path, metavar="FILE", help="certificates to trust (default: FTOPT_CA, else the system's)"
+        "--ca", type=Path, metavar="FILE", help="CA certificates to trust, PEM (default: FTOPT_CA, else the system's)"
     )
 
 
 def token_of(arguments: argparse.Namespace) -> str | None:
-    """The token that the user has given; raises `UserError`."""
+    """Returns the token that the user has given; raises `UserError` for ``--token`` or an unusable token."""
     if arguments.token is not None:
         raise UserError(
-            "--token: every user of this machine reads the command lines of all processes; put the token into a file "
-            "and give --token-file FILE, or set FTOPT_TOKEN"
+            "--token is not allowed: every user of this machine can read the command lines of all processes; put the "
+            "token into a file and give --token-file FILE, or set FTOPT_TOKEN"
         )
     return find_token(file=arguments.token_file)
 
 
 def tls_of(arguments: argparse.Namespace) -> Tls:
-    """The files that the user has given."""
+    """Returns the certificate, key and CA files that the user has given."""
     given = vars(arguments)
     return find_tls(given.get("cert"), given.get("key"), given.get("ca"))

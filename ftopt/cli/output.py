@@ -1,4 +1,4 @@
-"""What the command line writes: results to standard output, everything else to standard error."""
+"""Output of the command line: results to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 
 
 def say(text: str) -> None:
-    """A line of the result."""
+    """Writes one line of the result."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """A message about what went wrong."""
+    """Writes one error message."""
     sys.stderr.write(f"ftopt: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``ftopt replica RECIPE --coordinator URL``: one replica of a job."""
+"""``ftopt replica RECIPE --coordinator URL``: runs one replica of a job."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ from ftopt.errors import UserError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """RECIPE --coordinator URL [key=value ...]; what ``ftopt run`` adds is not shown."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or a path")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. train.inner_steps=200")
-    parser.add_argument("--coordinator", metavar="URL", help="its address (default: FTOPT_COORDINATOR)")
-    parser.add_argument("--id", help="this replica's id (default: FTOPT_REPLICA, else host and process)")
-    parser.add_argument("--job", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
+    """Adds RECIPE, overrides, --coordinator and the rest; options only ``ftopt run`` uses are hidden."""
+    parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe that ships with ftopt, or path of a file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings to override, e.g. train.inner_steps=200"
+    )
+    parser.add_argument("--coordinator", metavar="URL", help="the coordinator's address (default: FTOPT_COORDINATOR)")
+    parser.add_argument("--id", metavar="ID", help="this replica's id (default: FTOPT_REPLICA, else HOST-PID)")
+    parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
     parser.add_argument(
         "--host",
         metavar="ADDR",
-        help="this machine's address as peers reach it (default: FTOPT_HOST, else the one "
-        "that reaches the coordinator)",
+        help="address at which peers reach this machine (default: FTOPT_HOST, else that of the interface that reaches "
+        "the coordinator)",
     )
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)
-    parser.add_argument("--folder", type=Path, help="the run's folder (default: log.dir/NAME-ID)")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="the run's folder (default: <log.dir>/<name>-<ID>)")
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains until the job's end; SIGTERM and Ctrl-C leave in good order."""
+    """Trains until the job ends; on SIGTERM or Ctrl-C leaves in good order."""
     from ftopt.config.loader import load
     from ftopt.job.replica import run_replica
 
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
     if not url:
         raise UserError(
-            "no coordinator; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
+            "no coordinator given; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
         )
     replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     run_replica(

@@ -1,4 +1,4 @@
-"""``ftopt run RECIPE [key=value ...]``: the whole job on this machine."""
+"""``ftopt run RECIPE [key=value ...]``: runs a whole job on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ftopt.errors import UserError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs it, then says what came out and where it lies."""
+    """Runs the job, then prints the result and the folder that holds it."""
     from ftopt.config.loader import load
     from ftopt.job.runner import Runner, on_terminal, resolved, resumable
     from ftopt.telemetry.folder import RunFolder
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     mode = resolve(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     if mode == "offline":
-        say(f"wandb is offline: no key was found; `wandb sync {folder}/wandb/offline-run-*` sends the runs later")
+        say(f"wandb is offline: no key found; to upload the runs later: wandb sync {folder}/wandb/offline-run-*")
     files = RunFolder(folder)
     runner = Runner(resolved(recipe, mode, files), files, LiveTable() if on_terminal() else PlainLines(say))
     try:
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """A folder of its own for this run: ``<parent>/<name>-<time>``, made."""
+    """Creates a new folder for this run, ``<parent>/<name>-<time>``."""
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in range(1, 1000):
         folder = parent / (stem if number == 1 else f"{stem}-{number}")
@@ -46,34 +46,36 @@ def new_folder(parent: Path, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a folder that can be written") from error
+            raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a writable folder") from error
         return folder.resolve()
-    raise UserError(f"log.dir={str(parent)!r} has a thousand runs of this second; give another one")
+    raise UserError(f"log.dir={str(parent)!r} already has a thousand runs of this second; give another folder")
 
 
 def digest_lines(summary: dict[str, Any]) -> list[str]:
-    """The summary in a few lines."""
+    """Returns the summary as a few lines of text."""
     digests = summary["anchor_digests"]
-    alike = "alike" if len(set(digests.values())) <= 1 else "NOT ALIKE"
+    alike = "identical" if len(set(digests.values())) <= 1 else "NOT IDENTICAL"
     stall = summary["stall_s"]
     inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
     lines = [
         f"outer steps {summary['outer_steps']}, attempts {summary['attempts']}, aborted {summary['attempts_aborted']}",
         f"inner steps executed {summary['inner_steps_executed']}{inherited}"
         f" = committed {summary['inner_steps_committed']}"
-        f" + pending {summary['inner_steps_pending']} + of the dead {summary['dead_inner_steps_lost']}"
+        f" + pending {summary['inner_steps_pending']} + lost with dead replicas {summary['dead_inner_steps_lost']}"
         f" + discarded {sum(summary['inner_steps_discarded'].values())}"
-        f" + survivors' lost {summary['survivor_inner_steps_lost']}",
+        f" + lost by survivors {summary['survivor_inner_steps_lost']}",
         f"anchor digests of {len(digests)} replicas: {alike}",
         f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s",
     ]
     if stall is not None:
-        lines.append(f"an outer step kept a replica waiting: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
+        lines.append(
+            f"time that an outer step kept a replica waiting: median {stall['median']:.3f} s, max {stall['max']:.3f} s"
+        )
     if (replay := summary["replay"]) is not None:
         lines.append(
-            f"replay: {replay['steps']} inner steps of {replay['replicas']} dead replicas done again in "
+            f"replay: {replay['steps']} inner steps of {replay['replicas']} dead replicas redone in "
             f"{replay['seconds']:.1f} s, copies fetched in {replay['fetch_s']:.2f} s; {replay['copies']} copies of "
-            f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB cost {replay['copy_s']:.2f} s of training"
+            f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
         )
     if summary["val_loss_final"] is not None:
         lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f} nats")

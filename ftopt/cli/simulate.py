@@ -1,4 +1,4 @@
-"""``ftopt simulate``: random histories of faults under a virtual clock, every invariant checked after every event."""
+"""``ftopt simulate``: checks every invariant after every event of random histories of faults, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from ftopt.simulate.walk import run as walk
 
 _PROGRESS_S = 0.5
 _PLAIN_PROGRESS_S = 10.0
-"""Where standard error is no terminal: a line each."""
+"""Interval where standard error is not a terminal, and each progress report is a line."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[--histories N] [--seed S] [--replay SEED]."""
-    parser.add_argument("--histories", metavar="N", type=int, default=1000, help="how many; default 1000")
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the first history; default 0")
-    parser.add_argument("--replay", metavar="SEED", type=int, help="print the trace of this one history")
+    """Adds --histories, --seed and --replay."""
+    parser.add_argument(
+        "--histories", metavar="N", type=int, default=1000, help="number of histories (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="seed of the first history (default: %(default)s)"
+    )
+    parser.add_argument("--replay", metavar="SEED", type=int, help="run this one history and print its trace")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Walks, and says what was seen; 1 if an invariant does not hold."""
+    """Runs the histories and prints what occurred in them; returns 1 if an invariant is violated."""
     if arguments.replay is not None:
         return _replay(_natural("--replay", arguments.replay))
     count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)
@@ -42,12 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     if tally.failed is not None:
         _tell(walk(tally.failed.seed, trace=True))
     say(f"{tally.histories:,} histories (seeds {seed} to {seed + tally.histories - 1}), {tally.events:,} events")
-    say(f"{wall_s:.1f} s, {tally.events / wall_s:,.0f} events/s; share of the histories with:")
+    say(f"{wall_s:.1f} s, {tally.events / wall_s:,.0f} events/s; share of the histories that contain:")
     for line in tally.table():
         say(line)
     if tally.failed is not None:
         again = f"ftopt simulate --replay {tally.failed.seed}"
-        complain(f"seed {tally.failed.seed}: {tally.failed.failure}; see it again: {again}")
+        complain(f"seed {tally.failed.seed}: {tally.failed.failure}; to replay it: {again}")
         return 1
     say("every invariant holds")
     return 0
@@ -75,5 +79,5 @@ def _progress(text: str) -> None:
 
 def _natural(option: str, value: int, *, least: int = 0) -> int:
     if value < least:
-        raise UserError(f"{option}={value}; must be a whole number from {least} up")
+        raise UserError(f"{option}={value}; must be an integer of at least {least}")
     return value

@@ -1,4 +1,4 @@
-"""``ftopt status URL``: who is in, versions, rounds; as tables, or as JSON for programs."""
+"""``ftopt status URL``: shows members, versions and rounds; as tables, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,21 @@ _FRAGMENTS_SHOWN = 4
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """URL [--job NAME] [--json] [--token-file FILE] [--ca FILE]."""
+    """Adds URL, --job, --json, --token-file and --ca."""
     parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
-    parser.add_argument("--job", metavar="NAME", help="this job alone (default: all)")
-    parser.add_argument("--json", action="store_true", help="what the coordinator answers, for programs")
+    parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     add_token(parser)
     add_ca(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Asks and shows."""
+    """Asks the coordinator and prints its answer."""
     url = arguments.url.rstrip("/")
     if not url.startswith(("http://", "https://")):
-        raise UserError(f"{arguments.url!r} is no address; write http://HOST:PORT, as `ftopt coordinator` prints it")
+        raise UserError(
+            f"{arguments.url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it"
+        )
     jobs = _ask(url, arguments)
     if arguments.job is not None:
         names = [job["job"] for job in jobs]
@@ -45,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps({"jobs": jobs}, indent=2))
     else:
-        say("\n\n".join(map(describe, jobs)) or "no jobs yet; replicas bring them")
+        say("\n\n".join(map(describe, jobs)) or "no jobs yet; a job starts when its first replica connects")
     return 0
 
 
 def _ask(url: str, arguments: argparse.Namespace) -> list[Mapping[str, Any]]:
-    """The jobs of the coordinator at ``url``; raises `UserError`."""
+    """Returns the jobs of the coordinator at ``url``; raises `UserError` or `Unreachable`."""
     request = urllib.request.Request(f"{url}/status", headers=authorization(token_of(arguments)))
     context = tls_of(arguments).client() if url.startswith("https://") else None
     try:
@@ -70,12 +72,12 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Mapping[str, Any]]:
     try:
         jobs: list[Mapping[str, Any]] = json.loads(answer)["jobs"]
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{url} answers something else than a status; is this an ftopt coordinator?") from None
+        raise UserError(f"{url} does not answer with a status; is this an ftopt coordinator?") from None
     return jobs
 
 
 def describe(job: Mapping[str, Any]) -> str:
-    """One job's status as text: a line, a table of its fragments, one of its replicas."""
+    """Returns one job's status as text: a line, a table of its fragments, a table of its replicas."""
     fragments = job["fragments"] if job["phase"] == "running" else []
     step = f", inner step {fragments[0]['inner_step']}" if fragments else ""
     parts = [_shown(f"job {job['job']}: {job['phase']}{step}")]
@@ -83,7 +85,7 @@ def describe(job: Mapping[str, Any]) -> str:
         head = ["fragment", "version", "round", "attempts", "aborted"]
         parts.append(_table(head, [[number, *_fragment(x)] for number, x in enumerate(fragments)]))
     if job["replicas"]:
-        head = ["replica", "state", "incarnation", "inner step", "s a step", "version"]
+        head = ["replica", "state", "incarnation", "inner step", "s/step", "version"]
         parts.append(_table(head, [_replica(x) for x in job["replicas"]]))
     return "\n\n".join(parts)
 
@@ -100,7 +102,7 @@ def _replica(x: Mapping[str, Any]) -> list[object]:
 
 
 def _versions(held: Sequence[int | None]) -> str:
-    """The version of each fragment, "-" where it is not known; of many fragments the range."""
+    """Returns the version of each fragment, "-" where unknown; of many fragments only the range."""
     known = [version for version in held if version is not None]
     if len(held) > _FRAGMENTS_SHOWN and known:
         return f"{min(known)} to {max(known)}"
@@ -108,7 +110,7 @@ def _versions(held: Sequence[int | None]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as their widest cell, numbers to the right."""
+    """Returns a table with columns as wide as their widest cell, numbers aligned right."""
     cells = [[_shown(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     right = [all(isinstance(cell, int) for cell in column) for column in zip(*rows, strict=True)]
@@ -122,5 +124,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _shown(text: str) -> str:
-    """What replicas say of themselves must not steer the terminal."""
+    """Replaces control characters: text that comes from replicas must not control the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)

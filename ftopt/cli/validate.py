@@ -1,4 +1,4 @@
-"""``ftopt validate RECIPE [key=value ...]``: every error at once."""
+"""``ftopt validate RECIPE [key=value ...]``: reports every error at once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from ftopt.cli.output import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """RECIPE [key=value ...]."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a shipped name or a path")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="e.g. train.inner_steps=200")
+    """Adds RECIPE [key=value ...]."""
+    parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe that ships with ftopt, or path of a file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings to override, e.g. train.inner_steps=200"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Loads it; `UserError` says what is wrong."""
+    """Loads the recipe; raises `UserError` with everything that is wrong."""
     from ftopt.config.loader import load
 
     recipe = load(arguments.recipe, arguments.overrides)

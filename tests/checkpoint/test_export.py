@@ -112,7 +112,7 @@ def test_the_command_says_what_it_wrote_and_never_over_a_file(
     assert main(["export", str(tmp_path / "c"), str(path)]) == 0
     assert f"{path}: 12 tensors, " in capsys.readouterr().out
     assert main(["export", str(tmp_path / "c"), str(path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
     assert "holds no whole checkpoint" in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):

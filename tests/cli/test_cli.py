@@ -37,7 +37,7 @@ def test_cp_copies_once_and_the_copy_is_valid(elsewhere: Path, capsys: pytest.Ca
     assert main(["cp", "diloco_bytes"]) == 0
     assert main(["validate", "diloco_bytes.yaml"]) == 0
     assert main(["cp", "diloco_bytes"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["cp", "diloco_bytes", "no/such/folder.yaml"]) == 2
 
 
