@@ -127,7 +127,7 @@ def rows(point: dict[str, Case]) -> list[Row]:
         ),
         Row("Streaming, delay 0", streaming(delay=0)),
         Row("Streaming, delay 5", streaming()),
-        Row("Streaming, delay 5, mixed 0.5", streaming(merge="mix", alpha=0.5)),
+        Row("Streaming, delay 5, mixed 0.5", streaming(mix=0.5)),
         Row("Streaming, delay 5, fp4", replace(streaming(), codec="fp4")),
         Row(f"Decoupled, H {H}, delay 5", replace(overlapped, method=decoupled)),
         Row(f"SlowMo, H {H}", point["slowmo"]),

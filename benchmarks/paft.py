@@ -49,7 +49,7 @@ WAYS = (
     Way("PAFT-Sync, H 5", ftopt.PAFT(sync_every=5)),
     Way("PAFT-Sync, H 10", ftopt.PAFT(sync_every=10)),
     Way("PAFT-Sync, H 50", ftopt.PAFT(sync_every=50)),
-    Way("PAFT-Dyn", ftopt.PAFT(sync_every=50, overlap=True, trigger=SignalToNoise(drift=DRIFT, most=50))),
+    Way("PAFT-Dyn", ftopt.PAFT(sync_every=50, delay=1, trigger=SignalToNoise(drift=DRIFT, most=50))),
     Way("local SGD, H 1", ftopt.LocalSGD(sync_every=1)),
     Way("int8 with error feedback", ftopt.SyncSGD(), codec="int8"),
     Way("SlowMo, H 10", ftopt.SlowMo(sync_every=10, slow_momentum=0.4)),

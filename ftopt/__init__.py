@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ftopt.data.loader import DataLoader as DataLoader
     from ftopt.data.tokens import TokenWindows as TokenWindows
     from ftopt.methods import PAFT as PAFT
+    from ftopt.methods import BySpeed as BySpeed
     from ftopt.methods import DecoupledDiLoCo as DecoupledDiLoCo
     from ftopt.methods import DiLoCo as DiLoCo
     from ftopt.methods import LocalSGD as LocalSGD
@@ -45,7 +46,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_METHODS = ("PAFT", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "Method", "SlowMo", "StreamingDiLoCo", "SyncSGD")
+_METHODS = (
+    "PAFT",
+    "BySpeed",
+    "DecoupledDiLoCo",
+    "DiLoCo",
+    "LocalSGD",
+    "Method",
+    "SlowMo",
+    "StreamingDiLoCo",
+    "SyncSGD",
+)
 _OPTIMIZER = ("OuterOptimizer", "Undone", "undo_step", "undoable", "wrap")
 _LATER = {
     "Checkpoints": "ftopt.checkpointing",

@@ -46,7 +46,7 @@ from tests.optimizer.running import PATIENT, together
 from tests.problems import Problem, flat, problem
 
 TASK = problem("deep", "adamw")
-STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", wait_for_result_s=30)
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, mix=0.5, wait_for_result_s=30)
 
 
 @dataclass
@@ -118,7 +118,7 @@ BIT_EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
         "method": DiLoCo(sync_every=5), "task": problem("mlp", "sgd"), "dtype": torch.bfloat16,
     },
     "streaming with delay, mixed": lambda: {"method": STREAMING},
-    "streaming with delay, rebased": lambda: {"method": replace(STREAMING, merge="rebase", delay=3)},
+    "streaming with delay, rebased": lambda: {"method": replace(STREAMING, mix=None, delay=3)},
     "slowmo": lambda: {"method": SlowMo(sync_every=5)},
     "paft": lambda: {"method": PAFT(sync_every=4), "every": 6},
     "paft, moments": lambda: {"method": PAFT(sync_every=4, inner_state="average"), "every": 6},
@@ -202,7 +202,7 @@ def _resume_of(optimizer: Any) -> Any:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of three replicas with pending work and fragments under way."""
     folder = tmp_path_factory.mktemp("made")
-    run(folder, replace(STREAMING, merge="rebase"))
+    run(folder, replace(STREAMING, mix=None))
     return whole(folder)[1]
 
 
@@ -221,7 +221,7 @@ def test_fewer_replicas_take_over_what_the_missing_ones_had_pending(
     works = [work_of(checkpoint, replica, 2) for replica in checkpoint.replicas]
     assert all(steps > 0 for _, steps in works)
     events: list[Event] = []
-    ends = run(tmp_path, replace(STREAMING, merge="rebase"), names=names, resume=made, more=12, on_event=events.append)
+    ends = run(tmp_path, replace(STREAMING, mix=None), names=names, resume=made, more=12, on_event=events.append)
     assert sum(end.began[1][2] for end in ends) == sum(steps for _, steps in works)
     together_moved = torch.stack([end.pending for end in ends]).sum(0)
     torch.testing.assert_close(together_moved, torch.stack([delta for delta, _ in works]).sum(0))
@@ -246,7 +246,7 @@ def _every_step_once(events: list[Event], inherited: list[tuple[int, ...]], name
 
 def test_more_replicas_begin_with_the_newest_state(tmp_path: Path, made: Path) -> None:
     names = ("r0", "r1", "r2", "r3", "r4")
-    ends = run(tmp_path, replace(STREAMING, merge="rebase"), names=names, resume=made, more=12)
+    ends = run(tmp_path, replace(STREAMING, mix=None), names=names, resume=made, more=12)
     assert [end.began[1] for end in ends[3:]] == [(0, 0, 0)] * 2
     assert len({end.began[0] for end in ends}) == 1
 
@@ -327,7 +327,7 @@ def test_a_foreign_checkpoint_is_refused_with_the_reason_and_no_other_of_its_job
     def wider(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6), nn.Linear(6, 4))
 
-    rebased = replace(STREAMING, merge="rebase")
+    rebased = replace(STREAMING, mix=None)
     wide = Problem(wider, TASK.inner)
     for reason, message in [
         ("it is of another model: 4 tensors", refused(made, rebased, task=wide)),
@@ -355,7 +355,7 @@ def test_a_damaged_state_that_its_manifest_vouches_for_is_refused_and_the_one_be
     raw = (path / name).read_bytes()
     told["files"][name] = {"bytes": len(raw), "sha256": sha256(raw).hexdigest()}
     (path / NAME).write_text(json.dumps(told))
-    message = refused(path, replace(STREAMING, merge="rebase"))
+    message = refused(path, replace(STREAMING, mix=None))
     assert message.startswith(f"{path}: ") and message.endswith(f"; the one before it is sound: use {before}")
 
 
@@ -363,7 +363,7 @@ def test_other_settings_are_told(tmp_path: Path, made: Path) -> None:
     with pytest.warns(UserWarning, match=r"was written with other settings: method\.outer\.lr=0\.4"):
         run(
             tmp_path,
-            replace(STREAMING, merge="rebase", outer=SGD(lr=0.3, momentum=0.9)),
+            replace(STREAMING, mix=None, outer=SGD(lr=0.3, momentum=0.9)),
             names=("r0",),
             resume=made,
             more=1,

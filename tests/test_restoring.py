@@ -24,7 +24,7 @@ from tests.problems import problem
 
 TASK = problem("deep", "adamw")
 LOCAL = LocalSGD(sync_every=4)
-STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=3, merge="rebase", wait_for_result_s=30)
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=3, mix=None, wait_for_result_s=30)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ftopt.methods.divergence import LinearFDA, LocalCondition
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.outer_optimizers import SGD, Adam
+from ftopt.methods.pacing import BySpeed
 from ftopt.methods.paft import PAFT
 from ftopt.methods.schedules import ConstantRate, CosineRate
 from ftopt.methods.slowmo import SlowMo
@@ -41,6 +42,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "sync_sgd": SyncSGD,
         "paft": PAFT,
     },
+    "method.pacing": {"by_speed": BySpeed},
     "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
     "method.outer": {"sgd": SGD, "adam": Adam, "torch": Torch},
     "method.outer.schedule": {"constant": ConstantRate, "cosine": CosineRate},

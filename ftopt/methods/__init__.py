@@ -1,8 +1,8 @@
 """What is computed: one frozen dataclass a method, tensors in and tensors out.
 
-A method answers three questions and does no I/O: *is it time?* (`Method.due`), *what do I send?*
-(`Method.payload`), *what does the agreed result do to the anchor and the outer state?* (`Method.outer_step`).
-When replicas meet, who takes part, retries, overlap and joins are written once for all methods, elsewhere.
+A method answers three questions and does no I/O: *when?* (`Method.timing`), *what is sent?* (`Method.payload`), *what
+does the agreed result do to the anchor and the outer state?* (`Method.outer_step`). Quorums, retries, overlap and joins
+are implemented once for all methods, elsewhere.
 """
 
 from ftopt.methods.decoupled import DecoupledDiLoCo as DecoupledDiLoCo
@@ -11,15 +11,21 @@ from ftopt.methods.fragments import Layout as Layout
 from ftopt.methods.fragments import Parameter as Parameter
 from ftopt.methods.fragments import Span as Span
 from ftopt.methods.local_sgd import LocalSGD as LocalSGD
-from ftopt.methods.method import ContributionStats as ContributionStats
 from ftopt.methods.method import Method as Method
-from ftopt.methods.method import OuterState as OuterState
-from ftopt.methods.method import ReplicaView as ReplicaView
-from ftopt.methods.method import Round as Round
+from ftopt.methods.pacing import BySpeed as BySpeed
 from ftopt.methods.paft import PAFT as PAFT
 from ftopt.methods.slowmo import SlowMo as SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo as StreamingDiLoCo
 from ftopt.methods.sync_sgd import GRADIENT as GRADIENT
 from ftopt.methods.sync_sgd import SyncSGD as SyncSGD
+from ftopt.methods.timing import Timing as Timing
+from ftopt.methods.traits import Aggregation as Aggregation
+from ftopt.methods.traits import Execution as Execution
+from ftopt.methods.traits import Overlap as Overlap
+from ftopt.methods.traits import without_tensors as without_tensors
 from ftopt.methods.triggers import Due as Due
 from ftopt.methods.triggers import Progress as Progress
+from ftopt.methods.values import ContributionStats as ContributionStats
+from ftopt.methods.values import OuterState as OuterState
+from ftopt.methods.values import ReplicaView as ReplicaView
+from ftopt.methods.values import Round as Round

@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from ftopt.errors import UserError
 from ftopt.methods.triggers import Due, Measurement, Progress, RoundStats, Trigger, check_count, check_positive
 
 FORMULAS = ("loss", "loss_and_rate")
@@ -28,7 +29,7 @@ class _Period(Trigger):
         for name in ("initial", "least", "most"):
             check_count(name, getattr(self, name))
         if not self.least <= self.initial <= self.most:
-            raise ValueError(
+            raise UserError(
                 f"trigger.initial={self.initial} with least={self.least} and most={self.most}; must lie between them"
             )
 
@@ -126,7 +127,7 @@ class AdaComm(_Period):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.formula not in FORMULAS:
-            raise ValueError(f"trigger.formula={self.formula!r}; allowed: {', '.join(FORMULAS)}")
+            raise UserError(f"trigger.formula={self.formula!r}; allowed: {', '.join(FORMULAS)}")
 
     def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         loss, first_loss, lr, first_lr = agreed.loss, agreed.first_loss, agreed.lr, agreed.first_lr

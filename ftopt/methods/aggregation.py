@@ -15,18 +15,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ftopt.methods.fragments import Layout, Span
+from ftopt.methods.values import ReplicaView, Round
 
 CANCELLED = 1e-3
 """A mean of directions shorter than this has none: it is lengthened as it is, not to full length. With members of one
 length that is the plain mean."""
 
+DIRECTIONS = "directions"
+
 _CHUNK = 1 << 20
 _BITS = 62
+
+
+@dataclass(frozen=True)
+class RadialDirectional:
+    """``RDA`` as an `Aggregation`: the scalars of a round are the `lengths`."""
+
+    def units(self, view: ReplicaView) -> str:
+        """Directions are no displacements."""
+        return "" if view.alone or view.averages else DIRECTIONS
+
+    def aggregate(self, mean: Tensor, round: Round) -> Tensor:
+        """``Delta``."""
+        if len(round.shares) == 1:
+            return mean
+        return lengthened_(mean, round.layout, [round.mean(i) for i in range(len(round.scalars[0]))])
 
 
 def lengths(v: Tensor, layout: Layout) -> tuple[float, ...]:

@@ -11,16 +11,18 @@ Equations for a fragment, with the letters of ``method.py`` and ``RDA`` of ``agg
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
 
-from ftopt.methods.aggregation import directions_, lengthened_, lengths
+from ftopt.errors import UserError
+from ftopt.methods.aggregation import DIRECTIONS, RadialDirectional, directions_, lengths
 from ftopt.methods.fragments import Balanced, Partition
-from ftopt.methods.method import LOCAL, ReplicaView, Round
 from ftopt.methods.streaming import StreamingDiLoCo
-from ftopt.methods.triggers import Measurement
+from ftopt.methods.traits import Execution, Overlap
+from ftopt.methods.triggers import LOCAL, Measurement
+from ftopt.methods.values import ReplicaView
 
 MAX_ADAPTIVE_GRACE = 1e6
 
@@ -37,20 +39,20 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 24, the paper's.
         fragments: which parameters make a fragment. Default ``Balanced(n=24)``, the paper's; in a recipe ``fragments:
             {n: 6}`` without a name is balanced, too.
-        delay: inner steps from a fragment's snapshot to its take-over (the paper's tau). Default 2, the paper's.
-        wait_for_result_s: seconds that training waits for a fragment that is not decided by then. Default 0: it is
-            taken up when it is there.
+        delay: inner steps from a fragment's snapshot to the application of its result (the paper's tau). Default 2, the
+            paper's.
+        wait_for_result_s: seconds that training waits for a fragment that is undecided by then. Default 0: its result
+            is applied when it arrives.
         adaptive_grace: gamma of the adaptive grace, >= 0: those still at work are called in ``gamma * (tau * step -
-            quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: as long as
-            training hides it, the time that quorum and reduction take left out (moving averages); at most
-            ``sync.grace_s``. Default 1.
+            quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: the time that
+            training hides, less what quorum and reduction take (moving averages); at most ``sync.grace_s``. Default 1.
             0: always ``sync.grace_s``.
-        weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that who trains on larger
-            batches counts for more than by its tokens alone. Steps, where nobody calls ``optimizer.count``.
+        weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that a replica with larger
+            batches counts for more than by its tokens alone. Steps, without ``optimizer.count``.
         others: see `StreamingDiLoCo` and `Method`.
 
     Raises:
-        ValueError: a setting is out of range; the message says what is allowed.
+        UserError: a setting is out of range.
 
     Source: arXiv 2604.21428. Open there, decided here: where the directions cancel (their mean is shorter than 1e-3) it
         is taken at the mean length without being normalised; a single contribution is taken as it is; overlapped steps
@@ -69,36 +71,36 @@ class DecoupledDiLoCo(StreamingDiLoCo):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.adaptive_grace <= MAX_ADAPTIVE_GRACE:
-            raise ValueError(
+            raise UserError(
                 f"adaptive_grace={self.adaptive_grace!r}; must be a number from 0 (not adapted) to "
                 f"{MAX_ADAPTIVE_GRACE:g}; use 1"
             )
-        if Measurement.DISTANCE in self.uses:
-            raise ValueError(
+        if Measurement.DISTANCE in self.timing.uses:
+            raise UserError(
                 "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "
                 "use linear_fda or local_condition"
             )
 
     @property
-    def elementwise(self) -> bool:
-        """No: directions are those of whole tensors."""
-        return False
+    def overlap(self) -> Overlap:
+        """As set."""
+        return replace(super().overlap, adaptive_grace=self.adaptive_grace)
 
-    def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
+    @property
+    def execution(self) -> Execution:
+        """Not elementwise: directions are those of whole tensors."""
+        return replace(super().execution, elementwise=False)
+
+    @property
+    def aggregation(self) -> RadialDirectional:
+        """``RDA``."""
+        return RadialDirectional()
+
+    def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """``|v|`` of each tensor that is no embedding; none in a round that only averages."""
-        return () if mine.averages else lengths(mine.start - mine.params, mine.layout)
+        return () if view.averages else lengths(view.start - view.params, view.layout)
 
-    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
+    def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
         """``phi(v)`` of each tensor, ``v`` of embeddings; ``v`` of all from a replica that is alone, or to average."""
-        v = super().payload(mine, out)
-        return directions_(v, mine.layout) if self.units(mine) == "directions" else v
-
-    def units(self, mine: ReplicaView) -> str:
-        """Directions are no displacements."""
-        return "" if mine.alone or mine.averages else "directions"
-
-    def aggregate(self, mean: Tensor, round: Round) -> Tensor:
-        """``Delta``."""
-        if len(round.shares) == 1:
-            return mean
-        return lengthened_(mean, round.layout, [round.mean(i) for i in range(len(round.scalars[0]))])
+        v = super().payload(view, out)
+        return directions_(v, view.layout) if self.aggregation.units(view) == DIRECTIONS else v

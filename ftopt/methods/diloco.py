@@ -15,39 +15,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ftopt.methods.by_speed import BySpeed
-from ftopt.methods.method import LOCAL, OuterState, Round
+from ftopt.methods.method import Method
 from ftopt.methods.outer_optimizers import OuterOptimizerRule, check_outer, nesterov
+from ftopt.methods.paced import Paced
+from ftopt.methods.traits import Execution
+from ftopt.methods.triggers import LOCAL
+from ftopt.methods.values import OuterState, Round
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiLoCo(BySpeed):
-    """Distributed Low-Communication training: an outer optimizer on the mean of the replicas' displacements.
-
-    The inner optimizers' states stay with their replicas (exchanging them gained nothing in the paper).
+class OuterOptimized(Method):
+    """The equations of `DiLoCo`.
 
     Args:
-        sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
-            100 costs less in quality. Or ``balanced``.
-        round_steps: with ``balanced``: inner steps of a round over all replicas, shared out by speed; see
-            `ftopt.methods.by_speed`. Default: 500 for each.
-        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
-            `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
-        others: see `Method`.
-
-    Raises:
-        ValueError: a setting is out of range; the message says what is allowed.
-
-    Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica brings (the paper's replicas
-        all bring H; for data of unlike sizes it weights by those), and casts the anchor to the parameters' dtype
-        first.
+        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
     """
 
-    name: ClassVar[str] = "diloco"
-
-    usual_steps: ClassVar[int | None] = 500
-
-    sync_every: int | str = field(default=500, metadata=LOCAL)
     outer: OuterOptimizerRule = field(default_factory=nesterov)
 
     def __post_init__(self) -> None:
@@ -55,14 +38,9 @@ class DiLoCo(BySpeed):
         check_outer(self.outer)
 
     @property
-    def on_shares(self) -> bool:
+    def execution(self) -> Execution:
         """The outer optimizer's."""
-        return self.outer.on_shares
-
-    @property
-    def elementwise(self) -> bool:
-        """If the outer optimizer is."""
-        return getattr(self.outer, "elementwise", False)
+        return Execution(elementwise=getattr(self.outer, "elementwise", False), sharded=self.outer.on_shares)
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The outer optimizer's."""
@@ -73,3 +51,31 @@ class DiLoCo(BySpeed):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """``OuterOpt(A, Delta)``."""
         return self.outer.step(anchor, state, mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Paced, OuterOptimized):
+    """Distributed Low-Communication training: an outer optimizer on the mean of the replicas' displacements.
+
+    The inner optimizers' states stay with their replicas (exchanging them gained nothing in the paper).
+
+    Args:
+        sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
+            100 costs less in quality. With a ``pacing`` without ``round_steps``: those of each replica on average.
+        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
+            ``sync_every``; see `ftopt.methods.pacing`. None (default): every replica takes ``sync_every``.
+        outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
+            `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
+        others: see `Method`.
+
+    Raises:
+        UserError: a setting is out of range.
+
+    Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica brings (the paper's replicas
+        all bring H; for data of unlike sizes it weights by those), and casts the anchor to the parameters' dtype
+        first.
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    sync_every: int | None = field(default=500, metadata=LOCAL)

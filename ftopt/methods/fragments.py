@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ftopt.errors import UserError
+from ftopt.methods.checks import is_whole
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -56,7 +59,7 @@ class Partition(Protocol):
         """The names of each fragment's parameters: every parameter once, no fragment empty.
 
         Raises:
-            ValueError: the model cannot be cut so; says how it can.
+            UserError: the model cannot be cut so; says how it can.
         """
 
 
@@ -69,15 +72,15 @@ class Dealt:
         embeddings_apart: embeddings make one more fragment, the last. Default False.
 
     Raises:
-        ValueError: ``n`` is no whole number of fragments.
+        UserError: ``n`` is no whole number of fragments.
     """
 
     n: int = 1
     embeddings_apart: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"fragments.n={self.n!r}; must be a whole number of fragments, at least 1")
+        if not is_whole(self.n, 1):
+            raise UserError(f"fragments.n={self.n!r}; must be a whole number of fragments, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ class Balanced(Dealt):
         """See `Partition`."""
         rest, apart = _apart(parameters, self.embeddings_apart)
         if len(rest) < self.n:
-            raise ValueError(
+            raise UserError(
                 f"fragments.n={self.n} (balanced) for {len(rest)} tensors, which are never cut; use at most {len(rest)}"
             )
         order = {parameter.name: place for place, parameter in enumerate(rest)}
@@ -157,7 +160,7 @@ class Named:
 
     def __post_init__(self) -> None:
         if not self.patterns:
-            raise ValueError('fragments.patterns is empty; give one for each fragment, e.g. ["embedding", "*"]')
+            raise UserError('fragments.patterns is empty; give one for each fragment, e.g. ["embedding", "*"]')
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         """See `Partition`."""
@@ -171,13 +174,13 @@ class Named:
             else:
                 left.append(parameter.name)
         if left:
-            raise ValueError(
+            raise UserError(
                 f"fragments.patterns leave {len(left)} parameters out, e.g. {left[0]!r}; add a pattern for them, "
                 'or "*" at the end'
             )
         for names, pattern in zip(found, self.patterns, strict=True):
             if not names:
-                raise ValueError(f"fragments.patterns: nothing is left for {pattern!r}; remove it, or put it first")
+                raise UserError(f"fragments.patterns: nothing is left for {pattern!r}; remove it, or put it first")
         return found
 
 
@@ -189,7 +192,7 @@ def _apart(parameters: Sequence[Parameter], apart: bool) -> tuple[list[Parameter
     rest = [p for p in parameters if not p.embedding]
     if not embeddings or not rest:
         what = "no torch.nn.Embedding" if not embeddings else "nothing but embeddings"
-        raise ValueError(f"fragments.embeddings_apart=True, but the model has {what}; use embeddings_apart=False")
+        raise UserError(f"fragments.embeddings_apart=True, but the model has {what}; use embeddings_apart=False")
     return rest, [embeddings]
 
 
@@ -201,7 +204,7 @@ def _blocks(parameters: Sequence[Parameter], n: int, rule: str) -> list[list[str
         number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
         blocks.setdefault(".".join(parts[: number + 1]), []).append(parameter.name)
     if len(blocks) < n:
-        raise ValueError(
+        raise UserError(
             f"fragments.n={n} ({rule}) for a model of {len(blocks)} blocks ({', '.join(list(blocks)[:6])}); "
             f"use at most {len(blocks)}, or balanced fragments, which deal out single tensors"
         )

@@ -18,43 +18,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.methods.by_speed import BySpeed
-from ftopt.methods.method import OuterState, ReplicaView, Round
+from ftopt.methods.method import Method
+from ftopt.methods.paced import Paced
+from ftopt.methods.traits import Execution
+from ftopt.methods.values import OuterState, ReplicaView, Round
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(BySpeed):
-    """Average the parameters every ``sync_every`` inner steps, weighted by the steps that each replica took.
-
-    The inner optimizers' states stay with their replicas. A replica that is the only contributor keeps its
-    parameters bit for bit: alone, training is that of the bare inner optimizer, also with bf16 parameters.
-
-    Args:
-        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual. Or ``balanced``.
-        round_steps: with ``balanced``, which needs it: inner steps of a round over all replicas, shared out by speed;
-            see `ftopt.methods.by_speed`.
-        others: see `Method`.
-
-    Raises:
-        ValueError: ``sync_every`` is out of range; the message says what is allowed.
-
-    Source: arXiv 1805.09767. Ours weights by steps, where the paper's workers all take the same number.
-    """
-
-    name: ClassVar[str] = "local_sgd"
+class Averaging(Method):
+    """The equations of `LocalSGD`."""
 
     @property
-    def elementwise(self) -> bool:
-        """Yes."""
-        return True
+    def execution(self) -> Execution:
+        """Elementwise."""
+        return Execution(elementwise=True)
 
-    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
+    def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
         """``p + (A - a)``; exactly ``p`` for fp32 parameters, and for a replica that is alone; ``a - p`` if lossy."""
-        if mine.lossy:
-            return torch.sub(mine.start, mine.params, out=out)
-        if mine.alone or mine.start is mine.anchor:
-            return out.copy_(mine.params)
-        return torch.sub(mine.anchor, mine.start, out=out).add_(mine.params)
+        if view.lossy:
+            return torch.sub(view.start, view.params, out=out)
+        if view.alone or view.start is view.anchor:
+            return out.copy_(view.params)
+        return torch.sub(view.anchor, view.start, out=out).add_(view.params)
 
     def outer_step(
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
@@ -65,3 +50,26 @@ class LocalSGD(BySpeed):
     def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
         """The mean; from differences ``A - mean``."""
         return torch.sub(anchor, mean, out=mean) if round.lossy else mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSGD(Paced, Averaging):
+    """Average the parameters every ``sync_every`` inner steps, weighted by the steps that each replica took.
+
+    The inner optimizers' states stay with their replicas. A replica that is the only contributor keeps its
+    parameters bit for bit: alone, training is that of the bare inner optimizer, also with bf16 parameters.
+
+    Args:
+        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual. With a ``pacing`` without
+            ``round_steps``: those of each replica on average.
+        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
+            ``sync_every``; see `ftopt.methods.pacing`. None (default): every replica takes ``sync_every``.
+        others: see `Method`.
+
+    Raises:
+        UserError: a setting is out of range.
+
+    Source: arXiv 1805.09767. Ours weights by steps, where the paper's workers all take the same number.
+    """
+
+    name: ClassVar[str] = "local_sgd"

@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from ftopt.errors import UserError
 from ftopt.methods.schedules import ConstantRate, Schedule
 
 
@@ -73,7 +74,7 @@ class SGD:
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
 
     Raises:
-        ValueError: a setting out of range; the message says which one and what to use.
+        UserError: a setting out of range; the message says which one and what to use.
 
     Source: arXiv 2311.08105, section 2 (OuterOpt).
     """
@@ -89,9 +90,9 @@ class SGD:
     def __post_init__(self) -> None:
         _check_rate(self.lr, "DiLoCo uses 0.7, averaging 1.0")
         if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
-            raise ValueError(f"outer.momentum={self.momentum!r}; must be in [0, 1); DiLoCo uses 0.9")
+            raise UserError(f"outer.momentum={self.momentum!r}; must be in [0, 1); DiLoCo uses 0.9")
         if self.nesterov and self.momentum == 0:
-            raise ValueError(
+            raise UserError(
                 "outer.nesterov=True with outer.momentum=0 has no effect; set momentum=0.9 or nesterov=False"
             )
 
@@ -133,7 +134,7 @@ class Adam:
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
 
     Raises:
-        ValueError: a setting out of range; the message says which one and what to use.
+        UserError: a setting out of range; the message says which one and what to use.
 
     Source: arXiv 1412.6980, algorithm 1; as outer optimizer arXiv 2311.08105, section 3. Rate and
         betas are ours.
@@ -150,9 +151,9 @@ class Adam:
     def __post_init__(self) -> None:
         _check_rate(self.lr, "0.3 goes with eps=0.1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"outer.betas={list(self.betas)}; must be two numbers in [0, 1); use [0.9, 0.95]")
+            raise UserError(f"outer.betas={list(self.betas)}; must be two numbers in [0, 1); use [0.9, 0.95]")
         if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ValueError(f"outer.eps={self.eps!r}; must be a number above 0; DiLoCo's paper needed 0.1")
+            raise UserError(f"outer.eps={self.eps!r}; must be a number above 0; DiLoCo's paper needed 0.1")
         object.__setattr__(self, "betas", [float(beta) for beta in self.betas])
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
@@ -181,7 +182,7 @@ def _power(x: float, n: int) -> float:
 
 def _check_rate(lr: float, hint: str) -> None:
     if isinstance(lr, bool) or not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
-        raise ValueError(f"outer.lr={lr!r}; must be a number above 0; {hint}")
+        raise UserError(f"outer.lr={lr!r}; must be a number above 0; {hint}")
 
 
 def nesterov() -> SGD:
@@ -193,10 +194,10 @@ def check_outer(outer: object) -> None:
     """Refuses what is no rule.
 
     Raises:
-        ValueError: says what to use.
+        UserError: says what to use.
     """
     if isinstance(outer, torch.optim.Optimizer) or not callable(getattr(outer, "step", None)):
-        raise ValueError(
+        raise UserError(
             f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "
             'use ftopt.outer.SGD(lr=0.7, momentum=0.9, nesterov=True), or ftopt.outer.Torch(cls="torch.optim.RMSprop")'
         )

@@ -14,17 +14,21 @@ With plain SGD of rates ``eta_s`` and normal noise of variance ``sigma^2`` on ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ftopt.methods.local_sgd import LocalSGD
-from ftopt.methods.method import LOCAL, Method
+from ftopt.errors import UserError
+from ftopt.methods.checks import check_choice
+from ftopt.methods.local_sgd import Averaging
+from ftopt.methods.method import Method
 from ftopt.methods.sync_sgd import SyncSGD
-from ftopt.methods.triggers import check_sync_every
+from ftopt.methods.timing import Timing
+from ftopt.methods.traits import Overlap
+from ftopt.methods.triggers import LOCAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class PAFT(LocalSGD):
+class PAFT(Averaging):
     """Average gradients every step and parameters every ``sync_every`` steps.
 
     Moments of the inner optimizers stay with their replicas unless asked for: their drift does not add up. A joiner
@@ -33,18 +37,18 @@ class PAFT(LocalSGD):
     Args:
         sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. No default; the paper has
             5, 10 and 50.
-        overlap: hide the averaging behind the next step (PAFT-Dyn): what the replica does in that step is kept.
-            Default False (PAFT-Sync).
+        delay: inner steps from the snapshot to the application of the average: 0 (default, PAFT-Sync), or 1, which
+            hides the averaging behind the next step (PAFT-Dyn); what the replica does in that step is kept.
         clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not.
         inner_state: the inner optimizer's moments stay with their replica (``keep``, default), or are averaged with the
             parameters (``average``; SGD with momentum, the Adam family, Muon): two or three times the payload, fp32
             only.
-        average_until_step: until then parameters are averaged after every step, without ``overlap``; gradients are
+        average_until_step: until then parameters are averaged after every step, without ``delay``; gradients are
             averaged in every step all along. Default 0.
         others: see `Method`.
 
     Raises:
-        ValueError: a setting is out of range; the message says what is allowed.
+        UserError: a setting is out of range.
 
     Source: PAFT (OpenReview cPZepCZlFW). Ours weights by steps.
     """
@@ -52,32 +56,28 @@ class PAFT(LocalSGD):
     name: ClassVar[str] = "paft"
 
     sync_every: int = field(metadata=LOCAL)
-    overlap: bool = False
+    delay: int = 0
     clip_norm: float | None = None
     inner_state: str = "keep"
 
     def __post_init__(self) -> None:
-        check_sync_every(self.sync_every)
         super().__post_init__()
         SyncSGD(clip_norm=self.clip_norm)  # says what is wrong with it
-        if self.inner_state not in ("keep", "average"):
-            raise ValueError(f"inner_state={self.inner_state!r}; allowed: keep, average")
+        if self.delay not in (0, 1):
+            raise UserError(f"delay={self.delay!r}; must be 0 (PAFT-Sync) or 1 (PAFT-Dyn)")
+        check_choice("inner_state", self.inner_state, ("keep", "average"))
 
     @property
     def gradients(self) -> Method:
         """Averaged in every step."""
         return SyncSGD(clip_norm=self.clip_norm, weights=self.weights, staleness_discount=self.staleness_discount)
 
-    def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
+    @property
+    def timing(self) -> Timing:
         """Averages are due at multiples of H, so that a joiner is due with the others; after a trigger's period."""
-        return (inner_step - self.average_until_step) % self.sync_every if self.trigger is None else 0
+        return replace(super().timing, aligned=True)
 
     @property
-    def tau(self) -> int:
-        """1 when the averaging is hidden behind the next step."""
-        return int(self.overlap)
-
-    @property
-    def patience(self) -> float:
+    def overlap(self) -> Overlap:
         """The parameters of the next step wait for it, as in the paper."""
-        return 60.0
+        return Overlap(delay=self.delay, wait_for_result_s=60.0)

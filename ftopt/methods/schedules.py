@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from ftopt.errors import UserError
+from ftopt.methods.checks import is_whole
+
 
 class Schedule(Protocol):
     """A frozen dataclass."""
@@ -63,7 +66,7 @@ class CosineRate:
         _check_steps("warmup", self.warmup, 0)
         _check_steps("steps", self.steps, self.warmup + 1)
         if not 0 <= self.floor <= 1:
-            raise ValueError(f"schedule.floor={self.floor!r}; must be from 0 to 1, a share of the rate")
+            raise UserError(f"schedule.floor={self.floor!r}; must be from 0 to 1, a share of the rate")
 
     @property
     def moves(self) -> bool:
@@ -84,5 +87,5 @@ def _warm(t: int, warmup: int) -> float:
 
 
 def _check_steps(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"schedule.{name}={value!r}; must be a whole number of outer steps, at least {least}")
+    if not is_whole(value, least):
+        raise UserError(f"schedule.{name}={value!r}; must be a whole number of outer steps, at least {least}")

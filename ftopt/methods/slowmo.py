@@ -17,7 +17,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.methods.method import LOCAL, Method, OuterState, ReplicaView, Round
+from ftopt.errors import UserError
+from ftopt.methods.checks import check_choice
+from ftopt.methods.method import Method
+from ftopt.methods.traits import Execution, without_tensors
+from ftopt.methods.triggers import LOCAL
+from ftopt.methods.values import OuterState, ReplicaView, Round
 
 INNER_STATE = ("keep", "reset", "average")
 NO_RATE = 1e-12
@@ -38,14 +43,14 @@ class SlowMo(Method):
         slow_lr: alpha, > 0. Default 1, the paper's best.
         slow_momentum: beta, in [0, 1). Default 0.6; the paper's best are from 0.4 to 0.8. With 0 and ``slow_lr=1`` this
             is `LocalSGD`.
-        inner_state: the inner optimizer's state when a round is taken up. ``keep`` (default): each replica keeps its
+        inner_state: the inner optimizer's state when a round is applied. ``keep`` (default): each replica keeps its
             own, the paper's choice for Adam. ``reset``: forgotten, as before the first step (Adam's step count too);
             the paper's choice for Nesterov SGD. ``average``: moments and momentum buffers are averaged with the
             parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload, fp32 only.
         others: see `Method`.
 
     Raises:
-        ValueError: a setting is out of range; the message says what is allowed.
+        UserError: a setting is out of range.
 
     Other names for settings of it: Lookahead (arXiv 1907.08610) is one replica, ``slow_momentum=0``, ``slow_lr`` its
     alpha, ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
@@ -64,28 +69,20 @@ class SlowMo(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (math.isfinite(self.slow_lr) and self.slow_lr > 0):
-            raise ValueError(f"slow_lr={self.slow_lr!r}; must be a number above 0; use 1")
+            raise UserError(f"slow_lr={self.slow_lr!r}; must be a number above 0; use 1")
         if not 0 <= self.slow_momentum < 1:
-            raise ValueError(f"slow_momentum={self.slow_momentum!r}; must be in [0, 1); use 0.4 to 0.8")
-        if self.inner_state not in INNER_STATE:
-            raise ValueError(
-                f"inner_state={self.inner_state!r}; allowed: {', '.join(INNER_STATE)}; keep for Adam, reset for "
-                "Nesterov SGD"
-            )
+            raise UserError(f"slow_momentum={self.slow_momentum!r}; must be in [0, 1); use 0.4 to 0.8")
+        check_choice("inner_state", self.inner_state, INNER_STATE, "use keep for Adam, reset for Nesterov SGD")
 
     @property
-    def elementwise(self) -> bool:
-        """Yes."""
-        return True
+    def execution(self) -> Execution:
+        """Elementwise."""
+        return Execution(elementwise=True)
 
-    def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
+    @without_tensors
+    def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """The inner rate."""
-        return (mine.lr,)
-
-    @property
-    def looks_at_whole(self) -> bool:
-        """No, but a subclass' own may."""
-        return type(self).scalars is not SlowMo.scalars or type(self).units is not SlowMo.units
+        return (view.lr,)
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """``u = 0``."""

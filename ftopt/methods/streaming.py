@@ -7,23 +7,24 @@ steps ``t = ceil(f * H / P) + k * H`` (f = 0: ``k * H``, k >= 1)::
     Delta   = sum_m (w_m / W) * Delta_m
     A'      = OuterOpt(A, Delta)
     at t + tau:
-    p_m    <- cast(A') + (p_m(t + tau) - p_m(t))    merge = rebase: keeps the overlapped steps
-    p_m    <- alpha * p_m(t + tau) + (1 - alpha) * cast(A')         merge = mix, the paper's
+    p_m    <- cast(A') + (p_m(t + tau) - p_m(t))                    rebased (mix = None): keeps the overlapped steps
+    p_m    <- alpha * p_m(t + tau) + (1 - alpha) * cast(A')         alpha = mix, the paper's
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ftopt.methods.diloco import DiLoCo
+from ftopt.errors import UserError
+from ftopt.methods.checks import is_whole
+from ftopt.methods.diloco import OuterOptimized
 from ftopt.methods.fragments import Parameter, Partition, Strided
-from ftopt.methods.method import LOCAL
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
-from ftopt.methods.triggers import check_sync_every
-
-MERGES = ("rebase", "mix")
+from ftopt.methods.timing import Timing
+from ftopt.methods.traits import Overlap
+from ftopt.methods.triggers import LOCAL
 
 
 def _outer() -> OuterOptimizerRule:
@@ -35,8 +36,8 @@ def _three() -> Partition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingDiLoCo(DiLoCo):
-    """DiLoCo whose parameters meet fragment by fragment, while training goes on.
+class StreamingDiLoCo(OuterOptimized):
+    """DiLoCo whose parameters are synchronized fragment by fragment, while training goes on.
 
     Peak traffic is that of one fragment, and a reduction may take as long as ``delay`` inner steps without stopping
     the training thread.
@@ -45,25 +46,26 @@ class StreamingDiLoCo(DiLoCo):
         sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 100, the paper's.
             Need not be a multiple of the number of fragments.
         fragments: which parameters make a fragment. Default ``Strided(n=3)``.
-        delay: inner steps from a fragment's snapshot to its take-over (the paper's tau), 0 to ``sync_every - 1``.
-            Default 1, the paper's; up to 5 is advised there, and 10 changed the loss by less than 0.2 %. 0: training
-            waits for each fragment. More than ``sync_every / P``: several fragments are under way at once.
-        merge: ``rebase`` (default): the overlapped steps are moved onto the new anchor. ``mix``: the paper's, with
-            ``alpha``; it overwrites a share ``1 - alpha`` of the overlapped steps, which is counted as discarded.
-        alpha: the share of the replica's own parameters when mixed, in [0, 1]; 0 drops the overlapped steps, 1 never
-            takes up anything. Default 0.5, the paper's. Applied exactly ``delay`` steps after the snapshot; what comes
-            later is rebased.
-        wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is not
-            decided yet. After that, and at once when the attempt fails, it trains on and takes the result up when it is
-            there. Default 0: training never stands still for it. A large one is the paper's behaviour: exactly
-            ``delay`` steps, and the same run twice; it is what ``mix`` wants.
+        delay: inner steps from a fragment's snapshot to the application of its result (the paper's tau), 0 to
+            ``sync_every - 1``. Default 1, the paper's; up to 5 is advised there, and 10 changed the loss by less than
+            0.2 %. 0: training waits for each fragment. More than ``sync_every / P``: several fragments are under way at
+            once.
+        mix: None (default): the overlapped steps are rebased onto the new anchor, none is lost. A number alpha in
+            [0, 1]: the result is mixed in, with that share of the replica's own parameters; 0.5 is the paper's, 0 drops
+            the overlapped steps, 1 ignores the result. The share ``1 - alpha`` of the overlapped steps that mixing
+            overwrites is counted as discarded. A result is mixed in exactly ``delay`` steps after the snapshot; one
+            that comes later is rebased.
+        wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is still
+            undecided. After that, and at once when the attempt fails, it trains on and applies the result when it
+            arrives. Default 0: training never stands still for it. A large value is the paper's behaviour: exactly
+            ``delay`` steps, and the same run twice; use it with ``mix``.
         outer: the outer optimizer. Default ``SGD(lr=0.4, momentum=0.9, nesterov=True)``, the paper's.
         others: see `Method`.
 
     Raises:
-        ValueError: a setting is out of range; the message says what is allowed.
+        UserError: a setting is out of range.
 
-    Source: arXiv 2501.18512, algorithm 2. Differs in the default merge: the paper's mixes (``merge="mix"``).
+    Source: arXiv 2501.18512, algorithm 2. The paper mixes (``mix=0.5``); our default rebases.
     """
 
     name: ClassVar[str] = "streaming_diloco"
@@ -71,27 +73,26 @@ class StreamingDiLoCo(DiLoCo):
     sync_every: int = field(default=100, metadata=LOCAL)
     fragments: Partition = field(default_factory=_three)
     delay: int = field(default=1, metadata=LOCAL)
-    merge: str = "rebase"
-    alpha: float = 0.5
+    mix: float | None = None
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
     outer: OuterOptimizerRule = field(default_factory=_outer)
 
     def __post_init__(self) -> None:
-        check_sync_every(self.sync_every)
         super().__post_init__()
-        if isinstance(self.delay, bool) or not 0 <= self.delay < self.sync_every:
-            raise ValueError(
+        if not is_whole(self.delay, 0) or self.delay >= self.sync_every:
+            raise UserError(
                 f"delay={self.delay!r} with sync_every={self.sync_every}; must be from 0 to {self.sync_every - 1}: a "
-                "fragment is taken up before it is due again; use 1 to 5"
+                "fragment's result is applied before it is due again; use 1 to 5"
             )
-        if self.merge not in MERGES:
-            raise ValueError(f"merge={self.merge!r}; allowed: {', '.join(MERGES)}; rebase loses no step")
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha!r}; must be from 0 (the anchor) to 1 (the replica's own)")
+        if self.mix is not None and not 0 <= self.mix <= 1:
+            raise UserError(
+                f"mix={self.mix!r}; must be None (rebase, no step is lost), or from 0 (the anchor) to 1 (the replica's "
+                "own parameters); use 0.5 for the paper's"
+            )
         if not self.wait_for_result_s >= 0:
-            raise ValueError(f"wait_for_result_s={self.wait_for_result_s!r}; must be a number of seconds, 0 or more")
+            raise UserError(f"wait_for_result_s={self.wait_for_result_s!r}; must be a number of seconds, 0 or more")
         if not callable(getattr(self.fragments, "fragments", None)):
-            raise ValueError(
+            raise UserError(
                 f"fragments={self.fragments!r}; must be Strided, Sequential, Balanced or Named; use "
                 f"ftopt.fragments.Strided(n=3)"
             )
@@ -100,27 +101,12 @@ class StreamingDiLoCo(DiLoCo):
         """By the rule in ``fragments``."""
         return self.fragments.fragments(parameters)
 
-    def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
-        """Offsets spread over H, so that fragment ``f`` is first due after ``ceil(f * H / P)`` steps (f = 0: H).
-
-        Steps count from ``average_until_step``.
-        """
-        if fragment == 0:
-            return 0
-        offset = -(-fragment * self.sync_every // fragments)
-        return (inner_step - self.average_until_step - offset) % self.sync_every
+    @property
+    def timing(self) -> Timing:
+        """Fragments in turn, spread over H; their steps count from ``average_until_step``."""
+        return replace(super().timing, staggered=True)
 
     @property
-    def tau(self) -> int:
-        """``delay``."""
-        return self.delay
-
-    @property
-    def patience(self) -> float:
-        """``wait_for_result_s``."""
-        return self.wait_for_result_s
-
-    @property
-    def mix(self) -> float | None:
-        """``alpha`` when ``merge`` is ``mix``."""
-        return self.alpha if self.merge == "mix" else None
+    def overlap(self) -> Overlap:
+        """As set."""
+        return Overlap(delay=self.delay, mix=self.mix, wait_for_result_s=self.wait_for_result_s)

@@ -15,8 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ftopt.errors import UserError
 from ftopt.methods.fragments import Parameter
-from ftopt.methods.method import LOCAL, Method, OuterState, ReplicaView, Round
+from ftopt.methods.method import Method
+from ftopt.methods.triggers import LOCAL
+from ftopt.methods.values import OuterState, ReplicaView, Round
 
 GRADIENT = "gradient"
 """Under this name the agreed gradient stands in the outer state."""
@@ -38,7 +41,7 @@ class SyncSGD(Method):
         others: see `Method`.
 
     Raises:
-        ValueError: a setting is out of range; the message says what is allowed.
+        UserError: a setting is out of range.
 
     Source: the synchronous baseline of every paper here.
     """
@@ -51,18 +54,17 @@ class SyncSGD(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trigger is not None:
-            raise ValueError(
+            raise UserError(
                 f"trigger={type(self.trigger).__name__}; sync_sgd exchanges gradients every sync_every steps, with no "
                 "trigger; paft takes one for its parameters"
             )
         if self.average_until_step:
-            raise ValueError(
+            raise UserError(
                 f"average_until_step={self.average_until_step}; sync_sgd averages gradients from the first step on, "
-                f"and "
-                "has no parameters to average before that; leave it at 0"
+                "and has no parameters to average before that; leave it at 0"
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm={self.clip_norm!r}; must be null or above 0; 1.0 is usual")
+            raise UserError(f"clip_norm={self.clip_norm!r}; must be null or above 0; 1.0 is usual")
 
     @property
     def gradients(self) -> SyncSGD:
@@ -77,9 +79,9 @@ class SyncSGD(Method):
         """No gradient yet."""
         return {GRADIENT: torch.zeros_like(anchor)}
 
-    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
-        """The mean of the gradients that this replica has added up: ``mine.params`` holds minus their sum."""
-        return torch.div(mine.params, -mine.steps, out=out)
+    def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
+        """The mean of the gradients that this replica has added up: ``view.params`` holds minus their sum."""
+        return torch.div(view.params, -view.steps, out=out)
 
     def outer_step(
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round

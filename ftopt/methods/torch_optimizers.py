@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ftopt.errors import UserError
 from ftopt.methods.outer_optimizers import count, counted
 from ftopt.methods.schedules import ConstantRate, Schedule
 
@@ -39,7 +40,7 @@ class Torch:
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
 
     Raises:
-        ValueError: there is no such class, it does not take the arguments, or it cannot be computed on shares: it
+        UserError: there is no such class, it does not take the arguments, or it cannot be computed on shares: it
             needs a closure (LBFGS) or matrices (Muon), looks at the whole tensor (Adafactor), or keeps state where it
             cannot be handed on.
     """
@@ -82,7 +83,7 @@ class Torch:
         try:
             return _try_out(self.cls, json.dumps(self.args))
         except TypeError as error:
-            raise ValueError(f"outer.args={self.args!r}; must be numbers, strings and lists: {error}") from None
+            raise UserError(f"outer.args={self.args!r}; must be numbers, strings and lists: {error}") from None
 
 
 def _restored(tensor: Tensor, kind: type | torch.dtype | None) -> Any:
@@ -97,13 +98,13 @@ def _make(path: str, args: Mapping[str, Any], theta: Tensor) -> Optimizer:
     try:
         cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
-        raise ValueError(f"outer.cls={path!r}; there is no such class; e.g. torch.optim.RMSprop") from None
+        raise UserError(f"outer.cls={path!r}; there is no such class; e.g. torch.optim.RMSprop") from None
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ValueError(f"outer.cls={path!r}; is no torch.optim.Optimizer; e.g. torch.optim.RMSprop")
+        raise UserError(f"outer.cls={path!r}; is no torch.optim.Optimizer; e.g. torch.optim.RMSprop")
     try:
         optimizer: Optimizer = cls([theta], **args)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"outer.args={dict(args)!r} for {path} on a flat tensor: {error}; give what the class takes, or another one"
         ) from None
     return optimizer
@@ -111,7 +112,7 @@ def _make(path: str, args: Mapping[str, Any], theta: Tensor) -> Optimizer:
 
 @functools.lru_cache
 def _try_out(path: str, args: str) -> Mapping[str, type | torch.dtype | None]:
-    """The state of one parameter, by name; see `Torch._kinds`. Raises ValueError as `Torch` does."""
+    """The state of one parameter, by name; see `Torch._kinds`. Raises UserError as `Torch` does."""
     whole = torch.linspace(-1.0, 1.0, 8)
     scale = torch.tensor([1e-3] * 4 + [1e2] * 4)
     # What looks at the whole tensor moves one half otherwise when the other half is far larger, or missing.
@@ -162,7 +163,7 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
-def _refusal(path: str, why: str) -> ValueError:
-    return ValueError(
+def _refusal(path: str, why: str) -> UserError:
+    return UserError(
         f"outer.cls={path!r} cannot be computed on shares: {why}; use an elementwise class, e.g. torch.optim.RMSprop"
     )

@@ -24,6 +24,9 @@ from dataclasses import dataclass, field
 from enum import Flag, IntEnum, auto
 from typing import Any
 
+from ftopt.errors import UserError
+from ftopt.methods.checks import is_whole
+
 LOCAL: dict[str, Any] = {"local": True}
 """Metadata of a setting that may differ from replica to replica."""
 
@@ -281,7 +284,7 @@ class EveryStaged(Trigger):
         whole = all(len(pair) == 2 and all(type(x) is int for x in pair) for pair in pairs)
         begins = [pair[0] for pair in pairs]
         if not (pairs and whole and begins[0] == 0 and begins == sorted(set(begins)) and min(p[1] for p in pairs) >= 1):
-            raise ValueError(
+            raise UserError(
                 f"trigger.stages={self.stages!r}; must be pairs of an inner step, 0 first and rising, and a period of "
                 "at least 1; use e.g. [[0, 1], [100, 10], [1000, 50]]"
             )
@@ -309,7 +312,7 @@ class _Joined(Trigger):
         wrong = [part for part in self.triggers if not isinstance(part, Trigger)]
         if wrong or not self.triggers:
             got = repr(wrong[0]) if wrong else "an empty list"
-            raise ValueError(
+            raise UserError(
                 f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [ftopt.triggers.Every(100)]"
             )
 
@@ -377,30 +380,17 @@ def check_count(name: str, value: int) -> None:
     """Refuses what is no positive number of inner steps.
 
     Raises:
-        ValueError: ``value`` is not an int of at least 1.
+        UserError: ``value`` is not an int of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"trigger.{name}={value!r}; must be a whole number of inner steps, at least 1")
+    if not is_whole(value, 1):
+        raise UserError(f"trigger.{name}={value!r}; must be a whole number of inner steps, at least 1")
 
 
 def check_positive(name: str, value: float) -> None:
     """Refuses what is no positive number.
 
     Raises:
-        ValueError: ``value`` is not a finite number above 0.
+        UserError: ``value`` is not a finite number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"trigger.{name}={value!r}; must be a number above 0")
-
-
-def check_sync_every(sync_every: object) -> None:
-    """Refuses a period that is no positive number of inner steps.
-
-    Raises:
-        ValueError: ``sync_every`` is not an int of at least 1.
-    """
-    if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
-        raise ValueError(
-            f"sync_every={sync_every!r}; must be a whole number of inner steps, at least 1; "
-            "use 1 to meet after every step, 500 for DiLoCo's default"
-        )
+        raise UserError(f"trigger.{name}={value!r}; must be a number above 0")

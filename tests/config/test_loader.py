@@ -11,7 +11,7 @@ from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
 from ftopt.fragments import Balanced, Strided
-from ftopt.methods import DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
+from ftopt.methods import BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, StreamingDiLoCo
 from ftopt.outer import Adam, CosineRate, Torch
 from ftopt.triggers import AllOf, AnyOf, Every, EveryStaged, LinearFDA
 
@@ -229,19 +229,18 @@ def test_outer_optimizers_and_their_schedules_are_choices_of_a_recipe() -> None:
 
 
 def test_rounds_shared_out_by_speed(tmp_path: Path) -> None:
-    recipe = load("localsgd_bytes", ["method.sync_every=balanced", "method.round_steps=200"])
-    assert recipe.method == LocalSGD(sync_every="balanced", round_steps=200)
+    recipe = load("localsgd_bytes", ["method.sync_every=null", "method.pacing.round_steps=200"])
+    assert recipe.method == LocalSGD(pacing=BySpeed(round_steps=200))
     written = tmp_path / "recipe.yaml"
     written.write_text(dump(recipe), encoding="utf-8")
     assert load(str(written)) == recipe
-    assert load("diloco_bytes", ["method.sync_every=balanced"]).method.sync_every == "balanced"
-    assert "needs round_steps" in errors_of("method={name: local_sgd, sync_every: balanced}")
-    assert "round_steps=9 with sync_every=50" in errors_of("method.round_steps=9")
-    assert "must be balanced, or a whole number" in errors_of("method.sync_every=balancd")
-    assert "method.sync_every=2.5 (float); must be a whole number or a string" in errors_of("method.sync_every=2.5")
-    assert "method.sync_every='balanced' (str); must be a whole number" in errors_of(
-        "method={name: slowmo, sync_every: balanced}"
-    )
+    assert load("diloco_bytes", ["method.pacing.name=by_speed"]).method.pacing == BySpeed()
+    assert "method: sync_every is missing; use" in errors_of("method={name: local_sgd, sync_every: null}")
+    assert "needs sync_every" in errors_of("method={name: local_sgd, sync_every: null, pacing: {}}")
+    assert "method.pacing.round_steps=0; must be" in errors_of("method.pacing.round_steps=0")
+    assert "sync_every=50 with pacing.round_steps=9" in errors_of("method.pacing.round_steps=9")
+    assert "method.sync_every=2.5 (float); must be a whole number or null" in errors_of("method.sync_every=2.5")
+    assert "method.pacing: unknown key" in errors_of("method={name: slowmo, pacing: {round_steps: 9}}")
 
 
 NESTED = (

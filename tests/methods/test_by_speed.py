@@ -9,18 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress, SlowMo, StreamingDiLoCo, SyncSGD
+from ftopt.errors import UserError
+from ftopt.methods import (
+    PAFT,
+    BySpeed,
+    DecoupledDiLoCo,
+    DiLoCo,
+    Due,
+    LocalSGD,
+    Progress,
+    SlowMo,
+    StreamingDiLoCo,
+    SyncSGD,
+)
+from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import Measurement, MemberStats, RoundStats
 from ftopt.triggers import AnyOf, Every
 from tests.reference import balanced
 
 AT = Progress(fragment=0, steps=0, pending_steps=0, local_steps=0, inner_step=0)
-SHARED = LocalSGD(sync_every="balanced", round_steps=200)
+SHARED = LocalSGD(pacing=BySpeed(round_steps=200))
 
 
 def _round(method: LocalSGD, agreed: RoundStats, step_s: dict[int, float]) -> tuple[dict[int, int], RoundStats]:
     """Each replica's steps in a round, and what is agreed on after it."""
-    steps = {m: method.steps_until_due(replace(AT, agreed=agreed, pace=1 / s)) for m, s in step_s.items()}
+    steps = {m: method.timing.steps_until_due(replace(AT, agreed=agreed, pace=1 / s)) for m, s in step_s.items()}
     return steps, agreed.after(
         [MemberStats(float(steps[m]), steps[m], 0.1, 0.0, pace=1 / s) for m, s in step_s.items()]
     )
@@ -44,7 +57,7 @@ def test_steps_go_by_speed_and_everyone_arrives_at_the_same_time() -> None:
     dies=st.integers(1, 4),
 )
 def test_it_is_the_plain_loop(step_s: list[float], slower: list[float], total: int, dies: int) -> None:
-    method = LocalSGD(sync_every="balanced", round_steps=total)
+    method = LocalSGD(pacing=BySpeed(round_steps=total))
     everybody = list(range(len(step_s)))
     there = [everybody if number < dies else everybody[: max(1, len(everybody) - 1)] for number in range(5)]
 
@@ -54,7 +67,7 @@ def test_it_is_the_plain_loop(step_s: list[float], slower: list[float], total: i
     expected = balanced.rounds(there, at, total, -(-total // 10))
     agreed, last = RoundStats(), dict[int, float]()
     for number, members in enumerate(there):
-        steps = {m: method.steps_until_due(replace(AT, agreed=agreed, pace=last.get(m))) for m in members}
+        steps = {m: method.timing.steps_until_due(replace(AT, agreed=agreed, pace=last.get(m))) for m in members}
         for m, exact in expected[number].items():
             assert steps[m] == 1 if exact < 1 else abs(steps[m] - exact) <= 0.5 + 1e-9 * exact
         if number and there[number - 1] == members:
@@ -75,52 +88,62 @@ def test_when_a_replica_is_gone_the_round_behind_the_next_outer_step_has_all_ste
 
 def test_who_has_measured_nothing_takes_an_even_share() -> None:
     agreed = RoundStats(members=4.0, pace=100.0)
-    assert SHARED.steps_until_due(replace(AT, agreed=agreed)) == 50
-    assert SHARED.steps_until_due(replace(AT, agreed=RoundStats(members=4.0), pace=3.0)) == 50
-    assert SHARED.steps_until_due(replace(AT, agreed=agreed, pace=1e-9)) == 1, "never none"
-    assert SHARED.steps_until_due(replace(AT, agreed=agreed, pace=1e9)) == 200, "and never more than there are"
+    assert SHARED.timing.steps_until_due(replace(AT, agreed=agreed)) == 50
+    assert SHARED.timing.steps_until_due(replace(AT, agreed=RoundStats(members=4.0), pace=3.0)) == 50
+    assert SHARED.timing.steps_until_due(replace(AT, agreed=agreed, pace=1e-9)) == 1, "never none"
+    assert SHARED.timing.steps_until_due(replace(AT, agreed=agreed, pace=1e9)) == 200, "and never more than there are"
 
 
-def test_without_a_number_the_mean_is_the_methods_own_default() -> None:
-    method = DiLoCo(sync_every="balanced")
-    assert method.steps_until_due(AT) == 500
-    assert method.steps_until_due(replace(AT, agreed=RoundStats(members=4.0, pace=40.0), pace=20.0)) == 1000
+def test_without_a_number_the_mean_is_sync_every() -> None:
+    method = DiLoCo(pacing=BySpeed())
+    assert method.timing.steps_until_due(AT) == 500
+    assert method.timing.steps_until_due(replace(AT, agreed=RoundStats(members=4.0, pace=40.0), pace=20.0)) == 1000
 
 
 def test_a_trigger_or_averaging_may_come_before() -> None:
-    method = LocalSGD(sync_every="balanced", round_steps=40, trigger=AnyOf([Every(9)]), average_until_step=3)
+    method = LocalSGD(pacing=BySpeed(round_steps=40), trigger=AnyOf([Every(9)]), average_until_step=3)
     agreed = RoundStats(members=2.0, pace=2.0)
-    assert method.due(replace(AT, steps=1, inner_step=3)) is Due.YES
+    assert method.timing.due(replace(AT, steps=1, inner_step=3)) is Due.YES
     shared = replace(AT, agreed=agreed, pace=0.5, inner_step=9)
-    assert [method.due(replace(shared, steps=n)) for n in (8, 9)] == [Due.NO, Due.YES]
-    assert method.due(replace(shared, pace=0.1, steps=2)) is Due.YES
+    assert [method.timing.due(replace(shared, steps=n)) for n in (8, 9)] == [Due.NO, Due.YES]
+    assert method.timing.due(replace(shared, pace=0.1, steps=2)) is Due.YES
 
 
 def test_speeds_are_exchanged_only_where_they_are_asked_for_and_all_replicas_must() -> None:
-    assert SHARED.uses == Measurement.PACE
-    assert LocalSGD(sync_every=50).uses == Measurement.NONE
-    assert (SHARED.period, LocalSGD(sync_every=50).period) == (None, 50)
-    assert SHARED.settings()["sync_every"] == "balanced"
-    assert SHARED.settings()["round_steps"] == "200"
-    assert "sync_every" not in DiLoCo(sync_every=50).settings()
+    assert SHARED.timing.uses == Measurement.PACE
+    assert LocalSGD(sync_every=50).timing.uses == Measurement.NONE
+    assert (SHARED.timing.period, LocalSGD(sync_every=50).timing.period) == (None, 50)
+    assert settings_of(SHARED)["pacing"] == "BySpeed"
+    assert settings_of(SHARED)["pacing.round_steps"] == "200"
+    assert settings_of(DiLoCo(sync_every=50))["pacing"] == "None"
+    assert "sync_every" not in settings_of(DiLoCo(sync_every=50)) | settings_of(SHARED)
+    assert settings_of(DiLoCo(sync_every=50, pacing=BySpeed()))["sync_every"] == "50", "then all go by it"
 
 
 @pytest.mark.parametrize("method", [StreamingDiLoCo, DecoupledDiLoCo, SlowMo, SyncSGD, PAFT])
 def test_other_methods_have_one_period_for_all(method: Any) -> None:
-    with pytest.raises(ValueError, match=r"sync_every='balanced'; must be a whole number of inner steps"):
-        method(sync_every="balanced")
+    with pytest.raises(TypeError, match="pacing"):
+        method(sync_every=10, pacing=BySpeed())
+    with pytest.raises(UserError, match=r"sync_every=None; must be a whole number of inner steps"):
+        method(sync_every=None)
 
 
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"sync_every": "balanced"}, r"needs round_steps, .* use e.g. round_steps=200 for 50 on each of 4"),
-        ({"sync_every": "balanced", "round_steps": 0}, r"round_steps=0; must be a whole number of inner steps"),
-        ({"sync_every": "balanced", "round_steps": True}, r"round_steps=True; must be"),
-        ({"sync_every": 50, "round_steps": 200}, r"round_steps=200 with sync_every=50; .* leave it out"),
-        ({"sync_every": "by speed"}, r"sync_every='by speed'; must be balanced, or a whole number .* at least 1; use"),
+        ({}, r"sync_every is missing; use .* pacing=ftopt.BySpeed\(round_steps=200\)"),
+        ({"pacing": BySpeed()}, r"needs sync_every; use round_steps, .* \(200 for 50 on each of 4\)"),
+        ({"pacing": 200}, r"pacing=200; must be None or ftopt.BySpeed"),
+        ({"sync_every": 50, "pacing": BySpeed(round_steps=200)}, r"sync_every=50 with pacing.round_steps=200"),
+        ({"sync_every": "by speed"}, r"sync_every='by speed'; must be a whole number .* at least 1; use"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         LocalSGD(**settings)
+
+
+@pytest.mark.parametrize("steps", [0, True, 1.5])
+def test_a_round_has_a_positive_number_of_steps(steps: Any) -> None:
+    with pytest.raises(UserError, match=f"pacing.round_steps={steps}; must be a whole number of inner steps"):
+        BySpeed(round_steps=steps)

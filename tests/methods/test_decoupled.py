@@ -35,7 +35,7 @@ def _aggregate(vs: list[Tensor], weights: list[float], layout: tuple[Span, ...] 
     for mine, share in zip(mines, shares, strict=True):
         mean += method.payload(mine, torch.empty(n)) * share
     scalars = tuple(method.scalars(mine) for mine in mines)
-    return method.aggregate(mean, Round(0, 1, 0, layout, shares=shares, scalars=scalars))
+    return method.aggregation.aggregate(mean, Round(0, 1, 0, layout, shares=shares, scalars=scalars))
 
 
 @pytest.mark.parametrize("members", [1, 2, 5])
@@ -200,7 +200,7 @@ def test_contributions_tell_how_long_training_goes_on_without_the_result() -> No
             optimizer.step()
     assert all(c.grace == 0.5 for c in offered)
     assert offered[0].overlap_s == pytest.approx(3 * 1.0)
-    assert replace(DecoupledDiLoCo(), adaptive_grace=0.0).adaptive_grace == StreamingDiLoCo().adaptive_grace == 0.0
+    assert DecoupledDiLoCo(adaptive_grace=0.0).overlap.adaptive_grace == StreamingDiLoCo().overlap.adaptive_grace == 0.0
     with pytest.raises(ValueError, match="adaptive_grace=-1"):
         DecoupledDiLoCo(adaptive_grace=-1)
 

@@ -114,7 +114,7 @@ CASES = {
     "slowmo": Case(SlowMo(sync_every=H, slow_lr=0.9), _slowmo),
     "sync_sgd": Case(SyncSGD(), _sync_sgd),
     "paft": Case(PAFT(sync_every=H), _paft(False), _spoil),
-    "paft_dyn": Case(PAFT(sync_every=H, overlap=True), _paft(True), _spoil),
+    "paft_dyn": Case(PAFT(sync_every=H, delay=1), _paft(True), _spoil),
 }
 CODECS = ["fp32", "bf16", "int8", "fp4", "top_k:0.1:4"]
 INNER = ["adamw", "sgd"]

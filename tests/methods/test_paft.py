@@ -70,7 +70,7 @@ def train(
 def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool) -> None:
     task = problem("mlp", inner)
     expected = paft(task, replicas=REPLICAS, sync_every=10, steps=STEPS, noise=white, overlap=overlap)
-    for ours, theirs in zip(train(task, PAFT(sync_every=10, overlap=overlap)), expected, strict=True):
+    for ours, theirs in zip(train(task, PAFT(sync_every=10, delay=int(overlap))), expected, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b), f"off by {float((a - b).abs().max())}"
 

@@ -11,6 +11,7 @@ from ftopt.connect import local_groups
 from ftopt.events import Event
 from ftopt.fragments import Balanced
 from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, Progress, ReplicaView, StreamingDiLoCo
+from ftopt.methods.method import settings_of
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, parameters
@@ -30,7 +31,7 @@ def _after(steps: int) -> Progress:
 
 @pytest.mark.parametrize("method", [DiLoCo(sync_every=5), LocalSGD(sync_every=5)])
 def test_a_method_is_due_after_its_steps_and_stays_due(method: DiLoCo | LocalSGD) -> None:
-    assert [method.due(_after(steps)) for steps in (1, 4, 5, 6)] == [False, False, True, True]
+    assert [method.timing.due(_after(steps)) for steps in (1, 4, 5, 6)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("sync_every", [0, -1, 2.5, True, "10"])
@@ -57,13 +58,13 @@ def test_a_torch_optimizer_outside_is_refused_with_what_to_use() -> None:
 
 
 def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
-    assert DiLoCo(sync_every=50).settings() == {
+    assert settings_of(DiLoCo(sync_every=50)) == {
         "trigger": "None",
         "weights": "steps",
         "staleness_discount": "1.0",
         "average_until_step": "0",
         "buffers": "local",
-        "round_steps": "None",
+        "pacing": "None",
         "outer": "SGD",
         "outer.lr": "0.7",
         "outer.momentum": "0.9",
@@ -71,8 +72,8 @@ def test_replicas_must_agree_on_all_settings_but_their_own_pace() -> None:
         "outer.schedule": "ConstantRate",
         "outer.schedule.warmup": "0",
     }
-    assert "sync_every" not in LocalSGD(sync_every=50).settings()
-    streaming = StreamingDiLoCo(fragments=Balanced(n=4)).settings()
+    assert "sync_every" not in settings_of(LocalSGD(sync_every=50))
+    streaming = settings_of(StreamingDiLoCo(fragments=Balanced(n=4)))
     assert streaming["fragments"] == "Balanced" and streaming["fragments.n"] == "4"
     assert not {"delay", "wait_for_result_s"} & streaming.keys()
 

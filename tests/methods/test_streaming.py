@@ -34,8 +34,7 @@ def _compare(inner: str, rule: Partition, *, replicas: int, delay: int, alpha: f
         sync_every=H,
         fragments=rule,
         delay=delay,
-        merge="rebase" if alpha is None else "mix",
-        alpha=0.5 if alpha is None else alpha,
+        mix=alpha,
         wait_for_result_s=LONG_S,
     )
     names = rule.fragments(_parameters(task.model(0)))

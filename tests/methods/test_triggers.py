@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress, StreamingDiLoCo, SyncSGD
 from ftopt.methods.divergence import bound
+from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.trigger_metrics import dot
 from ftopt.triggers import (
@@ -265,20 +266,25 @@ def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
 
 def test_a_method_is_due_by_its_trigger_and_at_the_latest_after_sync_every() -> None:
     method = LocalSGD(sync_every=8, trigger=LocalCondition(1.0, check_every=2))
-    assert [method.due(_own(x, steps)) for x, steps in ((0.5, 4), (2.0, 4), (0.5, 8), (2.0, 8))] == [NO, NOW, YES, YES]
-    assert [method.needs(_after(steps)) for steps in (3, 4)] == [Measurement.NONE, Measurement.SQUARE]
-    assert LocalSGD(sync_every=8).uses is LocalSGD(sync_every=8).needs(_after(4)) is Measurement.NONE
+    assert [method.timing.due(_own(x, steps)) for x, steps in ((0.5, 4), (2.0, 4), (0.5, 8), (2.0, 8))] == [
+        NO,
+        NOW,
+        YES,
+        YES,
+    ]
+    assert [method.timing.needs(_after(steps)) for steps in (3, 4)] == [Measurement.NONE, Measurement.SQUARE]
+    assert LocalSGD(sync_every=8).timing.uses is LocalSGD(sync_every=8).timing.needs(_after(4)) is Measurement.NONE
 
 
 def test_until_the_outer_start_step_every_step_is_due() -> None:
     method = LocalSGD(sync_every=50, trigger=Every(10), average_until_step=3)
-    assert [method.due(_after(1, inner_step)) for inner_step in (1, 3, 4)] == [YES, YES, NO]
+    assert [method.timing.due(_after(1, inner_step)) for inner_step in (1, 3, 4)] == [YES, YES, NO]
 
 
 def test_every_method_takes_a_trigger_that_replicas_must_agree_on() -> None:
     trigger = AnyOf([Every(20), LinearFDA(0.5)])
     for method in (LocalSGD(sync_every=50, trigger=trigger), DiLoCo(trigger=trigger), StreamingDiLoCo(trigger=trigger)):
-        found = {key: value for key, value in method.settings().items() if key.startswith("trigger")}
+        found = {key: value for key, value in settings_of(method).items() if key.startswith("trigger")}
         assert found == {
             "trigger": "AnyOf",
             "trigger.triggers.0": "Every",
@@ -325,7 +331,7 @@ def test_a_trigger_of_ones_own_is_a_subclass() -> None:
     with pytest.raises(TypeError, match="due"):
         Nothing()  # type: ignore[abstract]
     method = LocalSGD(sync_every=9, trigger=Odd())
-    assert [method.due(_after(steps)) for steps in (1, 2, 3)] == [YES, NO, YES]
+    assert [method.timing.due(_after(steps)) for steps in (1, 2, 3)] == [YES, NO, YES]
 
 
 def test_gradients_take_no_trigger_and_paft_takes_one_for_its_parameters() -> None:

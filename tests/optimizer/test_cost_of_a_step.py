@@ -14,9 +14,9 @@ from torch import nn
 import ftopt
 from ftopt.connect import connect, solo
 from ftopt.events import Event
-from ftopt.methods import DiLoCo, Due, LocalSGD, Method, Progress
+from ftopt.methods import DiLoCo, Due, LocalSGD, Method, Progress, Timing
 from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.triggers import Every
+from ftopt.triggers import Every, Trigger
 
 PACKAGE = str(Path(ftopt.__file__).parent)
 
@@ -62,13 +62,13 @@ def test_a_step_that_does_not_sync_runs_through_few_functions_however_many_tenso
 
 def test_a_trigger_is_asked_at_every_step_and_a_mere_period_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    real = Method.due
+    real = Timing.due
 
-    def due(method: Method, progress: Progress) -> Due:
+    def due(timing: Timing, progress: Progress) -> Due:
         asked.append(progress.local_steps)
-        return real(method, progress)
+        return real(timing, progress)
 
-    monkeypatch.setattr(Method, "due", due)
+    monkeypatch.setattr(Timing, "due", due)
     for method, expected in (
         (LocalSGD(sync_every=3), [3, 6]),
         (LocalSGD(sync_every=9, trigger=Every(3)), [1, 2, 3, 4, 5, 6, 7]),
@@ -83,12 +83,12 @@ def test_a_trigger_is_asked_at_every_step_and_a_mere_period_is_not(monkeypatch: 
             assert optimizer.pending_steps in (0, 1)
 
 
-def test_a_method_with_a_rule_of_its_own_is_asked_at_every_step() -> None:
-    class Odd(LocalSGD):
+def test_a_rule_of_the_users_own_is_asked_at_every_step() -> None:
+    class Odd(Trigger):
         def due(self, progress: Progress) -> Due:
             return Due.YES if progress.local_steps in (2, 3) else Due.NO
 
-    optimizer, _ = _wrapped(Odd(sync_every=2))
+    optimizer, _ = _wrapped(LocalSGD(sync_every=9, trigger=Odd()))
     with optimizer:
         versions = []
         for _ in range(5):

@@ -39,13 +39,13 @@ from tests.optimizer.running import PATIENT, together
 from tests.problems import MODELS, flat, pulled
 from tests.test_checkpointing import BIT_EQUAL, run, whole
 
-STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, merge="mix", wait_for_result_s=30)
+STREAMING = StreamingDiLoCo(sync_every=6, fragments=Strided(n=3), delay=4, mix=0.5, wait_for_result_s=30)
 CASES: dict[str, dict[str, Any]] = {
     "diloco": {"method": DiLoCo(sync_every=5)},
     "diloco, bf16 parameters": {"method": DiLoCo(sync_every=5), "dtype": torch.bfloat16},
     "diloco, bf16 on the wire": {"method": DiLoCo(sync_every=3), "codec": "bf16", "model": "wide"},
     "streaming, mixed": {"method": STREAMING},
-    "streaming, rebased": {"method": replace(STREAMING, merge="rebase", delay=3), "codec": "bf16"},
+    "streaming, rebased": {"method": replace(STREAMING, mix=None, delay=3), "codec": "bf16"},
     "local_sgd": {"method": LocalSGD(sync_every=4)},
     "sync_sgd": {"method": SyncSGD()},
 }

@@ -168,8 +168,9 @@ class Fragment:
         self.method = method
         self.trigger_metrics = trigger_metrics
         self.index = state.meta.fragment
-        self.tau = method.tau
-        self.period = method.period if method.is_plain else None  # None: `method.due` goes by more than steps
+        self.timing = method.timing
+        self.overlap = method.overlap
+        self.period = method.timing.fixed_period  # None: `timing.due` goes by more than steps
         self.state = state
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None

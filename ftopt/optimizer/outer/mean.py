@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ftopt.codecs import Codec
 from ftopt.methods import ReplicaView, Round
+from ftopt.methods.method import reads_tensors
 from ftopt.optimizer.outer.error_feedback import Feedback, Residual
 from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State
 from ftopt.optimizer.outer.frozen import Assumed
@@ -70,7 +71,7 @@ class Mean:
             averages=attempt.inner_step < method.average_until_step,
         )
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
-        scalars = method.scalars(of(mine, slice(0, view.trained)) if method.looks_at_whole else mine)
+        scalars = method.scalars(of(mine, slice(0, view.trained)) if reads_tensors(method) else mine)
         shares = list[float]()
         if scalars or mine.lossy:
             shares = [floats(row)[1] / attempt.total_weight for row in collective.told()]
@@ -94,7 +95,8 @@ class Mean:
         exact, summed = work, begin(work, at)
         if mine.lossy:
             trained = slice(0, fragment.view.trained)
-            self._encoded(attempt, fragment, collective, part(work, trained), shares, method.units(mine), summed)
+            units = method.aggregation.units(mine) if method.aggregation is not None else ""
+            self._encoded(attempt, fragment, collective, part(work, trained), shares, units, summed)
             exact = work[fragment.view.trained :]  # What is no direction of descent but a statistic is not rounded.
         if exact.numel():
             if share is not None and mine.lossy:
@@ -137,4 +139,4 @@ class Mean:
 
 def in_pieces(fragment: Fragment) -> bool:
     """Whether its payload can be computed a piece after the other."""
-    return fragment.method.elementwise and fragment.view.trained == fragment.view.numel
+    return fragment.method.execution.elementwise and fragment.view.trained == fragment.view.numel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs import codec_named
-from ftopt.methods import GRADIENT, Method, Round
+from ftopt.methods import GRADIENT, Round
 from ftopt.optimizer.outer.fragment import Fragment, Result, Snapshot, State, check_fetched, name_tensors
 from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.sharded_step import outer_step
@@ -105,9 +105,9 @@ class Reduction:
             if averages:
                 anchor = method.average(anchor, mean, at)
             else:
-                gradient = method.aggregate(mean, at)
+                gradient = method.aggregation.aggregate(mean, at) if method.aggregation is not None else mean
                 own = methods_own(state.outer)
-                if method.elementwise:
+                if method.execution.elementwise:
                     step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, memory)
                     anchor, outer, (of_anchor, of_outer) = step.finish()
                     sums = name_tensors(of_anchor, of_outer)
@@ -202,5 +202,5 @@ class Reduction:
 
 def _can_begin_early(fragment: Fragment) -> bool:
     """Whether its outer step can begin when the first elements of the mean are there."""
-    plain = type(fragment.method).aggregate is Method.aggregate
+    plain = fragment.method.aggregation is None
     return plain and in_pieces(fragment) and not fragment.trigger_metrics.learns

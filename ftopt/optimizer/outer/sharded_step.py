@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ftopt.methods import Method, Round
-from ftopt.methods.method import OuterState
+from ftopt.methods import Method, OuterState, Round
 from ftopt.sync.group import Collective
 
 
 def outer_step(
     method: Method, anchor: Tensor, state: OuterState, gradient: Tensor, round: Round, collective: Collective
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`Method.outer_step`, with the same bits on all members, also of a method that computes `on_shares`.
+    """`Method.outer_step`, with the same bits on all members, also of a method that is computed `sharded`.
 
     The shares are gathered as sums of tensors that are zero elsewhere: exact, and it needs nothing else of a transport.
     It moves twice what a gather would, ``2 (n-1)/n`` of the anchor and of each tensor of the outer state.
@@ -21,7 +20,7 @@ def outer_step(
     Raises:
         ConnectionError, TimeoutError, InterruptedError: as ``collective`` raises them.
     """
-    if not method.on_shares or collective.size == 1:
+    if not method.execution.sharded or collective.size == 1:
         return method.outer_step(anchor, state, gradient, round)
     rank, size, length = collective.rank, collective.size, anchor.numel()
     mine = slice(-(-length * rank // size), -(-length * (rank + 1) // size))  # rounded up: rank 0's is never empty

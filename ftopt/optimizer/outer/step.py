@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.methods import GRADIENT, ContributionStats, Due, Method, Progress, ReplicaView
+from ftopt.methods.method import reads_tensors, settings_of
 from ftopt.methods.triggers import AT_ROUNDS, MeanMeasurements, Measurement, Measurements, MemberStats
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State, name_tensors
@@ -121,8 +122,8 @@ class OuterStep(Reduction):
         self.doing = "starting"  # the last `report`
         self.resumed = False  # `ftopt.optimizer.recovery.restore.restore_replica` has put in what this replica was
         self._method = method
-        self._uses_loss = Measurement.LOSS in method.uses
-        self._uses_totals = bool(AT_ROUNDS & method.uses)
+        self._uses_loss = Measurement.LOSS in method.timing.uses
+        self._uses_totals = bool(AT_ROUNDS & method.timing.uses)
         self.clock = clock
         self._said_lossless = False
         self.freezer = Freezer()
@@ -141,7 +142,7 @@ class OuterStep(Reduction):
 
     def _add(self, view: FlatView, method: Method) -> None:
         anchor = self._committed_memory.place(view.read(view.empty()))
-        trigger_metrics = TriggerMetrics(view, method.uses)
+        trigger_metrics = TriggerMetrics(view, method.timing.uses)
         outer = self._place_all(method.init(part(anchor, slice(0, view.trained))) | trigger_metrics.first())
         digest, sums = digest_and_sums(name_tensors(anchor, outer))
         if isinstance(view, GradientView) and self._live is not None:
@@ -177,11 +178,11 @@ class OuterStep(Reduction):
             views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
         lines = {"model": "; ".join(views)}
         lines["method"] = self._method.name
-        lines |= {f"method.{name}": value for name, value in self._method.settings().items()}
+        lines |= {f"method.{name}": value for name, value in settings_of(self._method).items()}
         initial = self._fragments[0].state.digest
         if len(self._fragments) > 1:
             initial = _short(fragment.state.digest for fragment in self._fragments)
-        period = self._fragments[0].method.period
+        period = self._fragments[0].timing.period
         return Fingerprint(lines=lines, initial=initial, fragments=len(self._fragments), period=period)
 
     @property
@@ -284,7 +285,7 @@ class OuterStep(Reduction):
                 fragment.state is not fragment.taken
                 or fragment.period is None
                 or step >= fragment.trigger_from_step + fragment.period
-                or step == fragment.snapshot_step + fragment.tau
+                or step == fragment.snapshot_step + fragment.overlap.delay
                 or called_in(fragment.index)
             ):
                 return False
@@ -299,7 +300,7 @@ class OuterStep(Reduction):
                 if fragment.state is not fragment.taken:
                     acted |= self._take_over(fragment)
                 due, called_in = self._due(fragment), self._group.called_in(index)
-                if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.tau):
+                if not (due or called_in or self.local_steps == fragment.snapshot_step + fragment.overlap.delay):
                     continue  # nothing, as after nearly every step
                 tau = self._tau(fragment)
                 if (due or called_in) and not self._group.outstanding(index):
@@ -312,7 +313,7 @@ class OuterStep(Reduction):
                 elif due and self._group.outstanding(index):
                     wait.append((fragment, None))
                 elif tau and self.local_steps == fragment.snapshot_step + tau and self._is_on_its_way(fragment):
-                    wait.append((fragment, fragment.method.patience))
+                    wait.append((fragment, fragment.overlap.wait_for_result_s))
             for fragment, timeout_s in wait:
                 self._wait(fragment.index, timeout_s)
                 self._go_on(fragment)
@@ -353,17 +354,17 @@ class OuterStep(Reduction):
         """Whether it is time. What triggers want is measured only while nothing is outstanding: they would go by work
         that is on its way already."""
         progress = self.progress(fragment.index)
-        wanted = fragment.method.needs(progress)
+        wanted = fragment.timing.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             with torch.no_grad():
                 own = fragment.trigger_metrics.look(wanted, fragment.start, self._fresh(fragment))
             progress = replace(progress, own=own, means=self._share(fragment, own))
-        return fragment.method.due(progress)
+        return fragment.timing.due(progress)
 
     def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
         """Tells the others, if the trigger goes by them; what is known of them."""
         index, version = fragment.index, fragment.taken.meta.version
-        reading = fragment.trigger_metrics.reading(own, index, version) if fragment.method.shares else None
+        reading = fragment.trigger_metrics.reading(own, index, version) if fragment.timing.shares else None
         if reading is None:
             return None
         self._group.share(reading)
@@ -371,7 +372,7 @@ class OuterStep(Reduction):
 
     def _tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to its take-over: none while replicas still average every step."""
-        return 0 if self._averages(fragment) else fragment.tau
+        return 0 if self._averages(fragment) else fragment.overlap.delay
 
     def _averages(self, fragment: Fragment) -> bool:
         """Whether replicas still average their parameters after every step (``average_until_step``)."""
@@ -490,10 +491,10 @@ class OuterStep(Reduction):
             ranges=ranges if share is None else share.units,
             plan=share.plan if share is not None else 0,
             overlap_s=self._tau(fragment) * self.step_s,
-            grace=fragment.method.adaptive_grace,
+            grace=fragment.overlap.adaptive_grace,
         )
         seen = fragment.trigger_metrics.seen(steps, lr, self.totals, fragment.base_totals)
-        if Measurement.LOSS in fragment.method.uses and steps and seen.loss is None:
+        if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss()
         proposal = _Proposal(
             contribution, taken, fragment.start, self.tokens, lr, self.totals, seen, now, share is not None
@@ -502,7 +503,7 @@ class OuterStep(Reduction):
         fragment.pace = seen.pace or fragment.pace
         self.restart_trigger(fragment, anew=self._averages(fragment))
         tau, whole = self._tau(fragment), view.trained == view.numel and not isinstance(view, GradientView)
-        if waits and in_pieces(fragment) and not fragment.method.looks_at_whole and not fragment.trigger_metrics.learns:
+        if waits and in_pieces(fragment) and not reads_tensors(fragment.method) and not fragment.trigger_metrics.learns:
             self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal))
         elif whole and share is None and tau:
             self.freezer.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
@@ -586,7 +587,7 @@ class OuterStep(Reduction):
         fragment.trigger_from_step, fragment.trigger_from_s = self._beat(fragment), self.clock()
         if anew:
             count = len(self._fragments)
-            fragment.trigger_from_step -= fragment.method.phase(fragment.index, count, self.inner_step())
+            fragment.trigger_from_step -= fragment.timing.phase(fragment.index, count, self.inner_step())
 
     def _warn_of_no_loss(self) -> None:
         if not self._said_lossless:
@@ -613,7 +614,7 @@ class OuterStep(Reduction):
             version = state.meta.version
             self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self.inner_step())
             start = self._committed_memory.place(fragment.view.cast(state.anchor))
-            alpha = fragment.method.mix if counted and tau and since == tau else None
+            alpha = fragment.overlap.mix if counted and tau and since == tau else None
             if self.local_steps == fragment.base_step:
                 fragment.view.write(start)
                 fragment.base_version = version

@@ -11,7 +11,7 @@ from torch import nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import Event
-from ftopt.methods import DiLoCo, LocalSGD, Method
+from ftopt.methods import BySpeed, DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.trigger_metrics import StepTotals
 from ftopt.outer import SGD
@@ -65,8 +65,8 @@ def run(
 @pytest.mark.parametrize(
     "method",
     [
-        LocalSGD(sync_every="balanced", round_steps=60),
-        DiLoCo(sync_every="balanced", round_steps=60, outer=SGD(lr=0.7)),
+        LocalSGD(pacing=BySpeed(round_steps=60)),
+        DiLoCo(pacing=BySpeed(round_steps=60), outer=SGD(lr=0.7)),
     ],
     ids=["local_sgd", "diloco"],
 )
@@ -100,7 +100,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
 
     model = TASK.model(0)
     group = solo(on_event=on_event)
-    method = LocalSGD(sync_every="balanced", round_steps=30)
+    method = LocalSGD(pacing=BySpeed(round_steps=30))
     optimizer = wrap(TASK.inner(model.parameters()), model, method, group=group)
     optimizer._core._clock = lambda: now[0]
     with optimizer:
@@ -118,7 +118,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
 
 def test_a_replica_that_becomes_slower_has_fewer_steps_in_the_round_after() -> None:
     ran, _ = run(
-        LocalSGD(sync_every="balanced", round_steps=100),
+        LocalSGD(pacing=BySpeed(round_steps=100)),
         lambda m, number: 0.03 if m == 1 and number >= 3 else 0.01,
         replicas=2,
         rounds=6,
@@ -127,9 +127,7 @@ def test_a_replica_that_becomes_slower_has_fewer_steps_in_the_round_after() -> N
 
 
 def test_the_steps_of_a_round_stay_the_same_when_a_replica_leaves() -> None:
-    ran, _ = run(
-        LocalSGD(sync_every="balanced", round_steps=90), lambda m, number: 0.01, replicas=3, rounds=7, leaves=3
-    )
+    ran, _ = run(LocalSGD(pacing=BySpeed(round_steps=90)), lambda m, number: 0.01, replicas=3, rounds=7, leaves=3)
     assert ran[2].rounds == [9, 30, 30]
     assert [x.rounds for x in ran[:2]] == [[9, 30, 30, 30, 45, 45, 45]] * 2
     assert all(a <= b for a, b in pairwise(sum(x.rounds[n] for x in ran[:2]) for n in range(7)))

@@ -92,7 +92,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(method: Meth
             trainer.step()
             if chance.random() < 0.1:
                 trainer.optimizer.sync()
-            if method.tau and chance.random() < 0.7:
+            if method.overlap.delay and chance.random() < 0.7:
                 group.reborn_pending = False  # what is pending at the next check may be later work
                 continue  # a check takes up what waits for its delay
             group.quiet = True
@@ -118,7 +118,7 @@ def test_steps_that_are_undone_are_counted_nowhere(method: Method) -> None:
             if chance.random() < 0.4:
                 done = trainer.undo()
                 undone, refused = undone + done, refused + (not done)
-            if method.tau and chance.random() < 0.7:
+            if method.overlap.delay and chance.random() < 0.7:
                 group.reborn_pending = False
                 continue
             group.quiet = True

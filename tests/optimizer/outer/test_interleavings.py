@@ -14,15 +14,26 @@ from torch import Tensor, nn
 
 from ftopt.connect import local_groups
 from ftopt.fragments import Strided
-from ftopt.methods import DiLoCo, LocalSGD, Method, ReplicaView, Round, SlowMo, StreamingDiLoCo
-from ftopt.methods.method import OuterState
-from ftopt.methods.triggers import Progress
+from ftopt.methods import (
+    BySpeed,
+    DiLoCo,
+    Execution,
+    LocalSGD,
+    Method,
+    OuterState,
+    ReplicaView,
+    Round,
+    SlowMo,
+    StreamingDiLoCo,
+)
+from ftopt.methods.method import reads_tensors
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.outer.freezer import Freezer
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import AttemptView, Collective, ReplicaGroup
+from ftopt.triggers import Every
 from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import problem
 
@@ -75,11 +86,11 @@ class PerStep(LocalSGD):
     pieces: bool = True
 
     @property
-    def elementwise(self) -> bool:
-        return self.pieces
+    def execution(self) -> Execution:
+        return Execution(elementwise=self.pieces)
 
-    def payload(self, mine: ReplicaView, out: Tensor) -> Tensor:
-        return torch.sub(mine.start, mine.params, out=out).div_(mine.steps * mine.lr)
+    def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
+        return torch.sub(view.start, view.params, out=out).div_(view.steps * view.lr)
 
     def outer_step(
         self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
@@ -271,20 +282,16 @@ def test_an_interrupted_join_forgets_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_method_that_is_due_by_more_than_its_period_is_asked_at_each_step() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Sooner(LocalSGD):
-        def steps_until_due(self, progress: Progress) -> int:
-            return 2
-
-    assert LocalSGD(sync_every=8).is_plain and DiLoCo(sync_every=8).is_plain
-    assert not Sooner(sync_every=8).is_plain
-    assert not LocalSGD(sync_every="balanced", round_steps=8).is_plain
+    assert LocalSGD(sync_every=8).timing.fixed_period == DiLoCo(sync_every=8).timing.fixed_period == 8
+    assert LocalSGD(sync_every=8, trigger=Every(2)).timing.fixed_period is None
+    assert LocalSGD(sync_every=8, average_until_step=2).timing.fixed_period is None
+    assert LocalSGD(pacing=BySpeed(round_steps=8)).timing.fixed_period is None
 
 
 def test_scalars_of_a_subclass_may_look_at_tensors() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Longer(SlowMo):
-        def scalars(self, mine: ReplicaView) -> tuple[float, ...]:
-            return (mine.lr, float(mine.params.norm()))
+        def scalars(self, view: ReplicaView) -> tuple[float, ...]:
+            return (view.lr, float(view.params.norm()))
 
-    assert not SlowMo(sync_every=8).looks_at_whole and Longer(sync_every=8).looks_at_whole
+    assert not reads_tensors(SlowMo(sync_every=8)) and reads_tensors(Longer(sync_every=8))

@@ -104,9 +104,7 @@ METHODS: dict[str, Method] = {
     "local_sgd": LocalSGD(sync_every=3),
     "slowmo": SlowMo(sync_every=3),
     "averaging first": DiLoCo(sync_every=3, average_until_step=4),
-    "streaming, mixed": StreamingDiLoCo(
-        sync_every=4, delay=2, fragments=Strided(n=2), merge="mix", wait_for_result_s=60.0
-    ),
+    "streaming, mixed": StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), mix=0.5, wait_for_result_s=60.0),
     "streaming, rebased": StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), wait_for_result_s=60.0),
     "sync_sgd": SyncSGD(),
 }

@@ -17,8 +17,8 @@ from tests.sync.processes.job import TinyJob, assert_nothing_lost, tiny_job
 THREE = ftopt.fragments.Balanced(n=3)
 METHODS: dict[str, Method] = {
     "streaming": ftopt.StreamingDiLoCo(sync_every=12, fragments=THREE, delay=6),
-    "streaming mixed": ftopt.StreamingDiLoCo(sync_every=12, fragments=THREE, delay=6, merge="mix"),
-    "paft overlapped": ftopt.PAFT(sync_every=10, overlap=True),
+    "streaming mixed": ftopt.StreamingDiLoCo(sync_every=12, fragments=THREE, delay=6, mix=0.5),
+    "paft overlapped": ftopt.PAFT(sync_every=10, delay=1),
     "paft": ftopt.PAFT(sync_every=10),
     "sync_sgd": ftopt.SyncSGD(),
     "slowmo": ftopt.SlowMo(sync_every=10),

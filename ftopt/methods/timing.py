@@ -1,0 +1,86 @@
+"""When a contribution is due: a method's period, pacing and trigger as one predicate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from ftopt.methods.pacing import BySpeed
+from ftopt.methods.triggers import Due, Measurement, Progress, Trigger
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When the contributions of a method's fragments are due.
+
+    Args:
+        sync_every: ``H``; None only with a ``pacing`` that does without it.
+        trigger: see `Method`.
+        average_until_step: see `Method`.
+        pacing: how the inner steps of a round are shared out; None: every replica takes ``sync_every``.
+        staggered: fragment ``f`` of ``P`` is first due after ``ceil(f H / P)`` steps (f = 0: H), instead of all at
+            once.
+        aligned: without a trigger, due at multiples of H of the job's inner step, so that a joiner is due with the
+            others.
+    """
+
+    sync_every: int | None
+    trigger: Trigger | None = None
+    average_until_step: int = 0
+    pacing: BySpeed | None = None
+    staggered: bool = False
+    aligned: bool = False
+
+    @property
+    def period(self) -> int | None:
+        """``H``; None when it changes from round to round."""
+        return None if self.pacing is not None else self.sync_every
+
+    @property
+    def fixed_period(self) -> int | None:
+        """``H`` if `due` goes by nothing else, and need not be asked at each step; else None."""
+        return None if self.trigger is not None or self.average_until_step else self.period
+
+    def steps_until_due(self, progress: Progress) -> int:
+        """Inner steps from one proposal to the next, at the latest."""
+        if self.pacing is not None:
+            return self.pacing.steps(progress, self.sync_every)
+        assert self.sync_every is not None
+        return self.sync_every
+
+    def due(self, progress: Progress) -> Due:
+        """Is it time for this replica to propose a contribution? At the latest after `steps_until_due`."""
+        if self._is_overdue(progress):
+            return Due.YES
+        return self.trigger.due(progress) if self.trigger is not None else Due.NO
+
+    def needs(self, progress: Progress) -> Measurement:
+        """Which numbers `due` wants measured at this step."""
+        if self.trigger is None or self._is_overdue(progress):
+            return Measurement.NONE
+        return self.trigger.needs(progress)
+
+    def _is_overdue(self, progress: Progress) -> bool:
+        averages = 0 < progress.inner_step <= self.average_until_step
+        return progress.steps >= (1 if averages else self.steps_until_due(progress))
+
+    @property
+    def uses(self) -> Measurement:
+        """All numbers that the trigger and the pacing ever want."""
+        paced = Measurement.NONE if self.pacing is None else Measurement.PACE
+        return paced if self.trigger is None else paced | self.trigger.uses
+
+    @property
+    def shares(self) -> bool:
+        """Whether the trigger goes by the other replicas' numbers, too."""
+        return self.trigger is not None and self.trigger.shares
+
+    def phase(self, fragment: int, fragments: int, inner_step: int) -> int:
+        """How many of its ``sync_every`` steps a fragment that starts at ``inner_step`` has behind it already."""
+        if self.sync_every is None or not (self.staggered or self.aligned):
+            return 0
+        if (self.staggered and not fragment) or (self.aligned and self.trigger is not None):
+            return 0
+        offset = -(-fragment * self.sync_every // fragments) if self.staggered else 0
+        return (inner_step - self.average_until_step - offset) % self.sync_every

@@ -1,0 +1,87 @@
+"""What a method computes from: one replica's side of a round, and what all its members know alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ftopt.methods.fragments import Layout
+from ftopt.methods.triggers import MemberStats
+
+OuterState = Mapping[str, Tensor]
+"""Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionStats:
+    """What a contribution holds, for its weight.
+
+    Args:
+        steps: inner steps.
+        tokens: tokens, as counted by ``optimizer.count``; 0 without.
+        staleness: outer steps committed without this replica since the oldest step in here.
+    """
+
+    steps: int
+    tokens: int
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica's own side of a round: what it sends is computed from this.
+
+    Args:
+        anchor: ``A``, flat fp32.
+        start: ``a``, flat fp32; the same tensor as ``anchor`` when all parameters are fp32.
+        params: ``p``, flat fp32.
+        layout: where each parameter lies in the flat tensors.
+        steps: inner steps in it.
+        lr: the inner optimizer's largest rate at the snapshot.
+        alone: no other member has a positive weight: the mean is this replica's payload.
+        lossy: the payload goes through a codec that rounds: send differences, which it can represent.
+        averages: the round only averages, it is before ``average_until_step``.
+    """
+
+    anchor: Tensor
+    start: Tensor
+    params: Tensor
+    layout: Layout
+    steps: int = 1
+    lr: float = 0.0
+    alone: bool = False
+    lossy: bool = False
+    averages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What all members of a quorum know alike about the outer step that they compute.
+
+    Args:
+        fragment: the fragment.
+        version: the version that it makes, 1 for the first: the outer optimizer's step.
+        inner_step: the fragment's committed inner step before this outer step (fragment 0's is the job's).
+        layout: where each parameter lies in the flat tensors.
+        shares: ``w / W`` of the members of positive weight, in rank order.
+        scalars: what `Method.scalars` gave on each of them.
+        lossy: see `ReplicaView`.
+        seen: the statistics they exchanged for the trigger, in rank order; empty when it needs none.
+    """
+
+    fragment: int
+    version: int
+    inner_step: int
+    layout: Layout
+    shares: tuple[float, ...] = (1.0,)
+    scalars: tuple[tuple[float, ...], ...] = ((),)
+    lossy: bool = False
+    seen: tuple[MemberStats, ...] = ()
+
+    def mean(self, index: int) -> float:
+        """The weighted mean of the ``index``-th scalar; rounded once, so that all Pythons agree."""
+        # Not sum(): Pythons differ in how it adds up.
+        return math.fsum(share * row[index] for share, row in zip(self.shares, self.scalars, strict=True))
