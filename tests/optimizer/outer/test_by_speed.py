@@ -1,4 +1,4 @@
-"""``sync_every="balanced"`` in training: replicas of unlike speed, each with a clock of its own."""
+"""``pacing=BySpeed()`` in training: replicas of unlike speed, each with a clock of its own."""
 
 from __future__ import annotations
 
