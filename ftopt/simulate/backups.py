@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from ftopt.simulate.host import StepSpan
+from ftopt.simulate.host import SimCopy
+from ftopt.simulate.world import Process
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, in_order
 
-if TYPE_CHECKING:
-    from ftopt.simulate.trainer import Process
-
-
-@dataclass(frozen=True, slots=True)
-class SimCopy:
-    """What a replica was when a round of its began. ``pending``: of each fragment, in spans of whose steps."""
-
-    incarnation_id: m.IncarnationId
-    pending: tuple[tuple[StepSpan, ...], ...]
-    used: Ranges
-    queue: Ranges
-
 
 class SimBackup:
-    """Of one life of a process: its own copy, and those that it keeps of others."""
+    """Of one life of a process: makes its copy, and fetches those that it keeps of others."""
 
     def __init__(self, process: Process) -> None:
-        self.own: SimCopy | None = None
-        self.kept: dict[str, SimCopy] = {}
         self.inheriting = False
         """A predecessor's copy is being fetched: training waits."""
         self._process = process
@@ -49,7 +32,7 @@ class SimBackup:
             for k in kept
         )
         used, queue = process.loader.unit_queue.kept()
-        self.own = SimCopy(process.incarnation_id, pending, used, queue)
+        process.own_copy = SimCopy(process.incarnation_id, pending, used, queue)
         self._serial += 1
         versions = tuple(record.version for record in taken if record is not None)
         process.later(self._world.delay(), self._told, self._serial, versions)
@@ -67,15 +50,15 @@ class SimBackup:
             source.alive
             and not source.frozen
             and source.incarnation_id == order.incarnation_id
-            and source.backup.own is not None
+            and source.own_copy is not None
         ):
-            self.kept[order.incarnation_id[0]] = source.backup.own
+            self._process.kept_copies[order.incarnation_id[0]] = source.own_copy
             self._world.coverage["a copy is kept"] += 1
             self._process.act(self._process.machine.keeps(order))
 
     def lost(self) -> None:
         """The connection has ended."""
-        self.kept.clear()
+        self._process.kept_copies.clear()
 
     def inherit(self, order: m.Inherit) -> None:
         """This process comes in the place of one that has died."""
@@ -87,7 +70,7 @@ class SimBackup:
 
     def _inherit(self, order: m.Inherit) -> None:
         source = self._world.processes[order.source]
-        copy = source.backup.kept.get(order.incarnation_id[0]) if source.alive and not source.frozen else None
+        copy = source.kept_copies.get(order.incarnation_id[0]) if source.alive and not source.frozen else None
         self._start(order.ranges, copy if copy is not None and copy.incarnation_id == order.incarnation_id else None)
 
     def _start(self, ranges: Ranges, copy: SimCopy | None) -> None:
@@ -114,7 +97,7 @@ class SimBackup:
         for fragment, (shard, spans) in enumerate(zip(process.shards, copy.pending, strict=True)):
             shard.base_step = process.local_steps - steps[fragment]
             shard.marked_step, shard.inherited = process.local_steps, spans
-            world.checks.discard(process.incarnation_id, fragment, 0, shard.base_step)
+            world.discard(process.incarnation_id, fragment, 0, shard.base_step)
         if any(copy.pending):
             process.loader.unit_queue.spend(copy.used)
             process.loader.inherited = copy.used

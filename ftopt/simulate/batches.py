@@ -6,15 +6,11 @@ of the batch is open. The network thread brings plans at any moment; what is off
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ftopt.simulate.saving import give
+from ftopt.simulate.world import Process
 from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.messages import Contribution
-
-if TYPE_CHECKING:
-    from ftopt.simulate.trainer import Process
 
 AGAIN_S = 0.2
 LOOK_S = 2.0
@@ -176,12 +172,12 @@ class Shares:
         if shard.record is before:
             return
         if shard.take_over(p.local_steps):
-            self._world.checks.reset(p, 0)
+            p.count_anew(0)
         if before is None or shard.record is None or before.version == shard.record.version:
             return
         self._sum = []
         if p.local_steps > shard.base_step:
             self._world.coverage["a share too late for its batch"] += 1
-            self._world.checks.discard(p.incarnation_id, 0, shard.base_step, p.local_steps)
+            self._world.discard(p.incarnation_id, 0, shard.base_step, p.local_steps)
             shard.give_up(p.local_steps)
         give(p)

@@ -11,26 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ftopt.simulate.host import Content
+from ftopt.simulate.loader import Loader
+from ftopt.simulate.world import Conn, Process, Server, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Decided
+from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, contains, end, intersect, subtract, union
-
-if TYPE_CHECKING:
-    from ftopt.simulate.loader import Loader
-    from ftopt.simulate.trainer import Process
-    from ftopt.simulate.world import Conn, Server, World
-    from ftopt.sync.protocol.coordinator.machine import Coordinator
-
-
-class Violation(AssertionError):
-    """An invariant does not hold."""
-
-    def __init__(self, invariant: str, text: str) -> None:
-        super().__init__(f"{invariant}: {text}")
-        self.invariant = invariant
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +42,6 @@ class Checks:
         self.world = world
         self.versions: dict[tuple[int, str], SimVersion] = {}
         self.gone: set[m.IncarnationId] = set()
-        self.discarded: dict[tuple[int, m.IncarnationId], set[int]] = {}
-        self.floor: dict[tuple[int, m.IncarnationId, int], int] = {}
         self.decisions: dict[tuple[int, str], Decided] = {}
         self.deciders: dict[tuple[int, str], int] = {}
         self.excused: dict[int, str] = {}
@@ -78,7 +64,7 @@ class Checks:
         if shard.content.flaw:
             raise Violation("I2", f"version {record.version} of fragment {fragment}: {shard.content.flaw}")
         for incarnation_id, low, high in shard.content.gaps:
-            if not set(range(low, high + 1)) <= self.discarded.get((fragment, incarnation_id), set()):
+            if not set(range(low, high + 1)) <= self.world.discarded.get((fragment, incarnation_id), set()):
                 raise Violation(
                     "I2", f"inner steps {low}..{high} of {incarnation_id[0]}#{incarnation_id[1]} are counted never"
                 )
@@ -169,11 +155,11 @@ class Checks:
             if shard.record is None or shard.reset or process.machine.reset_in(fragment):
                 continue
             key = (fragment, process.incarnation_id)
-            inside = shard.content.steps.get(process.incarnation_id, self.floor.get((*key, process.life), 0))
+            inside = shard.content.steps.get(process.incarnation_id, self.world.floor.get((*key, process.life), 0))
             if inside == shard.base_step:
                 continue
             low, high = sorted((inside, shard.base_step))
-            if inside < shard.base_step and set(range(low + 1, high + 1)) <= self.discarded.get(key, set()):
+            if inside < shard.base_step and set(range(low + 1, high + 1)) <= self.world.discarded.get(key, set()):
                 continue
             raise Violation(
                 "I2",
@@ -185,14 +171,6 @@ class Checks:
         """A replica gives itself up; only a fork can have brought it there."""
         if reason.startswith("another process") and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
-
-    def discard(self, incarnation_id: m.IncarnationId, fragment: int, start: int, stop: int) -> None:
-        """Steps that the replica itself gave up, and said so."""
-        self.discarded.setdefault((fragment, incarnation_id), set()).update(range(start + 1, stop + 1))
-
-    def reset(self, process: Process, fragment: int) -> None:
-        """A new incarnation counts from here; what was pending is a dead one's."""
-        self.floor[(fragment, process.incarnation_id, process.life)] = process.local_steps
 
     # ------------------------------------------------------------ I3
 
@@ -218,7 +196,7 @@ class Checks:
         if self.excused:
             return
         used, named = loader.used(start, contribution.last_step), contribution.ranges
-        spent = self.discarded.get((0, process.incarnation_id), set())
+        spent = self.world.discarded.get((0, process.incarnation_id), set())
         allowed = union(used, loader.inherited, *(loader.used(step - 1, step) for step in spent))
         if not contains(named, used) or not contains(allowed, named):
             raise Violation("I3", f"{process.name} offers units {named} with steps that have used {used}")

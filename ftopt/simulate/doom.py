@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from ftopt.simulate.saving import SimCheckpoint
-from ftopt.simulate.trainer import Process
-from ftopt.simulate.world import World
+from ftopt.simulate.checkpoints import SimCheckpoint
+from ftopt.simulate.simulation import Simulation
+from ftopt.simulate.world import Process
 from ftopt.sync.protocol.coordinator import effects as e
 
 
-def all_die(world: World, chooser: random.Random) -> None:
+def all_die(world: Simulation, chooser: random.Random) -> None:
     """Every replica is killed; the coordinator lives on, or is started again with its journal, a part of it, or none.
 
     Its job goes on from its newest checkpoint, now and then from an older one, with as many replicas, fewer or more; or
@@ -39,7 +39,7 @@ def all_die(world: World, chooser: random.Random) -> None:
     _resume(world, chooser, checkpoint, remembers)
 
 
-def _start_anew(world: World, chooser: random.Random) -> None:
+def _start_anew(world: Simulation, chooser: random.Random) -> None:
     """All are started as newcomers."""
     _forget_the_void(world, world.checkpoints.whole)
     for process in world.processes.values():
@@ -48,7 +48,7 @@ def _start_anew(world: World, chooser: random.Random) -> None:
 
 
 def _resume(
-    world: World, chooser: random.Random, checkpoint: SimCheckpoint, remembers: list[e.Journalled] | None
+    world: Simulation, chooser: random.Random, checkpoint: SimCheckpoint, remembers: list[e.Journalled] | None
 ) -> None:
     """By a list of replicas, which all are told. ``remembers``: what a new coordinator knows; None: it is none."""
     there = sorted(checkpoint.parts)
@@ -77,7 +77,7 @@ def _resume(
         process = world.processes.get(name)
         if process is None:
             some = next(iter(world.processes.values()))
-            process = world.processes[name] = Process(world, name, initial=some.initial, step_s=some.step_s)
+            process = world.add_process(name, initial=some.initial, step_s=some.step_s)
         process.barred, process.coming = False, each
         world.at(chooser.uniform(0.1, 3.0) * (1 if chooser.random() < 0.9 else 5), process.spawn)
     for process in world.processes.values():
@@ -90,6 +90,6 @@ def _let_in(process: Process) -> None:
     process.spawn()
 
 
-def _forget_the_void(world: World, kept: list[SimCheckpoint]) -> None:
+def _forget_the_void(world: Simulation, kept: list[SimCheckpoint]) -> None:
     parts = [part for checkpoint in kept for part in checkpoint.parts.values()]
     world.checks.all_died(x.record for part in parts for x in part.fragments)

@@ -91,6 +91,16 @@ class Kept:
         return frozen.contribution.last_step, tuple(x for x in self.inherited if x not in frozen.inherited)
 
 
+@dataclass(frozen=True, slots=True)
+class SimCopy:
+    """What a replica was when its round began. ``pending``: of each fragment, in spans of whose steps."""
+
+    incarnation_id: IncarnationId
+    pending: tuple[tuple[StepSpan, ...], ...]
+    used: Ranges
+    queue: Ranges
+
+
 @dataclass(slots=True)
 class Shard:
     """One fragment's variables in a modelled optimizer; the names are those of ``ftopt.optimizer.outer.fragment``."""

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING
+from collections import Counter, deque
+from collections.abc import Callable
 
+from ftopt.simulate.knobs import Knobs
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
-
-if TYPE_CHECKING:
-    from ftopt.simulate.trainer import Process
+from ftopt.sync.protocol.replica.machine import Replica, ReplicaEffect
 
 
 class Loader:
-    """Of one process: its stock of units, and the batches that are on their way to the training loop."""
+    """Of one life of a process: its queue of units, and the batches that are on their way to the training loop.
 
-    def __init__(self, process: Process) -> None:
-        knobs = process.world.knobs
+    ``act`` does what ``machine`` asks.
+    """
+
+    def __init__(
+        self, machine: Replica, knobs: Knobs, coverage: Counter[str], act: Callable[[list[ReplicaEffect]], None]
+    ) -> None:
         assert knobs.samples is not None
         self.unit_queue = UnitQueue()
         self.ended = False
-        self._process = process
+        self._machine = machine
+        self._coverage = coverage
+        self._act = act
         self._total = knobs.samples.units
         self._accumulate = knobs.accumulate
         self._capacity = knobs.accumulate + knobs.ahead
@@ -30,19 +35,19 @@ class Loader:
         """Inner step of this life -> the units that it has used."""
         self.inherited: Ranges = ()
         """Units that steps of replicas had used which have not come back."""
-        process.machine.lease.wants = 3 * knobs.sync_every * knobs.accumulate + knobs.ahead
+        machine.lease.wants = 3 * knobs.sync_every * knobs.accumulate + knobs.ahead
 
     @property
     def waits(self) -> bool:
         """Whether there is nothing to train on, and no more for now."""
         return (self._out_of_units or self.ended) and not self.unit_queue.queued and not self._ahead
 
-    def draw(self) -> bool:
-        """The units of an inner step; at the end of the data fewer than usual. False: there is none."""
+    def draw(self, step: int) -> bool:
+        """The units of an inner step of that number; at the end of the data fewer than usual. False: there is none."""
         while len(self._ahead) < self._capacity and (unit := self.unit_queue.take()) is not None:
             self._ahead.append(unit)
-        if self.unit_queue.queued <= self._process.machine.lease.wants // 6 and not (self._out_of_units or self.ended):
-            self._process.act(self._process.machine.ask())
+        if self.unit_queue.queued <= self._machine.lease.wants // 6 and not (self._out_of_units or self.ended):
+            self._act(self._machine.ask())
         if len(self._ahead) < self._accumulate and not self._out_of_units:
             return False
         drawn: list[int] = []
@@ -51,7 +56,7 @@ class Loader:
             if self.unit_queue.draw(unit):
                 drawn.append(unit)
         self.unit_queue.use()
-        self._used[self._process.local_steps + 1] = drawn
+        self._used[step] = drawn
         return bool(drawn)
 
     def used(self, start: int, stop: int) -> Ranges:
@@ -62,7 +67,7 @@ class Loader:
         """More units, or the answer that there are none."""
         self.unit_queue.grant(ranges)
         if out_of_units:
-            self._process.world.coverage["no units for now"] += 1
+            self._coverage["no units for now"] += 1
         self._out_of_units = out_of_units and not ranges
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:

@@ -7,14 +7,9 @@ time-out: who cannot reach a peer names it, and who reaches all comes `WORD_S` l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ftopt.simulate.host import Payload, reduce
-
-if TYPE_CHECKING:
-    from ftopt.simulate.trainer import Process
-    from ftopt.simulate.world import World
-    from ftopt.sync.protocol.replica.machine import StartReduce
+from ftopt.simulate.world import Process, World
+from ftopt.sync.protocol.replica.machine import StartReduce
 
 WORD_S = 1.5
 

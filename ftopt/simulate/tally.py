@@ -8,57 +8,6 @@ from dataclasses import dataclass, field
 
 from ftopt.simulate.walk import History, run
 
-COVERED = (
-    "abort",
-    "return",
-    "join",
-    "leave",
-    "gone",
-    "fork",
-    "rebirth",
-    "rollback",
-    "mismatch",
-    "evicted",
-    "void",
-    "stalled",
-    "held_open",
-    "hurry",
-    "a reducer that hangs for ever",
-    "decided while a member was away",
-    "decided with a dead member's work",
-    "restart with journal",
-    "restart without journal",
-    "two coordinators at once",
-    "a link that carries one way only",
-    "a result that one member misses",
-    *(f"{count} fragments" for count in (1, 2, 3, 4)),
-    "adaptive grace",
-    "a sample ledger",
-    "a sample ledger, and an end of the data",
-    "a sample ledger beside several fragments",
-    "a leaver gives units back",
-    "a global batch",
-    "a share that grows",
-    "a sum given up",
-    "a share too late for its batch",
-    "a global batch, and an end of the data",
-    "all replicas die",
-    "resumed with as many replicas",
-    "resumed with more replicas",
-    "resumed with a contribution under way",
-    "resumed where later versions are void",
-    "pending work of a missing replica",
-    "a checkpoint is restored",
-    "a copy is kept",
-    "a dead one's steps are done again",
-    "pending work of a dead one is taken over",
-    "epoch_done",
-    "no units for now",
-    "data_ended",
-    "halt",
-)
-"""What has to happen in more than one history of a hundred; else the walks prove little."""
-
 
 @dataclass
 class Coverage:
@@ -85,7 +34,3 @@ class Coverage:
         """Share of the histories in which each thing has happened, a line each."""
         shares = sorted(self.covered.items(), key=lambda x: (-x[1], x[0]))
         return [f"  {name:<36} {count / max(1, self.histories):7.1%}" for name, count in shares]
-
-    def rare(self) -> dict[str, int]:
-        """Of `COVERED`, what happened in no more than 1 % of the histories."""
-        return {name: self.covered[name] for name in COVERED if self.covered[name] <= 0.01 * self.histories}

@@ -6,97 +6,47 @@ It crashes (everything is lost; it comes back as a newcomer), freezes (SIGSTOP: 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ftopt.simulate.backups import SimBackup
 from ftopt.simulate.batches import Shares
-from ftopt.simulate.check import Violation
+from ftopt.simulate.check import Checks
 from ftopt.simulate.host import Content, Shard
+from ftopt.simulate.knobs import JOB
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.reduction import SimReduction
-from ftopt.simulate.saving import Coming, put
+from ftopt.simulate.saving import put
 from ftopt.simulate.training import InnerSteps
-from ftopt.simulate.world import JOB, Conn, World
+from ftopt.simulate.world import Conn, Process, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import subtract
 from ftopt.sync.protocol.replica import machine as r
 
 
-class Process:
-    """One replica id, and the process that runs under it at present."""
+class Trainer(Process):
+    """One replica id, and the process that runs under it at present.
 
-    def __init__(self, world: World, name: str, *, initial: str, step_s: float) -> None:
-        self.world = world
-        self.name = name
-        self.initial = initial
-        self.step_s = step_s
-        self.life = 0
-        self.alive = False
-        self.frozen_until_s = self.hung_until_s = self.offline_until_s = self.jammed_until_s = 0.0
-        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.conn: Conn | None = None
-        self.machine: r.Replica
-        self.shards: list[Shard]
-        self.local_steps = 0
-        self.barred = False
-        """It does not come back by itself: the others were told to go on without it."""
-        self.coming: Coming | None = None
-        """As what it is started next; None: as a newcomer."""
+    ``groups``: those of all attempts under way, by attempt and the coordinator's life.
+    """
 
-    @property
-    def incarnation_id(self) -> m.IncarnationId:
-        return (self.name, self.machine.incarnation)
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        *,
+        initial: str,
+        step_s: float,
+        checks: Checks,
+        groups: dict[tuple[int, int], SimReduction],
+    ) -> None:
+        super().__init__(world, name, initial=initial, step_s=step_s)
+        self._checks = checks
+        self._groups = groups
 
     @property
     def ended(self) -> bool:
         """Whether it knows that all data are in the committed state."""
         return self.loader.ended if self.loader is not None else self.shares is not None and self.shares.ended
-
-    @property
-    def frozen(self) -> bool:
-        return self.world.now < self.frozen_until_s
-
-    @property
-    def motionless(self) -> bool:
-        """Whether its reducer does not run."""
-        return self.frozen or self.world.now < self.jammed_until_s
-
-    def on_reducer(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
-        """Calls ``action`` in this life on the reducer thread, once that does not hang."""
-        self.later(delay_s, self._on_reducer, action, args)
-
-    def _on_reducer(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if self.world.now < self.jammed_until_s:
-            self.backlog.append((action, args))
-        else:
-            action(*args)
-
-    def jam(self, until_s: float) -> None:
-        """The reducer thread hangs, while heartbeats go on."""
-        self.jammed_until_s = until_s
-        if until_s < math.inf:
-            self.world.at(max(0.0, until_s - self.world.now), self._unjam)
-
-    def _unjam(self) -> None:
-        if self.world.now >= self.jammed_until_s:
-            backlog, self.backlog = self.backlog, []
-            for action, args in backlog:
-                self.later(0.0, action, *args)
-
-    def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
-        """Calls ``action`` in this life, once the process is not frozen."""
-        self.world.at(delay_s, self._run, self.life, action, args)
-
-    def _run(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
-        if life != self.life or not self.alive:
-            return
-        if self.frozen:
-            self.world.at(self.frozen_until_s - self.world.now, self._run, life, action, args)
-        else:
-            action(*args)
 
     # ------------------------------------------------------------ life
 
@@ -118,14 +68,16 @@ class Process:
         self.alive = True
         self.machine = r.Replica(identity)
         self.shares = Shares(self) if knobs.global_batch else None
-        self.loader = Loader(self) if knobs.samples is not None and self.shares is None else None
+        lends = knobs.samples is not None and self.shares is None
+        self.loader = Loader(self.machine, knobs, self.world.coverage, self.act) if lends else None
         self.shards = [Shard(Content(self.initial)) for _ in range(knobs.fragments)]
         self.local_steps = 0
         self.conn = None
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
-        self.training = self.shares or InnerSteps(self)
         self.backup = SimBackup(self)
-        self.installing: set[int] = set()
+        self.training = self.shares or InnerSteps(self, self.backup)
+        self.own_copy, self.kept_copies = None, {}
+        self.installing = set()
         self.world.note(self.name, "process starts")
         coming, self.coming = self.coming, None
         if coming is not None:
@@ -152,7 +104,7 @@ class Process:
         self.alive = False
         self.frozen_until_s = self.hung_until_s = self.jammed_until_s = 0.0
         self.backlog.clear()
-        for group in list(self.world.groups.values()):
+        for group in list(self._groups.values()):
             group.leave(self.name)
 
     def leave(self) -> None:
@@ -283,7 +235,7 @@ class Process:
                 case r.StartReduce():
                     self._reduce(effect)
                 case r.StopReduce(fragment=fragment, attempt=attempt):
-                    for key, group in self.world.groups.items():
+                    for key, group in self._groups.items():
                         if key[0] == attempt and group.leave(self.name):
                             self.on_reducer(self.world.delay(), self._stopped, fragment, attempt)
                 case r.CommitPrepared(attempt=attempt, record=record):
@@ -311,7 +263,7 @@ class Process:
                     assert self.loader is not None
                     self.loader.grant(ranges, out_of_units=out_of_units)
                 case r.Settled(done=done, own=own) if self.loader is not None:
-                    if self.loader.settle(done, own) and not self.world.checks.excused:
+                    if self.loader.settle(done, own) and not self._checks.excused:
                         raise Violation("I3", f"{self.name} has used units that are done by others")
                 case r.Planned(version=version, plan=plan, units=units, ended=ended) if self.shares is not None:
                     self.shares.assign(version, plan, units, ended=ended)
@@ -326,18 +278,22 @@ class Process:
                         self.shares.reset()
                     self.world.note(self.name, f"is reborn: {reason}")
                     self.world.coverage["rebirth"] += 1
-                    self.world.checks.rebirth(self, reason)
+                    self._checks.rebirth(self, reason)
                     self.drop()
                 case r.GiveUp(reason=reason):
                     raise AssertionError(f"{self.name} is refused for good: {reason}")
                 case r.Disconnect():
                     self.drop()
-        self.world.checks.standing(self)
+        self._checks.standing(self)
         self.entered |= self.machine.welcomed
         if self.machine.may_train and self.entered and not self.stepping and not self.backup.inheriting:
             self.stepping = True
             self.training.begin()
         self.training.poke()
+
+    def check_offered(self, start: int, contribution: m.Contribution) -> None:
+        if self.loader is not None:
+            self._checks.offered(self, self.loader, start, contribution)
 
     def _restore(self) -> None:
         coming = self.world.checkpoints.whole[-1].another_life(self.incarnation_id)
@@ -348,7 +304,7 @@ class Process:
 
     def _moved(self, record: m.Record, parent: str) -> None:
         self.world.note(self.name, f"holds version {record.version} {record.chain[:6]} of {record.fragment}")
-        self.world.checks.moved(self, record.fragment, parent)
+        self._checks.moved(self, record.fragment, parent)
 
     def _reduce(self, start: r.StartReduce) -> None:
         shard = self.shards[start.quorum.fragment]
@@ -359,9 +315,9 @@ class Process:
         assert self.conn is not None
         shard.attempt = (start.quorum.attempt, start.members)
         key = (start.quorum.attempt, self.conn.server_life)  # the rendezvous is through the connection
-        group = self.world.groups.get(key)
+        group = self._groups.get(key)
         if group is None:
-            group = self.world.groups[key] = SimReduction(self.world, start)
+            group = self._groups[key] = SimReduction(self.world, start)
         assert group.members == start.members, "one attempt, two member lists"
         group.join(self, snapshot)
 
@@ -378,7 +334,7 @@ class Process:
             record = source.machine.serves(fragment)
             if record is None:
                 continue
-            self.world.checks.served(source, fragment)
+            self._checks.served(source, fragment)
             duration_s = self.world.between(0.3, 1.5) * self.world.knobs.fetch_s
             content, record = source.shards[fragment].content, replace(record)
             self.later(duration_s, self._fetched, record, content, name, source.life, failed)

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from ftopt.simulate.backups import SimBackup
+from ftopt.simulate.loader import Loader
 from ftopt.simulate.saving import give
-
-if TYPE_CHECKING:
-    from ftopt.simulate.loader import Loader
-    from ftopt.simulate.trainer import Process
+from ftopt.simulate.world import Process
 
 
 class InnerSteps:
     """Of one life of a process: a method that takes steps of its own between outer steps."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, backup: SimBackup) -> None:
         self.waits: int | None = None
         """The fragment whose contribution it waits for."""
         self._process = process
+        self._backup = backup
         self._world = process.world
         self._offered = False
         self._spent_s = -math.inf
@@ -52,7 +51,7 @@ class InnerSteps:
         if self._world.now < self._process.hung_until_s:
             self._process.later(self._process.hung_until_s - self._world.now, self._step)
             return
-        if self._process.loader is not None and not self._process.loader.draw():
+        if self._process.loader is not None and not self._process.loader.draw(self._process.local_steps + 1):
             self._idle(self._process.loader)
             return
         self._process.local_steps += 1
@@ -113,13 +112,13 @@ class InnerSteps:
         shard = self._process.shards[fragment]
         begins = shard.counted
         if shard.take_over(self._process.local_steps):
-            self._world.checks.reset(self._process, fragment)
+            self._process.count_anew(fragment)
             if self._process.loader is not None and not fragment:
                 self._process.loader.redo()
         if not fragment:
             give(self._process)
         if begins and not shard.counted:
-            self._process.backup.begin()
+            self._backup.begin()
 
     def _propose(self, fragment: int, *, now: bool) -> None:
         shard, before = self._process.shards[fragment], self._process.shards[fragment].base_step
@@ -138,12 +137,12 @@ class InnerSteps:
         if contribution is None:
             return
         if not finite:
-            self._world.checks.discard(self._process.incarnation_id, fragment, before, self._process.local_steps)
+            self._world.discard(self._process.incarnation_id, fragment, before, self._process.local_steps)
         if self._world.strike():
             self._process.misfortune()
             if not self._process.alive:
                 return
         effects = self._process.machine.propose(contribution, now=now)
         if self._process.loader is not None and self._process.machine.contribution(0) is contribution:
-            self._world.checks.offered(self._process, self._process.loader, before, contribution)
+            self._process.check_offered(before, contribution)
         self._process.act(effects)

@@ -8,10 +8,10 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from ftopt.simulate.check import Violation
 from ftopt.simulate.doom import all_die
-from ftopt.simulate.trainer import Process
-from ftopt.simulate.world import Knobs, World
+from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.simulation import Simulation
+from ftopt.simulate.world import Violation
 from ftopt.sync.protocol.samples import Samples
 
 UNITS = 4
@@ -38,7 +38,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
     for more in (_graced, _lent, _shared, _saved, _replayed, _slow):
         knobs = more(knobs, seed)
-    world = World(seed, knobs, trace=lines)
+    world = Simulation(seed, knobs, trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
         world.coverage["adaptive grace"] += 1
@@ -146,7 +146,7 @@ def _slow(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, fetch_s=chooser.uniform(3.0, 8.0)) if slow else knobs
 
 
-def _walk(world: World, chooser: random.Random) -> None:
+def _walk(world: Simulation, chooser: random.Random) -> None:
     same = chooser.random() < 0.6
     count = chooser.choice((2, 3, 3, 4, 4, 5, 5, 6, 8, 12))
     for index in range(count):
@@ -154,7 +154,7 @@ def _walk(world: World, chooser: random.Random) -> None:
         initial = "init" if same else f"init-{name}"
         step_s = chooser.uniform(0.2, 0.6) * chooser.choice((1, 1, 1, 3))
         step_s /= UNITS if world.knobs.global_batch else 1
-        world.processes[name] = Process(world, name, initial=initial, step_s=step_s)
+        world.add_process(name, initial=initial, step_s=step_s)
     world.server.start()
     start_s = world.now
     late = chooser.randint(0, max(0, count - 2))
@@ -174,14 +174,14 @@ def _walk(world: World, chooser: random.Random) -> None:
     _quiet(world)
 
 
-def _replace(world: World, chooser: random.Random) -> None:
+def _replace(world: Simulation, chooser: random.Random) -> None:
     """A replica is killed, and another process comes in its place."""
     process = chooser.choice(list(world.processes.values()))
     process.crash()
     world.at(chooser.uniform(0.2, 2.0), process.spawn)
 
 
-def _fault(world: World, chooser: random.Random) -> None:
+def _fault(world: Simulation, chooser: random.Random) -> None:
     """A fault at a moment that has nothing to do with the protocol's."""
     kind = chooser.choice(("replica", "replica", "coordinator", "pair", "leave", "network", "schism", "rival"))
     process = chooser.choice(list(world.processes.values()))
@@ -215,7 +215,7 @@ def _fault(world: World, chooser: random.Random) -> None:
                 process.conn.cut(told=chooser.random() < 0.7)
 
 
-def _quiet(world: World) -> None:
+def _quiet(world: Simulation) -> None:
     """I4: faults stop; those who live go on, and become one."""
     world.note("walk", "faults stop")
     world.faults_left = 0
@@ -265,7 +265,7 @@ def _quiet(world: World) -> None:
     world.checks.leases(world.server)
 
 
-def _unit_s(world: World) -> float:
+def _unit_s(world: Simulation) -> float:
     """Seconds that a unit takes at most, its step's waiting included: each fragment's rounds are waited for in turn."""
     knobs = world.knobs
     step_s = max(p.step_s for p in world.processes.values())
@@ -275,7 +275,7 @@ def _unit_s(world: World) -> float:
     return step_s + rounds * round_s
 
 
-def _unjam(world: World) -> None:
+def _unjam(world: Simulation) -> None:
     """Reducers that hang: half of them for ever, if somebody is left to go on without them."""
     jammed = [p for p in world.processes.values() if p.alive and world.now < p.jammed_until_s]
     able = [p for p in world.processes.values() if p.alive and not p.leaving and p not in jammed]
@@ -286,7 +286,7 @@ def _unjam(world: World) -> None:
         world.coverage["a reducer that hangs for ever"] += for_ever
 
 
-def _together(world: World, old: set[tuple[int, str]], left: set[int]) -> bool:
+def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> bool:
     """Whether each fragment has moved on, and all the living have held its newest version: who joins catches up. With a
     global batch, whose rounds are not held open, any new version will do.
 

@@ -11,72 +11,32 @@ import heapq
 import itertools
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ftopt.simulate.check import Checks, Violation
-from ftopt.simulate.saving import SimCheckpoints
+from ftopt.simulate.checkpoints import Coming, SimCheckpoints
+from ftopt.simulate.host import Shard, SimCopy
+from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.loader import Loader
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, union
-from ftopt.sync.protocol.samples import Samples
-
-if TYPE_CHECKING:
-    from ftopt.simulate.reduction import SimReduction
-    from ftopt.simulate.trainer import Process
-
-JOB = "job"
+from ftopt.sync.protocol.replica import machine as r
 
 
-@dataclass(frozen=True, kw_only=True)
-class Knobs:
-    """The constants of one history; seconds are virtual.
+class Violation(AssertionError):
+    """An invariant does not hold."""
 
-    ``fault``: chance of a fault at each protocol point. ``corrupt``: chance that a member's result has a flipped bit.
-    ``samples``: of the sample ledger, None without one; ``accumulate``: units of an inner step; ``ahead``: units that
-    the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
-    readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
-    ``replay``: neighbours keep copies, from which a dead one's steps are done again.
-    """
-
-    settings: dict[str, float | int | str | None]
-    fragments: int = 1
-    sync_every: int = 3
-    delay_s: float = 0.02
-    reduce_s: float = 0.1
-    fetch_s: float = 0.3
-    fault: float = 0.0
-    corrupt: float = 0.0
-    nonfinite: float = 0.0
-    hasty: float = 0.0
-    overlap_steps: int = 0
-    grace: float = 0.0
-    samples: Samples | None = None
-    save_every: int = 0
-    accumulate: int = 1
-    ahead: int = 0
-    replay: bool = False
-
-    @property
-    def global_batch(self) -> int:
-        """Units of the global batch that replicas share out; 0: each takes steps of its own."""
-        samples = self.samples
-        return 0 if samples is None or samples.global_batch is None else samples.global_batch // samples.batch_size
-
-    @property
-    def dead_after_s(self) -> float:
-        return float(self.settings["dead_after_s"] or 0)
-
-    @property
-    def recovery_s(self) -> float:
-        return float(self.settings["recovery_s"] or 0)
+    def __init__(self, invariant: str, text: str) -> None:
+        super().__init__(f"{invariant}: {text}")
+        self.invariant = invariant
 
 
 class World:
-    """The clock, the queue, the network; the coordinator's process; the replicas' processes by name."""
+    """The clock, the queue, the network; the coordinators' processes, and the replicas' by name."""
 
     EVENTS = 30_000
     """No history needs more: one that does runs hot."""
@@ -88,15 +48,17 @@ class World:
         self.trace = trace
         self.events = 0
         self.coverage: Counter[str] = Counter()
-        self.checks = Checks(self)
-        self.servers = [Server(self)]
+        self.servers: list[Server] = []
         self.lives = itertools.count(1)
         self.contested = False
         self.processes: dict[str, Process] = {}
         self.cuts: dict[frozenset[str], str] = {}
         """Pairs that cannot reach each other; who of the two hears nothing, if the other one does, else ""."""
         self.checkpoints = SimCheckpoints(knobs.save_every)
-        self.groups: dict[tuple[int, int], SimReduction] = {}
+        self.discarded: dict[tuple[int, m.IncarnationId], set[int]] = {}
+        """By fragment and incarnation: inner steps that the replica itself gave up, and said so."""
+        self.floor: dict[tuple[int, m.IncarnationId, int], int] = {}
+        """By fragment, incarnation and life: the step from which on it counts."""
         self.faults_left = 0
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
@@ -106,18 +68,6 @@ class World:
     def server(self) -> Server:
         """The coordinator; of two at once the one that was started last."""
         return self.servers[-1]
-
-    def rival(self) -> None:
-        """A second coordinator is started on another host, without a journal, while the first one lives."""
-        if self.contested or not self.server.up:
-            return
-        self.contested = True
-        self.coverage["two coordinators at once"] += 1
-        self.servers.append(Server(self))
-        self.server.start()
-        for process in self.processes.values():
-            if process.alive and process.conn and self.chance(0.6):
-                process.conn.cut()
 
     def mend(self, pair: frozenset[str]) -> None:
         """Two replicas reach each other again."""
@@ -161,6 +111,10 @@ class World:
             self.faults_left -= 1
             return True
         return False
+
+    def discard(self, incarnation_id: m.IncarnationId, fragment: int, start: int, stop: int) -> None:
+        """Steps ``start + 1 .. stop`` are given up by the replica itself."""
+        self.discarded.setdefault((fragment, incarnation_id), set()).update(range(start + 1, stop + 1))
 
 
 class Conn:
@@ -239,8 +193,136 @@ class Conn:
             self.server.lost(self)
 
 
-class Server:
-    """The coordinator's process: the machine, its journal, its connections."""
+class Process(ABC):
+    """One replica id, and the process that runs under it at present, as the other parts of a world see it."""
+
+    machine: r.Replica
+    shards: list[Shard]
+    loader: Loader | None
+    leaving: bool
+    """It wants to go."""
+    gone: bool
+    """It has said goodbye."""
+    restoring: bool
+    """It reads a checkpoint."""
+    installing: set[int]
+    """Fragments of which a fetched state is being installed."""
+    own_copy: SimCopy | None
+    """What it was when its round began; see `ftopt.simulate.backups`."""
+    kept_copies: dict[str, SimCopy]
+    """Those of others."""
+
+    def __init__(self, world: World, name: str, *, initial: str, step_s: float) -> None:
+        self.world = world
+        self.name = name
+        self.initial = initial
+        self.step_s = step_s
+        self.life = 0
+        self.alive = False
+        self.frozen_until_s = self.hung_until_s = self.offline_until_s = self.jammed_until_s = 0.0
+        self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self.conn: Conn | None = None
+        self.local_steps = 0
+        self.barred = False
+        """It does not come back by itself: the others were told to go on without it."""
+        self.coming: Coming | None = None
+        """As what it is started next; None: as a newcomer."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether it knows that all data are in the committed state."""
+
+    @abstractmethod
+    def spawn(self) -> None:
+        """The process starts."""
+
+    @abstractmethod
+    def crash(self) -> None:
+        """SIGKILL."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """SIGTERM: from the next boundary on it wants to go."""
+
+    @abstractmethod
+    def goodbye(self) -> None:
+        """It goes."""
+
+    @abstractmethod
+    def misfortune(self) -> None:
+        """Something happens to this process, or to its connection."""
+
+    @abstractmethod
+    def deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
+        """A message, or the end of the connection (None)."""
+
+    @abstractmethod
+    def drop(self, conn: Conn | None = None) -> None:
+        """Closes the connection, if it is ``conn`` still."""
+
+    @abstractmethod
+    def act(self, effects: list[r.ReplicaEffect]) -> None:
+        """Does what the machine asks."""
+
+    @abstractmethod
+    def check_offered(self, start: int, contribution: m.Contribution) -> None:
+        """I3: a contribution of the steps from ``start`` on names their units."""
+
+    @property
+    def incarnation_id(self) -> m.IncarnationId:
+        return (self.name, self.machine.incarnation)
+
+    @property
+    def frozen(self) -> bool:
+        return self.world.now < self.frozen_until_s
+
+    @property
+    def motionless(self) -> bool:
+        """Whether its reducer does not run."""
+        return self.frozen or self.world.now < self.jammed_until_s
+
+    def on_reducer(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Calls ``action`` in this life on the reducer thread, once that does not hang."""
+        self.later(delay_s, self._on_reducer, action, args)
+
+    def _on_reducer(self, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.world.now < self.jammed_until_s:
+            self.backlog.append((action, args))
+        else:
+            action(*args)
+
+    def jam(self, until_s: float) -> None:
+        """The reducer thread hangs, while heartbeats go on."""
+        self.jammed_until_s = until_s
+        if until_s < math.inf:
+            self.world.at(max(0.0, until_s - self.world.now), self._unjam)
+
+    def _unjam(self) -> None:
+        if self.world.now >= self.jammed_until_s:
+            backlog, self.backlog = self.backlog, []
+            for action, args in backlog:
+                self.later(0.0, action, *args)
+
+    def later(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Calls ``action`` in this life, once the process is not frozen."""
+        self.world.at(delay_s, self._run, self.life, action, args)
+
+    def _run(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if life != self.life or not self.alive:
+            return
+        if self.frozen:
+            self.world.at(self.frozen_until_s - self.world.now, self._run, life, action, args)
+        else:
+            action(*args)
+
+    def count_anew(self, fragment: int) -> None:
+        """A new incarnation counts from here; what was pending is a dead one's."""
+        self.world.floor[(fragment, self.incarnation_id, self.life)] = self.local_steps
+
+
+class Server(ABC):
+    """A coordinator's process, as the other parts of a world see it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -256,168 +338,31 @@ class Server:
         self.first_hello_s = math.inf
         self.schism = False
         """At the next decision of which several members are told, one alone shall hear of it, and go away with it."""
-        self._armed_s = math.inf
 
     @property
     def up(self) -> bool:
         return self.machine is not None
 
-    def start(self, *, keep: int | None = None) -> None:
-        """A new life, with the first ``keep`` entries of the journal (None: all)."""
-        if self.up or self not in self.world.servers:
-            return
-        entries = self.journal if keep is None else self.journal[:keep]
-        self.remembers = self.remembers and len(entries) == len(self.journal) and not self.world.contested
-        if self.life:
-            self.world.coverage["restart with journal" if entries else "restart without journal"] += 1
-        self.has_journal = bool(entries)
-        self.opened = False
-        self.forgot = self.forgot or not self.remembers
-        if keep is not None:
-            self.journal = list(entries)
-        self.life = next(self.world.lives)
-        self.first_hello_s = math.inf
-        self._armed_s = math.inf
-        saved = e.replay(entries) if entries else None
-        self.machine = Coordinator(JOB, saved=saved, now=self.world.now, life=100 * self.life)
-        self.world.note("coord", f"starts with {len(entries)} journal entries")
-
-    def crash(self, *, spare: Conn | None = None) -> None:
-        """SIGKILL; what was sent on the connection ``spare`` still arrives."""
-        if not self.up:
-            return
-        self.world.note("coord", "crashes")
-        self.machine = None
-        for conn in list(self.conns.values()):
-            if conn is spare or self.world.chance(0.5):
-                conn.down(None)  # what was sent before still arrives
-            else:
-                conn.cut(told=False)
-        self.conns.clear()
-        self.heard.clear()
-
-    def _crash_and_return(self) -> None:
-        self.crash()
-        keep = self.world.random.choice((None, None, None, 0))
-        self.world.at(self.world.between(0.1, 2.0), lambda: self.start(keep=keep))
-
     def connect(self, conn: Conn) -> None:
+        """A replica comes."""
         self.conns[conn.number] = conn
 
+    @abstractmethod
+    def start(self, *, keep: int | None = None) -> None:
+        """A new life, with the first ``keep`` entries of the journal (None: all)."""
+
+    @abstractmethod
+    def crash(self) -> None:
+        """SIGKILL."""
+
+    @abstractmethod
     def receive(self, conn: Conn, message: m.FromReplica) -> None:
-        if self.machine is None:
-            return
-        if isinstance(message, m.Hello):
-            self.heard[conn.number] = message
-            self.first_hello_s = min(self.first_hello_s, self.world.now)
-        grants = self.machine.grants
-        if isinstance(message, m.Bye) and grants is not None and grants.ledger.leases.get(conn.process.incarnation_id):
-            self.world.coverage["a leaver gives units back"] += 1
-        if not isinstance(message, m.Heartbeat):
-            self.world.note("coord", f"<- {conn.process.name} {message}")
-        self.act(self.machine.receive(self.world.now, conn.number, message))
+        """A message has come."""
 
+    @abstractmethod
     def lost(self, conn: Conn) -> None:
-        conn.open_there = False
-        self.conns.pop(conn.number, None)
-        self.heard.pop(conn.number, None)
-        if self.machine is not None:
-            self.world.note("coord", f"loses {conn.process.name}'s connection {conn.number}")
-            self.act(self.machine.lost(self.world.now, conn.number))
+        """A connection has ended."""
 
+    @abstractmethod
     def retire(self) -> None:
         """It ends for good."""
-        self.crash()
-        self.world.servers.remove(self)
-
-    def _told_of(self, effects: list[e.CoordinatorEffect]) -> list[Conn]:
-        """The connections that are told of a decision."""
-        numbers = [x.conn for x in effects if isinstance(x, e.SendTo) and isinstance(x.message, m.Commit)]
-        return [self.conns[number] for number in numbers if number in self.conns]
-
-    def _split(self, told: list[Conn], decision: m.FromCoordinator) -> None:
-        """One member hears the decision and is cut off; the coordinator and its journal are lost: a fork may follow."""
-        world, patience_s = self.world, self.world.knobs.recovery_s
-        alone, others = told[0].process, told[1:]
-        world.note(alone.name, "alone hears the decision")
-        told[0].down(decision)
-        for conn in others:
-            conn.cut()
-        alone.offline_until_s = world.now + world.between(0.5, 3.0) * patience_s
-        self.schism = False
-        self.crash(spare=told[0])
-        world.at(world.between(0.1, 2.0), lambda: self.start(keep=0))
-
-    def act(self, effects: list[e.CoordinatorEffect]) -> None:
-        """Does what the machine asks, in order; a crash may come between any two."""
-        for index, effect in enumerate(effects):
-            match effect:
-                case e.SendTo(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
-                    self._split(told, effect.message)
-                    return
-                case e.SendTo(conn=number, message=message):
-                    if conn := self.conns.get(number):
-                        if isinstance(message, m.Quorum):
-                            self.world.checks.quorum(conn, message, self.machine)
-                        if isinstance(message, m.Grant | m.Inherit) and message.ranges:
-                            self.world.checks.granted(conn, message.ranges, self.machine)
-                        conn.down(message)
-                        if isinstance(message, m.Commit | m.Quorum | m.Grant) and self.world.strike():
-                            conn.cut(told=self.world.chance(0.5))
-                case e.Close(conn=number):
-                    self.heard.pop(number, None)
-                    if conn := self.conns.pop(number, None):
-                        conn.open_there = False
-                        conn.down(None)
-                case e.Emit():
-                    self._told(effect)
-                case e.Halt(reason=reason):
-                    self.world.note("coord", f"halts: {reason}")
-                    self.world.coverage["halt"] += 1
-                    if len(self.world.servers) > 1:
-                        self.retire()
-                    else:
-                        self.crash()
-                        self.world.at(1.0, self.start)
-                    return
-                case _:
-                    if self.world.strike():
-                        self._crash_and_return()
-                        return
-                    self.world.note("coord", f"journals {effect}")
-                    self.journal.append(effect)
-                    if isinstance(effect, e.Decided):
-                        self.world.checks.decided(effect, self.machine)
-                    if isinstance(effect, e.Gone):
-                        self.world.checks.gone.add((effect.replica, effect.incarnation))
-                    if self.world.strike():
-                        self._crash_and_return()
-                        return
-        self._arm()
-
-    def _told(self, tell: e.Emit) -> None:
-        if tell.event not in ("quorum", "call_in"):
-            self.world.note("coord", f"event {tell.event} {tell.replica}#{tell.incarnation} {dict(tell.data)}")
-        self.world.coverage[tell.event] += 1
-        if tell.event == "decide" and tell.data["away"]:
-            self.world.coverage["decided while a member was away"] += 1
-            if not all(self.world.processes[name].alive for name in tell.data["away"]):
-                self.world.coverage["decided with a dead member's work"] += 1
-        if tell.event in ("recover", "start"):
-            self.world.checks.opened(self, list(self.heard.values()))
-
-    def _arm(self) -> None:
-        if self.machine is None:
-            return
-        due_s = self.machine.deadline_s()
-        if due_s < self._armed_s:
-            self._armed_s = due_s
-            self.world.at(max(0.0, due_s - self.world.now), self._tick, self.life, due_s)
-
-    def _tick(self, life: int, armed_s: float) -> None:
-        if life != self.life or self.machine is None or armed_s != self._armed_s:
-            return
-        self._armed_s = math.inf
-        self.act(self.machine.tick(self.world.now))
-        if self.machine is not None and self.machine.deadline_s() <= self.world.now:
-            raise Violation("I4", "the coordinator asks for a tick that it has just had")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ftopt.simulate import saving
+from ftopt.simulate import checkpoints
 from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt, RoundOutcome
@@ -397,7 +397,7 @@ def asks_once(patch: Patch) -> None:
 
 def life_again(patch: Patch) -> None:
     """A replica that restores a checkpoint gets an incarnation that its state counts"""
-    patch.setattr(saving, "another_life", lambda incarnation_id, there, newest: (incarnation_id, {}))
+    patch.setattr(checkpoints, "another_life", lambda incarnation_id, there, newest: (incarnation_id, {}))
 
 
 def resumed_untold(patch: Patch) -> None:

@@ -12,12 +12,28 @@ import pytest
 
 from ftopt.simulate.check import Checks, SimVersion
 from ftopt.simulate.host import Content
+from ftopt.simulate.knobs import Knobs
 from ftopt.simulate.tally import Coverage
 from ftopt.simulate.walk import run
-from ftopt.simulate.world import Knobs, World
+from ftopt.simulate.world import World
 from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
 
 HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
+COVERED = (
+    "abort", "return", "join", "leave", "gone", "fork", "rebirth", "rollback", "mismatch", "evicted", "void",
+    "stalled", "held_open", "hurry", "a reducer that hangs for ever", "decided while a member was away",
+    "decided with a dead member's work", "restart with journal", "restart without journal",
+    "two coordinators at once", "a link that carries one way only", "a result that one member misses",
+    *(f"{count} fragments" for count in (1, 2, 3, 4)), "adaptive grace", "a sample ledger",
+    "a sample ledger, and an end of the data", "a sample ledger beside several fragments",
+    "a leaver gives units back", "a global batch", "a share that grows", "a sum given up",
+    "a share too late for its batch", "a global batch, and an end of the data", "all replicas die",
+    "resumed with as many replicas", "resumed with more replicas", "resumed with a contribution under way",
+    "resumed where later versions are void", "pending work of a missing replica", "a checkpoint is restored",
+    "a copy is kept", "a dead one's steps are done again", "pending work of a dead one is taken over",
+    "epoch_done", "no units for now", "data_ended", "halt",
+)  # fmt: skip
+"""What has to happen in more than one history of a hundred; else the walks prove little."""
 
 
 @pytest.mark.timeout(600)
@@ -33,7 +49,7 @@ def test_histories_hold_every_invariant_and_cover_the_protocol(capsys: pytest.Ca
     with capsys.disabled():
         head = f"\n{HISTORIES} histories, {tally.events} events; share of histories with:"
         sys.stdout.write("\n".join([head, *tally.table(), ""]))
-    assert tally.rare() == {}
+    assert [name for name in COVERED if tally.covered[name] <= 0.01 * tally.histories] == []
 
 
 def test_a_seed_is_one_history() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ftopt.simulate.trainer import Process
-from ftopt.simulate.world import Knobs, World
+from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.simulation import Simulation
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.partitions import PAUSES, Membership, Partitions
 from ftopt.sync.protocol.coordinator.roster import Roster
@@ -133,12 +133,12 @@ def test_three_that_reach_nobody_take_turns() -> None:
     assert order == ["a", "b", "c"] * 2
 
 
-def play(count: int, seconds: float, *, cut: bool) -> World:
+def play(count: int, seconds: float, *, cut: bool) -> Simulation:
     """A job of ``count`` replicas with steps of 0.4 s, 5 a round; r0 and r1 cut from each other, or not."""
     settings = SETTINGS | {"start_replicas": count}
-    world = World(5, Knobs(settings=settings, sync_every=5))
+    world = Simulation(5, Knobs(settings=settings, sync_every=5))
     for index in range(count):
-        process = world.processes[f"r{index}"] = Process(world, f"r{index}", initial="init", step_s=0.4)
+        process = world.add_process(f"r{index}", initial="init", step_s=0.4)
         world.at(0.0, process.spawn)
     world.server.start()
     if cut:

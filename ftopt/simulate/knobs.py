@@ -1,0 +1,53 @@
+"""The constants of one history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftopt.sync.protocol.samples import Samples
+
+JOB = "job"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """The constants of one history; seconds are virtual.
+
+    ``fault``: chance of a fault at each protocol point. ``corrupt``: chance that a member's result has a flipped bit.
+    ``samples``: of the sample ledger, None without one; ``accumulate``: units of an inner step; ``ahead``: units that
+    the loader takes ahead. ``hasty``: chance that a trigger means now at a boundary; above 0, heartbeats bring
+    readings, too. ``save_every``: versions from one checkpoint to the next, 0 without any.
+    ``replay``: neighbours keep copies, from which a dead one's steps are done again.
+    """
+
+    settings: dict[str, float | int | str | None]
+    fragments: int = 1
+    sync_every: int = 3
+    delay_s: float = 0.02
+    reduce_s: float = 0.1
+    fetch_s: float = 0.3
+    fault: float = 0.0
+    corrupt: float = 0.0
+    nonfinite: float = 0.0
+    hasty: float = 0.0
+    overlap_steps: int = 0
+    grace: float = 0.0
+    samples: Samples | None = None
+    save_every: int = 0
+    accumulate: int = 1
+    ahead: int = 0
+    replay: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Units of the global batch that replicas share out; 0: each takes steps of its own."""
+        samples = self.samples
+        return 0 if samples is None or samples.global_batch is None else samples.global_batch // samples.batch_size
+
+    @property
+    def dead_after_s(self) -> float:
+        return float(self.settings["dead_after_s"] or 0)
+
+    @property
+    def recovery_s(self) -> float:
+        return float(self.settings["recovery_s"] or 0)

@@ -1,0 +1,178 @@
+"""The coordinator's process: the machine, its journal, its connections."""
+
+from __future__ import annotations
+
+import math
+
+from ftopt.simulate.check import Checks
+from ftopt.simulate.knobs import JOB
+from ftopt.simulate.world import Conn, Server, Violation, World
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.machine import Coordinator
+
+
+class CoordinatorProcess(Server):
+    """One coordinator of a world, in all its lives."""
+
+    def __init__(self, world: World, checks: Checks) -> None:
+        super().__init__(world)
+        self.checks = checks
+        self._armed_s = math.inf
+
+    def start(self, *, keep: int | None = None) -> None:
+        """A new life, with the first ``keep`` entries of the journal (None: all)."""
+        if self.up or self not in self.world.servers:
+            return
+        entries = self.journal if keep is None else self.journal[:keep]
+        self.remembers = self.remembers and len(entries) == len(self.journal) and not self.world.contested
+        if self.life:
+            self.world.coverage["restart with journal" if entries else "restart without journal"] += 1
+        self.has_journal = bool(entries)
+        self.opened = False
+        self.forgot = self.forgot or not self.remembers
+        if keep is not None:
+            self.journal = list(entries)
+        self.life = next(self.world.lives)
+        self.first_hello_s = math.inf
+        self._armed_s = math.inf
+        saved = e.replay(entries) if entries else None
+        self.machine = Coordinator(JOB, saved=saved, now=self.world.now, life=100 * self.life)
+        self.world.note("coord", f"starts with {len(entries)} journal entries")
+
+    def crash(self, *, spare: Conn | None = None) -> None:
+        """SIGKILL; what was sent on the connection ``spare`` still arrives."""
+        if not self.up:
+            return
+        self.world.note("coord", "crashes")
+        self.machine = None
+        for conn in list(self.conns.values()):
+            if conn is spare or self.world.chance(0.5):
+                conn.down(None)  # what was sent before still arrives
+            else:
+                conn.cut(told=False)
+        self.conns.clear()
+        self.heard.clear()
+
+    def _crash_and_return(self) -> None:
+        self.crash()
+        keep = self.world.random.choice((None, None, None, 0))
+        self.world.at(self.world.between(0.1, 2.0), lambda: self.start(keep=keep))
+
+    def receive(self, conn: Conn, message: m.FromReplica) -> None:
+        if self.machine is None:
+            return
+        if isinstance(message, m.Hello):
+            self.heard[conn.number] = message
+            self.first_hello_s = min(self.first_hello_s, self.world.now)
+        grants = self.machine.grants
+        if isinstance(message, m.Bye) and grants is not None and grants.ledger.leases.get(conn.process.incarnation_id):
+            self.world.coverage["a leaver gives units back"] += 1
+        if not isinstance(message, m.Heartbeat):
+            self.world.note("coord", f"<- {conn.process.name} {message}")
+        self.act(self.machine.receive(self.world.now, conn.number, message))
+
+    def lost(self, conn: Conn) -> None:
+        conn.open_there = False
+        self.conns.pop(conn.number, None)
+        self.heard.pop(conn.number, None)
+        if self.machine is not None:
+            self.world.note("coord", f"loses {conn.process.name}'s connection {conn.number}")
+            self.act(self.machine.lost(self.world.now, conn.number))
+
+    def retire(self) -> None:
+        """It ends for good."""
+        self.crash()
+        self.world.servers.remove(self)
+
+    def _told_of(self, effects: list[e.CoordinatorEffect]) -> list[Conn]:
+        """The connections that are told of a decision."""
+        numbers = [x.conn for x in effects if isinstance(x, e.SendTo) and isinstance(x.message, m.Commit)]
+        return [self.conns[number] for number in numbers if number in self.conns]
+
+    def _split(self, told: list[Conn], decision: m.FromCoordinator) -> None:
+        """One member hears the decision and is cut off; the coordinator and its journal are lost: a fork may follow."""
+        world, patience_s = self.world, self.world.knobs.recovery_s
+        alone, others = told[0].process, told[1:]
+        world.note(alone.name, "alone hears the decision")
+        told[0].down(decision)
+        for conn in others:
+            conn.cut()
+        alone.offline_until_s = world.now + world.between(0.5, 3.0) * patience_s
+        self.schism = False
+        self.crash(spare=told[0])
+        world.at(world.between(0.1, 2.0), lambda: self.start(keep=0))
+
+    def act(self, effects: list[e.CoordinatorEffect]) -> None:
+        """Does what the machine asks, in order; a crash may come between any two."""
+        for index, effect in enumerate(effects):
+            match effect:
+                case e.SendTo(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
+                    self._split(told, effect.message)
+                    return
+                case e.SendTo(conn=number, message=message):
+                    if conn := self.conns.get(number):
+                        if isinstance(message, m.Quorum):
+                            self.checks.quorum(conn, message, self.machine)
+                        if isinstance(message, m.Grant | m.Inherit) and message.ranges:
+                            self.checks.granted(conn, message.ranges, self.machine)
+                        conn.down(message)
+                        if isinstance(message, m.Commit | m.Quorum | m.Grant) and self.world.strike():
+                            conn.cut(told=self.world.chance(0.5))
+                case e.Close(conn=number):
+                    self.heard.pop(number, None)
+                    if conn := self.conns.pop(number, None):
+                        conn.open_there = False
+                        conn.down(None)
+                case e.Emit():
+                    self._told(effect)
+                case e.Halt(reason=reason):
+                    self.world.note("coord", f"halts: {reason}")
+                    self.world.coverage["halt"] += 1
+                    if len(self.world.servers) > 1:
+                        self.retire()
+                    else:
+                        self.crash()
+                        self.world.at(1.0, self.start)
+                    return
+                case _:
+                    if self.world.strike():
+                        self._crash_and_return()
+                        return
+                    self.world.note("coord", f"journals {effect}")
+                    self.journal.append(effect)
+                    if isinstance(effect, e.Decided):
+                        self.checks.decided(effect, self.machine)
+                    if isinstance(effect, e.Gone):
+                        self.checks.gone.add((effect.replica, effect.incarnation))
+                    if self.world.strike():
+                        self._crash_and_return()
+                        return
+        self._arm()
+
+    def _told(self, tell: e.Emit) -> None:
+        if tell.event not in ("quorum", "call_in"):
+            self.world.note("coord", f"event {tell.event} {tell.replica}#{tell.incarnation} {dict(tell.data)}")
+        self.world.coverage[tell.event] += 1
+        if tell.event == "decide" and tell.data["away"]:
+            self.world.coverage["decided while a member was away"] += 1
+            if not all(self.world.processes[name].alive for name in tell.data["away"]):
+                self.world.coverage["decided with a dead member's work"] += 1
+        if tell.event in ("recover", "start"):
+            self.checks.opened(self, list(self.heard.values()))
+
+    def _arm(self) -> None:
+        if self.machine is None:
+            return
+        due_s = self.machine.deadline_s()
+        if due_s < self._armed_s:
+            self._armed_s = due_s
+            self.world.at(max(0.0, due_s - self.world.now), self._tick, self.life, due_s)
+
+    def _tick(self, life: int, armed_s: float) -> None:
+        if life != self.life or self.machine is None or armed_s != self._armed_s:
+            return
+        self._armed_s = math.inf
+        self.act(self.machine.tick(self.world.now))
+        if self.machine is not None and self.machine.deadline_s() <= self.world.now:
+            raise Violation("I4", "the coordinator asks for a tick that it has just had")

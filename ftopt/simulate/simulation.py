@@ -1,0 +1,38 @@
+"""A whole history in the making: the world, those who live in it, and the checks of all that they do."""
+
+from __future__ import annotations
+
+from ftopt.simulate.check import Checks
+from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.reduction import SimReduction
+from ftopt.simulate.server import CoordinatorProcess
+from ftopt.simulate.trainer import Trainer
+from ftopt.simulate.world import World
+
+
+class Simulation(World):
+    """A world with one coordinator, which is not started yet, and without replicas."""
+
+    def __init__(self, seed: int, knobs: Knobs, *, trace: list[str] | None = None) -> None:
+        super().__init__(seed, knobs, trace=trace)
+        self.checks = Checks(self)
+        self.servers.append(CoordinatorProcess(self, self.checks))
+        self._groups: dict[tuple[int, int], SimReduction] = {}
+
+    def add_process(self, name: str, *, initial: str, step_s: float) -> Trainer:
+        """A further replica; it is not started yet."""
+        process = Trainer(self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups)
+        self.processes[name] = process
+        return process
+
+    def rival(self) -> None:
+        """A second coordinator is started on another host, without a journal, while the first one lives."""
+        if self.contested or not self.server.up:
+            return
+        self.contested = True
+        self.coverage["two coordinators at once"] += 1
+        self.servers.append(CoordinatorProcess(self, self.checks))
+        self.server.start()
+        for process in self.processes.values():
+            if process.alive and process.conn and self.chance(0.6):
+                process.conn.cut()
