@@ -1,6 +1,6 @@
-"""`Checkpoints`: what a training loop says so that its job can go on after all of it has died.
+"""`Checkpoints`: the part of a training loop that lets its job resume after all replicas have died.
 
-Puts together what the optimizer gives (`ftopt.optimizer.recovery.capture`), what the loop has besides, and files
+Connects the optimizer's state (`ftopt.optimizer.recovery.capture`), the loop's other state, and the files
 (`ftopt.checkpoint`).
 """
 
@@ -35,13 +35,13 @@ _CLOSE_S = 60.0
 
 
 class Stateful(Protocol):
-    """Schedulers, samplers, ``torchdata.StatefulDataLoader``, ..."""
+    """Anything with a state dict: schedulers, samplers, ``torchdata.StatefulDataLoader``, ..."""
 
     def state_dict(self) -> Any:
-        """Plain values and tensors."""
+        """Returns plain values and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """The reverse."""
+        """Restores what `state_dict` returned."""
 
 
 class Checkpoints:
@@ -50,7 +50,7 @@ class Checkpoints:
     ::
 
         checkpoints = ftopt.Checkpoints("/shared/job7", optimizer, every=5, keep=2)
-        checkpoints.resume()                        # from the newest whole one, if there is any
+        checkpoints.resume()                        # from the newest complete one, if any
         with optimizer:
             scheduler = ...
             checkpoints.include(scheduler=scheduler, loader=loader)
@@ -61,10 +61,10 @@ class Checkpoints:
             checkpoints.close()
 
     Args:
-        folder: of the job's checkpoints; all replicas see the same one.
-        optimizer: what `ftopt.wrap` has made; not started yet.
-        every: outer steps (of fragment 0) from one checkpoint to the next, >= 1. Default 5. None: it writes none.
-        keep: so many are kept, >= 1. Default 2.
+        folder: the folder of the job's checkpoints; all replicas must see the same one.
+        optimizer: the optimizer that `ftopt.wrap` returned; not started yet.
+        every: outer steps (of fragment 0) from one checkpoint to the next, >= 1. Default 5. None: writes none.
+        keep: how many complete checkpoints are kept, >= 1. Default 2.
 
     Raises:
         UserError: ``folder`` is a file.
@@ -75,38 +75,38 @@ class Checkpoints:
             raise ValueError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1")
         group = optimizer._core.group
         if group is None:
-            raise ValueError("the optimizer is a copy without a group; give the one that ftopt.wrap() made")
+            raise ValueError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
         self._folder = Path(folder)
         if self._folder.exists() and not self._folder.is_dir():
-            raise UserError(f"checkpoints go into a folder, and {folder} is a file; give another name")
+            raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
         self._optimizer = optimizer
         self._group = group
         self._every = every
         self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
-        self._tried = self._begun = 0  # attempts whose version was due, and was begun to be written
+        self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
         self._watched: dict[str, Stateful] = {}
         self._resumed: SavedReplica | None = None
         self._loop: Mapping[str, Any] = {}
         optimizer.fall_back(self)
 
-    # Going on.
+    # Resuming.
 
     def resume(self, path: str | Path | None = None, *, replicas: Sequence[str] | None = None) -> bool:
-        """Goes on from a checkpoint when the optimizer starts; call it before.
+        """Makes the optimizer resume from a checkpoint when it starts; call this before ``with optimizer:``.
 
         Args:
-            path: a checkpoint, or the folder of several: the newest whole one. Default: this job's folder; it is no
-                error then that there is none.
+            path: a checkpoint, or a folder of several: the newest complete one. Default: this job's folder, which may
+                hold none.
             replicas: ids of all replicas that the job has now. Default: those that the checkpoint holds, and this one.
-                All replicas must be told the same. What missing ones had pending the others take over.
+                All replicas must be given the same list. They adopt the pending work of replicas that are missing.
 
         Returns:
-            Whether there was one.
+            Whether there was a checkpoint.
 
         Raises:
             UserError: there is none at ``path``; it is damaged, or of another model or method (at the start). The
-                message names the file, and the sound one before it if there is one.
+                message names the file, and the previous sound checkpoint, if any.
         """
         if path is None and not whole(self._folder):
             return False
@@ -128,7 +128,7 @@ class Checkpoints:
     def go_on(self, incarnation: int) -> Resume:
         """See `ftopt.optimizer.recovery.restore.Fallback`."""
         checkpoint, incarnation_id = find(self._folder), (self._group.replica, incarnation)
-        _log.warning("%s: nobody holds the job's state any more; going on from %s", incarnation_id[0], checkpoint.path)
+        _log.warning("%s: nobody holds the job's state any more; resuming from %s", incarnation_id[0], checkpoint.path)
         return self._read(checkpoint, lambda: _as_another_life(checkpoint, incarnation_id))
 
     def _read(self, checkpoint: Checkpoint, resume_of: Callable[[], tuple[Resume, Mapping[str, Any]]]) -> Resume:
@@ -143,10 +143,10 @@ class Checkpoints:
         return resume
 
     def include(self, **state: Stateful) -> None:
-        """What else belongs to the loop's state: anything with ``state_dict`` and ``load_state_dict``, by names.
+        """Adds objects with ``state_dict`` and ``load_state_dict`` to the loop's state, by name.
 
-        Call it when all of it is made and before the first step: after a resume this puts it back, together with the
-        random number generators and the rates that making a scheduler has changed.
+        Call it when all objects exist and before the first step: after a resume it restores them, together with the
+        random number generators and the learning rates that making a scheduler has changed.
 
         Raises:
             UserError: the checkpoint does not hold one of them.
@@ -167,16 +167,16 @@ class Checkpoints:
             set_rng_state(self._loop["rng"])
         self._resumed, self._loop = None, {}
 
-    # Giving.
+    # Saving.
 
     def step(self) -> bool:
-        """Call it at the end of each pass of the loop. Usually it does nothing.
+        """Starts a checkpoint if one is due; call it at the end of each iteration of the loop.
 
-        When an outer step that a checkpoint is due at has been taken up, it copies what training changes, and has it
-        written beside the training.
+        When an outer step at which a checkpoint is due has been applied, this copies what training changes and starts
+        to write it in the background.
 
         Returns:
-            Whether it began to write one.
+            Whether it started to write one.
         """
         cut = self._optimizer.cut()
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
@@ -184,7 +184,8 @@ class Checkpoints:
         return self._begin(cut)
 
     def last(self) -> bool:
-        """A checkpoint of where the job stands now, unless there is one: at the end, when all replicas are there."""
+        """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
+        there."""
         cut = self._optimizer.cut()
         if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
@@ -192,7 +193,7 @@ class Checkpoints:
         return self._begin(cut)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Waits until what was begun is written."""
+        """Waits until the checkpoint being written is done."""
         self._writer.close(timeout_s)
 
     def _begin(self, cut: Cut) -> bool:
@@ -239,7 +240,7 @@ class Checkpoints:
 def _resume_of(
     checkpoint: Checkpoint, mine: str, present: Sequence[str]
 ) -> tuple[Resume, Mapping[str, Any]]:  # fmt: skip
-    """What replica ``mine`` goes on from when ``present`` are there, and what its loop had."""
+    """Returns what replica ``mine`` resumes from when ``present`` are there, and its loop's state."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
     back = returning(there, present, [version.record for version in newest])
@@ -262,8 +263,8 @@ def _resume_of(
 
 
 def _as_another_life(checkpoint: Checkpoint, incarnation_id: m.IncarnationId) -> tuple[Resume, Mapping[str, Any]]:
-    """What a replica goes on from whose former life is gone, and what the loop of that had: it stands on the newest
-    versions, with the inner state of its former life and with what that had pending."""
+    """Returns what a replica resumes from whose former incarnation is gone, and that incarnation's loop state: it
+    starts from the newest versions, with the inner state and the pending work of the former incarnation."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
     (mine, incarnation), gone = another_life(incarnation_id, there, [version.record for version in newest])
@@ -286,18 +287,18 @@ def _resume(
         return with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path)
 
     def foreign(reason: str) -> BadCheckpoint:
-        advice = "go on from it with what it was written with, or start a new job with a folder of its own"
+        advice = "resume it with the settings it was written with, or start a new job in another folder"
         return BadCheckpoint(checkpoint.path, f"{reason}; {advice}")
 
     return Resume(me, adopted, newest, lines, f"checkpoint {checkpoint.path}", damaged, foreign)
 
 
 def _held(checkpoint: Checkpoint, replica: str) -> Held:
-    """A replica's membership, as it was."""
+    """Returns a replica's membership as it was saved."""
     try:
         return m.from_plain(Held, checkpoint.notes[replica]["membership"])
     except m.MessageError as error:
-        raise BadCheckpoint(checkpoint.path, f"tells no membership of {replica}: {error}") from None
+        raise BadCheckpoint(checkpoint.path, f"holds no valid membership of {replica}: {error}") from None
 
 
 def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> SavedReplica:
@@ -306,7 +307,7 @@ def _saved(checkpoint: Checkpoint, held: Held, own: dict[str, Any]) -> SavedRepl
         under_way = [part["snapshot"] for part in own["fragments"] if part["snapshot"] is not None]
         contributions = tuple(m.Contribution(**snapshot["contribution"]) for snapshot in under_way)
     except (KeyError, TypeError) as error:
-        raise BadCheckpoint(checkpoint.path, f"tells no contribution of {held.replica}: {error!r}") from None
+        raise BadCheckpoint(checkpoint.path, f"holds no valid contribution of {held.replica}: {error!r}") from None
     records = tuple(version.record for version in committed)
     return SavedReplica(dataclasses.replace(held, records=records, contributions=contributions), committed, own)
 
@@ -315,4 +316,4 @@ def _version(checkpoint: Checkpoint, version: SavedVersion) -> CommittedVersion:
     try:
         return CommittedVersion(m.from_plain(m.Record, dict(version.record)), version.digest, version.tensors)
     except m.MessageError as error:
-        raise BadCheckpoint(checkpoint.path, f"holds a record that is none: {error}") from None
+        raise BadCheckpoint(checkpoint.path, f"holds an invalid record: {error}") from None

@@ -322,7 +322,7 @@ def refused(path: Path, method: Method, *, task: Problem = TASK) -> str:
 
 
 def test_a_foreign_checkpoint_is_refused_with_the_reason_and_no_other_of_its_job_is_offered(made: Path) -> None:
-    advice = "; go on from it with what it was written with, or start a new job with a folder of its own"
+    advice = "; resume it with the settings it was written with, or start a new job in another folder"
 
     def wider(seed: int) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 9), nn.Linear(9, 6), nn.Linear(6, 4))
@@ -356,7 +356,7 @@ def test_a_damaged_state_that_its_manifest_vouches_for_is_refused_and_the_one_be
     told["files"][name] = {"bytes": len(raw), "sha256": sha256(raw).hexdigest()}
     (path / NAME).write_text(json.dumps(told))
     message = refused(path, replace(STREAMING, mix=None))
-    assert message.startswith(f"{path}: ") and message.endswith(f"; the one before it is sound: use {before}")
+    assert message.startswith(f"{path}: ") and message.endswith(f"; the previous one is sound: use {before}")
 
 
 def test_other_settings_are_told(tmp_path: Path, made: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
     assert not Checkpoints(tmp_path / "none", optimizer).resume()
-    with pytest.raises(UserError, match="holds no whole checkpoint"):
+    with pytest.raises(UserError, match="holds no complete checkpoint"):
         Checkpoints(tmp_path / "none", optimizer).resume(tmp_path)
 
 
@@ -396,7 +396,7 @@ def test_settings_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a copy without a group"):
         Checkpoints(tmp_path, copy.deepcopy(optimizer))
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file is a file; give another name"):
+    with pytest.raises(UserError, match="file is a file; give another path"):
         Checkpoints(tmp_path / "file", optimizer)
 
 

@@ -144,7 +144,7 @@ def test_one_that_has_no_checkpoint_fetches(tmp_path: Path, caplog: pytest.LogCa
         assert [each.inner_step for each in began] == [8, 8]
         assert [each.adam_steps for each in began] == [8.0, 0.0]
     (path,) = (path for path in whole(tmp_path / "a") if Checkpoint(path).manifest.inner_step == 8)
-    assert caplog.messages == [f"r0: nobody holds the job's state any more; going on from {path}"]
+    assert caplog.messages == [f"r0: nobody holds the job's state any more; resuming from {path}"]
 
 
 def test_without_any_checkpoint_the_job_begins_anew(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_damaged_one_is_refused_and_never_passed_over(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             live(groups[2:], [tmp_path] * 2)
         assert str(caught.value).startswith(f"{damaged / 'replica-r1.json'}: ")
-        assert str(caught.value).endswith(f"the one before it is sound: use {before}")
+        assert str(caught.value).endswith(f"the previous one is sound: use {before}")
 
 
 @pytest.mark.parametrize("method", [LOCAL, STREAMING], ids=["nothing is pending", "pending steps have used units"])

@@ -1,4 +1,4 @@
-"""What is done to a file system: each operation a method, so that tests can let any of them be the last one.
+"""Operations on a file system, one per method, so that tests can crash at any of them.
 
 After a crash or a power loss a file system may hold any prefix of a file that was not synced, and any subset of the
 changes to a folder that was not synced. So a file appears under its name only when its bytes are safe (write, fsync,
@@ -16,14 +16,14 @@ from pathlib import Path
 
 
 class Disk:
-    """The real one."""
+    """The real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder, unless it is there; its parent must be."""
+        """Makes a folder unless it exists; its parent must exist."""
         path.mkdir(exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> None:
-        """Writes a new file and syncs it. OSError: nothing that is under ``path`` may be believed."""
+        """Writes a new file and syncs it. After an OSError, the content of ``path`` must not be trusted."""
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         try:
             for chunk in chunks:
@@ -35,7 +35,7 @@ class Disk:
             os.close(handle)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames a file, over another one if there is one."""
+        """Renames a file, replacing the target if it exists."""
         source.replace(target)
 
     def sync_folder(self, path: Path) -> None:
@@ -47,7 +47,7 @@ class Disk:
             os.close(handle)
 
     def claim(self, path: Path) -> bool:
-        """Makes an empty file; False when it was there: one claimant alone is answered True."""
+        """Makes an empty file; returns False if it exists. Exactly one claimant gets True."""
         try:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         except FileExistsError:
@@ -55,7 +55,7 @@ class Disk:
         return True
 
     def remove(self, path: Path) -> None:
-        """Removes a file; it need not be there."""
+        """Removes a file if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class Disk:
 
 
 def make_folders(disk: Disk, path: Path) -> None:
-    """Makes a folder and its parents, each durable."""
+    """Makes a folder and its parents, each of them durable."""
     for each in [*reversed(path.parents), path]:
         if not each.is_dir():
             disk.make_folder(each)
@@ -72,10 +72,10 @@ def make_folders(disk: Disk, path: Path) -> None:
 
 
 def store(disk: Disk, path: Path, chunks: Iterable[memoryview | bytes]) -> tuple[int, str]:
-    """Puts a file under its name, whole or not at all. Its entry is durable when the folder was synced.
+    """Writes a file atomically under its name. Its entry is durable once the folder is synced.
 
     Returns:
-        its bytes, and their SHA-256 (hex).
+        Its size in bytes, and its SHA-256 (hex).
     """
     sha, size = hashlib.sha256(), 0
 

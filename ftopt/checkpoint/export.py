@@ -1,4 +1,4 @@
-"""The anchor of a checkpoint as a plain state dict: what ``model.load_state_dict`` and Hugging Face read."""
+"""Export of a checkpoint's anchor as a plain state dict, for ``model.load_state_dict`` and Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every name of the model's state dict, tied ones too.
+    """Returns every name of the model's state dict, tied ones too.
 
-    Trained parameters are the anchor's, rounded to their dtypes; buffers that a job does not average are those of the
+    Trained parameters are the anchor's, rounded to their dtypes; buffers that the job does not average are those of the
     first replica.
 
     Raises:
-        BadCheckpoint: a file is damaged, or of no such model.
+        BadCheckpoint: a file is damaged, or does not describe a model.
     """
     first = checkpoint.replicas[0]
     model, own = checkpoint.notes[first]["model"], checkpoint.own(first)
@@ -39,7 +39,7 @@ def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
         return found | {alias: found[name].clone() for alias, name in model["tied"].items()}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
         path = checkpoint.path / checkpoint.manifest.replicas[first]
-        raise BadCheckpoint(path, f"describes no model ({type(error).__name__}: {error})") from None
+        raise BadCheckpoint(path, f"does not describe a model ({type(error).__name__}: {error})") from None
 
 
 def _tensor(
@@ -59,10 +59,10 @@ def _tensor(
 
 
 def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
-    """Writes the state dict into a safetensors file, which is not there yet; returns it.
+    """Writes the state dict to a new safetensors file and returns it.
 
     Raises:
-        UserError: the file is there, or cannot be written.
+        UserError: the file exists, or cannot be written.
     """
     if path.exists():
         raise UserError(f"{path} already exists; give another FILE, or remove it first")

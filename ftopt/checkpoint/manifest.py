@@ -1,7 +1,7 @@
-"""The manifest: the file whose presence makes a checkpoint whole, with size and SHA-256 of every other one.
+"""The manifest: the file whose presence marks a checkpoint as complete, with size and SHA-256 of every other file.
 
-It is read before anything else of a checkpoint is believed, and it may have been written by anybody: whatever is not
-exactly a manifest is refused with the file and the reason.
+It is read before any other file is trusted, and anybody may have written it: whatever is not exactly a manifest is
+refused with the file and the reason.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a whole checkpoint consists of.
+    """The contents of a complete checkpoint.
 
     Args:
         version: fragment 0's.
-        attempt: which made that version; attempts are numbered through a job's lives, so it tells which of two
-            checkpoints is the newer one.
+        attempt: the attempt that made that version; attempt numbers grow through all lives of a job, so they tell which
+            of two checkpoints is newer.
         inner_step: the job's committed inner step.
-        replicas: replica's id -> the file that describes its part.
+        replicas: replica id -> the file that describes its part.
         committed: per fragment, the file of the newest version in this checkpoint.
-        files: name -> size and digest, of all files but this one.
+        files: name -> size and digest, of all files except the manifest.
     """
 
     version: int
@@ -68,7 +68,7 @@ class Manifest:
     files: Mapping[str, File]
 
     def text(self) -> str:
-        """As JSON."""
+        """Returns the manifest as JSON."""
         files = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(self.files.items())}
         return json.dumps(
             {
@@ -85,21 +85,21 @@ class Manifest:
 
 
 def label(version: int, attempt: int) -> str:
-    """The folder name of the checkpoint of that attempt."""
+    """Returns the folder name of that attempt's checkpoint."""
     return f"v{version:08d}-{attempt}"
 
 
 def order(name: str) -> tuple[int, int] | None:
-    """Sorts folder names by age, ``(attempt, version)``; None for what is no checkpoint's."""
+    """Returns the sort key of a folder name by age, ``(attempt, version)``; None if it is not a checkpoint's name."""
     found = _LABEL.fullmatch(name)
     return (int(found[2]), int(found[1])) if found else None
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """The JSON value in a file.
+    """Returns the JSON value in a file.
 
     Raises:
-        BadCheckpoint: it cannot be read, is too large, or is no JSON.
+        BadCheckpoint: it cannot be read, is too large, or is not JSON.
     """
     try:
         with path.open("rb") as file:
@@ -111,7 +111,7 @@ def read_json(path: Path, max_bytes: int) -> Any:
     try:
         return json.loads(raw, parse_constant=_no_constant, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(path, f"is no JSON: {error}") from None
+        raise BadCheckpoint(path, f"is not JSON: {error}") from None
 
 
 def _no_constant(name: str) -> float:
@@ -121,15 +121,15 @@ def _no_constant(name: str) -> float:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file.
+    """Reads the manifest in a file.
 
     Raises:
-        BadCheckpoint: it is none; says what is wrong.
+        BadCheckpoint: it is not a manifest; the message says what is wrong.
     """
     try:
         return _manifest(read_json(path, _MAX_BYTES))
@@ -152,11 +152,11 @@ def _manifest(data: Any) -> Manifest:
         _keys(f"files[{name}]", entry, {"bytes", "sha256"})
         _number(f"files[{name}].bytes", entry["bytes"])
         if not (isinstance(entry["sha256"], str) and _SHA.fullmatch(entry["sha256"])):
-            raise _Wrong(f"files[{name}].sha256 is no SHA-256")
+            raise _Wrong(f"files[{name}].sha256 is not a SHA-256")
     replicas = _mapping("replicas", data["replicas"])
     committed = data["committed"]
     if not isinstance(committed, list) or not committed or not replicas:
-        raise _Wrong("committed and replicas must each name a file at least")
+        raise _Wrong("committed and replicas must each name at least one file")
     for name in [*replicas.values(), *committed]:
         _name("a file", name)
         if name not in files:
@@ -185,10 +185,10 @@ def _mapping(what: str, data: Any) -> dict[str, Any]:
 
 def _number(what: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise _Wrong(f"{what} must be a whole number from 0 to 2^53 - 1, got {value!r:.40}")
+        raise _Wrong(f"{what} must be an integer from 0 to 2^53 - 1, got {value!r:.40}")
     return value
 
 
 def _name(what: str, name: Any) -> None:
     if not (isinstance(name, str) and _FILE.fullmatch(name)) or name == NAME:
-        raise _Wrong(f"{what}: {name!r:.80} is no name of a file in this folder")
+        raise _Wrong(f"{what}: {name!r:.80} is not the name of a file in this folder")

@@ -1,4 +1,4 @@
-"""What one replica puts into a checkpoint, and its description in JSON, the *note*."""
+"""What one replica contributes to a checkpoint, and its description in JSON, the *note*."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PartVersion:
     """One version of one fragment's committed state.
 
     Args:
-        record: the protocol's part of it, JSON; has at least ``fragment``, ``version`` and ``counted``.
-        digest: of the tensors, as the protocol knows it.
-        tensors: never changed.
+        record: the protocol's part of it, as JSON; has at least ``fragment``, ``version`` and ``counted``.
+        digest: digest of the tensors, as the protocol knows it.
+        tensors: the tensors; they never change.
     """
 
     record: Mapping[str, Any]
@@ -44,25 +44,25 @@ class PartVersion:
 
     @property
     def name(self) -> str:
-        """Of its file: the same in all replicas, whoever writes it."""
+        """The name of its file: the same in all replicas, whichever of them writes it."""
         return f"committed-{self.fragment}-v{self.version}.safetensors"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One replica's part.
+    """One replica's part of a checkpoint.
 
     Args:
-        replica, incarnation: whose.
+        replica, incarnation: the replica.
         attempt, version: fragment 0's outer step at which the checkpoint is taken.
-        members: of that attempt: so many parts make a checkpoint whole.
-        inner_step: the job's committed one.
-        committed: one version a fragment, the one that this replica's parameters are based on.
-        offered: per fragment, the last step of a contribution that is under way, None without.
-        membership: of the replica, for the protocol; JSON.
-        lines: what had to agree among the replicas.
-        own: all that this replica alone has: plain values and tensors.
-        model: names and places of the model's tensors, for the export; JSON.
+        members: members of that attempt: a checkpoint with this many parts is complete.
+        inner_step: the job's committed inner step.
+        committed: one version per fragment, the one that this replica's parameters are based on.
+        offered: per fragment, the last step of a contribution that is under way, None if there is none.
+        membership: the replica's membership, for the protocol, as JSON.
+        lines: the settings that all replicas must agree on.
+        own: what only this replica has: plain values and tensors.
+        model: names and places of the model's tensors, for the export, as JSON.
         fixed: the model's tensors that do not train; written once.
     """
 
@@ -87,7 +87,7 @@ class Part:
 
     @property
     def stem(self) -> str:
-        """What the names of its own files begin with."""
+        """The common prefix of this replica's file names."""
         name = quote(self.replica, safe="")
         if len(name) > _LONG:
             name = f"{name[:_LONG]}~{hashlib.sha256(self.replica.encode()).hexdigest()[:12]}"
@@ -98,7 +98,7 @@ FIXED = "fixed.safetensors"
 
 
 def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
-    """The note's text; ``files`` are those that this replica has written."""
+    """Returns the note's text; ``files`` are those that this replica has written."""
     return json.dumps(
         {
             "replica": part.replica,
@@ -121,22 +121,26 @@ def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
 
 
 def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
-    """A safetensors file's bytes, in pieces; nothing is copied that lies on the CPU in one piece."""
+    """Yields a safetensors file's bytes in pieces, without a copy of tensors that are contiguous on the CPU."""
     snapshot = StateImage({"format": "pt", **meta}, tensors)
     return snapshot.chunks(0, snapshot.size)
 
 
 def own_of(part: Part) -> tuple[Any, dict[str, Tensor]]:
-    """The replica's own values as JSON, and the tensors beside it. UserError: something that no checkpoint can hold."""
+    """Splits the replica's own values into JSON and tensors.
+
+    Raises:
+        UserError: a value that a checkpoint cannot hold.
+    """
     tensors: dict[str, Tensor] = {}
     return flatten(part.own, tensors), tensors
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """A note's content, as far as it is needed to say whether a checkpoint is whole.
+    """Reads a note and checks what is needed to decide whether a checkpoint is complete.
 
     Raises:
-        BadCheckpoint: it is none.
+        BadCheckpoint: it is not a note.
     """
     note = read_json(path, NOTE_MAX_BYTES)
     try:
@@ -153,7 +157,7 @@ def read_note(path: Path) -> dict[str, Any]:
         _need({"membership", "own", "model"} <= note.keys(), "membership, own or model")
         _need(all(type(size) is int and isinstance(sha, str) for size, sha in note["files"].values()), "files")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadCheckpoint(path, f"describes no replica's part ({type(error).__name__}: {error})") from None
+        raise BadCheckpoint(path, f"does not describe a replica's part ({type(error).__name__}: {error})") from None
     return dict(note)
 
 

@@ -1,7 +1,7 @@
-"""Finds whole checkpoints, verifies them file by file, and reads replicas' parts.
+"""Finds complete checkpoints, verifies them file by file, and reads replicas' parts.
 
-No silent step back: if the newest whole checkpoint is damaged, that is said, and the one before is named, for the user
-to choose. What was never completed is none, and is passed over.
+There is no silent fallback: if the newest complete checkpoint is damaged, the error says so and names the previous
+sound one, for the user to choose. Incomplete checkpoints are ignored.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class SavedVersion:
 
 
 class Checkpoint:
-    """A whole checkpoint. Nothing of a file is believed before `verify` has compared it with the manifest.
+    """A complete checkpoint. No file is trusted before `verify` has compared it with the manifest.
 
     Args:
         path: its folder.
 
     Raises:
-        BadCheckpoint: there is no manifest, or it is none.
+        BadCheckpoint: there is no manifest, or it is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,14 +45,14 @@ class Checkpoint:
 
     @property
     def replicas(self) -> list[str]:
-        """Whose parts it holds, by id."""
+        """The ids of the replicas whose parts it holds."""
         return sorted(self.manifest.replicas)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Compares files with the manifest. Default: all of them.
 
         Raises:
-            BadCheckpoint: one is missing or is not what was written; says which.
+            BadCheckpoint: a file is missing or has changed; the message says which.
         """
         for name in self.manifest.files if names is None else names:
             path, file = self.path / name, self.manifest.files[name]
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """The record of fragment 0's newest version; no tensors are read."""
+        """The record of fragment 0's newest version, read without tensors."""
         found: Mapping[str, Any] = self._newest[0]["record"]
         return found
 
@@ -103,7 +103,7 @@ class Checkpoint:
         return tuple(self._version(version) for version in self.notes[replica]["committed"])
 
     def own(self, replica: str) -> Any:
-        """All that a replica alone had."""
+        """Returns what only this replica had."""
         from ftopt.tree import unflatten
 
         note, name = self.notes[replica], self.manifest.replicas[replica]
@@ -111,10 +111,10 @@ class Checkpoint:
         try:
             return unflatten(note["own"], tensors)
         except (ValueError, RecursionError) as error:
-            raise BadCheckpoint(self.path / name, f"describes no replica's own values: {error}") from None
+            raise BadCheckpoint(self.path / name, f"does not describe a replica's own values: {error}") from None
 
     def tensors(self, name: str) -> dict[str, Any]:
-        """A shard's tensors, verified, in memory of their own."""
+        """Returns a shard's tensors, verified and copied."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -124,7 +124,7 @@ class Checkpoint:
         try:
             return {key: tensor.clone() for key, tensor in load_file(self.path / name).items()}
         except (SafetensorError, OSError, ValueError) as error:
-            raise BadCheckpoint(self.path / name, f"is no safetensors file: {error}") from None
+            raise BadCheckpoint(self.path / name, f"is not a safetensors file: {error}") from None
 
     def _version(self, version: dict[str, Any]) -> SavedVersion:
         known = self._shards.get(version["name"])
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 def whole(folder: Path) -> list[Path]:
-    """The checkpoints in a folder that were completed, the newest last."""
+    """Returns the complete checkpoints in a folder, the newest last."""
     try:
         found = [(age, path) for path in folder.iterdir() if (age := order(path.name)) is not None]
     except OSError:
@@ -147,16 +147,16 @@ def whole(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``, or the newest whole one in that folder.
+    """Returns the checkpoint at ``path``, or the newest complete one in that folder.
 
     Raises:
-        UserError: there is none. BadCheckpoint: it is damaged; the message names the one before, if that is sound.
+        UserError: there is none. BadCheckpoint: it is damaged; the message names the previous sound one, if any.
     """
     if order(path.name) is None and not (path / NAME).exists():
         there = whole(path)
         if not there:
             raise UserError(
-                f"{path} holds no whole checkpoint; give the folder of a run's checkpoints, or one of them "
+                f"{path} holds no complete checkpoint; give the folder of a run's checkpoints, or one of them "
                 f"(a folder v<version>-<attempt> with a {NAME})"
             )
         path = there[-1]
@@ -169,7 +169,7 @@ def find(path: Path) -> Checkpoint:
 
 
 def verified(path: Path) -> Checkpoint:
-    """As `find`, with every file compared with the manifest."""
+    """Like `find`, but compares every file with the manifest."""
     found = find(path)
     try:
         found.verify()
@@ -179,12 +179,12 @@ def verified(path: Path) -> Checkpoint:
 
 
 def with_offer(bad: BadCheckpoint, path: Path) -> BadCheckpoint:
-    """The same error, with the next older sound checkpoint named."""
+    """Returns the same error with the next older sound checkpoint named."""
     return BadCheckpoint(bad.path, f"{bad.reason}; {offer(path)}")
 
 
 def offer(path: Path) -> str:
-    """What to do instead of using the checkpoint at ``path``: the next older sound one beside it, if there is any."""
+    """Returns the advice what to use instead of the checkpoint at ``path``: the next older sound one, if any."""
     age = order(path.name)
     older = [other for other in whole(path.parent) if age is not None and (order(other.name) or (0, 0)) < age]
     for other in reversed(older):
@@ -192,5 +192,5 @@ def offer(path: Path) -> str:
             Checkpoint(other).verify()
         except BadCheckpoint:
             continue
-        return f"the one before it is sound: use {other}"
-    return "there is no sound one before it; use another folder, or start anew"
+        return f"the previous one is sound: use {other}"
+    return "there is no older sound one; use another folder, or start anew"

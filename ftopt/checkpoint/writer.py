@@ -1,10 +1,10 @@
-"""Writes one replica's parts, on a thread of its own, and makes a checkpoint whole if it is the last one to finish.
+"""Writes one replica's parts on a separate thread, and completes a checkpoint if it is the last one to finish.
 
-Nobody leads. All replicas write into one folder; which of them writes a committed shard is settled by who claims it
-first, so the work spreads by itself and no shard is written twice. A replica's *note* comes after all that it has
-claimed. Whoever finds, behind its own note, that there are as many as the outer step had members, checks that they fit
-together and writes the manifest; two who find so write the same one. A replica that dies before its note leaves the
-checkpoint incomplete for ever, and the one before stands; the next one is made by those who live on.
+There is no leader. All replicas write into one folder; the first replica to claim a committed shard writes it, so the
+work spreads by itself and no shard is written twice. A replica writes its *note* after everything it has claimed. A
+replica that then finds as many notes as the outer step had members checks that they fit together and writes the
+manifest; two replicas that do so write the same one. If a replica dies before its note is written, the checkpoint stays
+incomplete for good and the previous one remains valid; the survivors make the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ftopt.errors import UserError
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"
 OnMessage = Callable[[str, Mapping[str, Any]], None]
-"""Tells an event: its name and data. ``checkpoint``: one is whole. ``checkpoint_failed``: why there will be none."""
+"""Emits an event: its name and data. ``checkpoint``: one is complete. ``checkpoint_failed``: why there will be none."""
 
 
 class Writer:
@@ -34,8 +34,8 @@ class Writer:
 
     Args:
         folder: where the checkpoints of the job are; all its replicas see the same one.
-        keep: so many whole ones are kept.
-        tell: is told what becomes of them; on the writer's thread.
+        keep: how many complete ones are kept.
+        tell: called with what becomes of them, on the writer's thread.
         disk: for tests.
     """
 
@@ -52,15 +52,16 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def idle(self, version: int, attempt: int) -> bool:
-        """Whether a part of that checkpoint could be written now; says so when not: the last one still is."""
+        """Whether a part can be written now. If the last one is still being written, reports that checkpoint as
+        failed."""
         if self._idle.is_set():
             return True
-        reason = "the one before is still being written; checkpoints come too often for the disk"
+        reason = "the previous one is still being written; checkpoints are too frequent for the disk"
         self._failed(label(version, attempt), reason)
         return False
 
     def begin(self, part: Part) -> None:
-        """Starts to write; only while it is `idle`. The part's tensors must not change before it is so again."""
+        """Starts to write a part; only while `idle`. Its tensors must not change until the writer is idle again."""
         self._idle.clear()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ftopt-checkpoint", daemon=True)
@@ -68,18 +69,19 @@ class Writer:
         self._parts.put(part)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until what was begun is written, or has failed; False when that takes longer."""
+        """Waits until the part is written or has failed; returns False on time-out."""
         return self._idle.wait(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Waits for what was begun, then ends the thread."""
+        """Waits for the part being written, then ends the thread."""
         self.wait(timeout_s)
         if self._thread is not None:
             self._parts.put(None)
             self._thread.join(timeout_s)
 
     def write(self, part: Part) -> None:
-        """Writes a part and what follows from it, on the caller's thread. What goes wrong is told, never raised."""
+        """Writes a part, and completes the checkpoint if it can, on the caller's thread. Failures are reported, not
+        raised."""
         try:
             self._make_room()
             self._given_up.append(self._folder / part.label)
@@ -94,7 +96,7 @@ class Writer:
         except FileNotFoundError as error:
             if (self._folder / part.label).exists():
                 self._failed(part.label, str(error))
-            # else: it is older than one that has become whole meanwhile, and was removed
+            # else: a newer one has become complete meanwhile, and this one was removed
         except (OSError, UserError) as error:
             self._failed(part.label, str(error))
         except Exception as error:
@@ -102,8 +104,8 @@ class Writer:
             self._failed(part.label, repr(error))
 
     def _make_room(self) -> None:
-        """Removes what this replica has failed to write its part of: as a member it is missing there, so that none of
-        these can become whole, and the parts of others take the room that the next one needs."""
+        """Removes checkpoints that lack this replica's part: they can never become complete, and the other replicas'
+        parts take the space that the next one needs."""
         for path in self._given_up:
             _remove(self._disk, path)
         self._given_up = [path for path in self._given_up if path.exists()]
@@ -118,23 +120,25 @@ class Writer:
         self._tell("checkpoint_failed", {"path": str(self._folder / name), "reason": reason})
         if not self._warned:
             self._warned = True
-            _log.warning("no checkpoint %s: %s; training goes on, and the checkpoint before stands", name, reason)
+            _log.warning(
+                "no checkpoint %s: %s; training goes on, and the previous checkpoint remains valid", name, reason
+            )
 
 
 def _write(disk: Disk, folder: Path, part: Part) -> None:
-    """This replica's files, the note last."""
+    """Writes this replica's files, the note last."""
     make_folders(disk, folder)
     own, tensors = own_of(part)
     files: dict[str, File] = {}
     claims: list[Path] = []
     try:
         shards = [(c.name, c.tensors) for c in part.committed]
-        turn = sum(part.stem.encode()) % len(shards)  # not everybody begins with the same one
+        turn = sum(part.stem.encode()) % len(shards)  # replicas begin with different shards
         for name, what in [*shards[turn:], *shards[:turn], *([(FIXED, part.fixed)] if part.fixed else [])]:
             claim = folder / f".{name}{_CLAIM}"
             if disk.claim(claim):
                 claims.append(claim)
-                if (folder / name).exists():  # of one that is whole: its claims are gone
+                if (folder / name).exists():  # the checkpoint is complete: its claims are gone
                     continue
                 files[name] = File(*store(disk, folder / name, shard(what)))
         name = f"{part.stem}.safetensors"
@@ -150,7 +154,7 @@ def _write(disk: Disk, folder: Path, part: Part) -> None:
 
 
 def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
-    """Makes the checkpoint whole if this was the last part of it that was missing."""
+    """Completes the checkpoint if this was the last missing part."""
     paths = sorted(folder.glob("replica-*.json"))
     if len(paths) < part.members:
         return None
@@ -163,7 +167,7 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
         files[path.name] = File(len(raw), hashlib.sha256(raw).hexdigest())
     newest = newest_of(list(notes.values()))
     if missing := [entry["name"] for entry in newest if entry["name"] not in files]:
-        raise BadCheckpoint(folder, f"{missing[0]} was claimed and not written")
+        raise BadCheckpoint(folder, f"{missing[0]} was claimed but not written")
     manifest = Manifest(
         version=part.version,
         attempt=part.attempt,
@@ -175,22 +179,22 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
     store(disk, folder / NAME, [manifest.text().encode()])
     disk.sync_folder(folder)
     for claim in sorted(folder.glob(f".*{_CLAIM}")):
-        with suppress(OSError):  # one that stays does no harm, nor does a death here
+        with suppress(OSError):  # a claim that stays does no harm, nor does a death here
             disk.remove(claim)
     return manifest
 
 
 def newest_of(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per fragment, the newest committed version that any replica's parameters are based on."""
+    """Returns, per fragment, the newest committed version that any replica's parameters are based on."""
     fragments = zip(*(note["committed"] for note in notes), strict=True)
     return [max(entries, key=lambda entry: int(entry["record"]["version"])) for entries in fragments]
 
 
 def notes_misfit(notes: list[dict[str, Any]]) -> str:
-    """Why the parts do not fit together, "" when they do.
+    """Returns why the parts do not fit together, "" if they do.
 
-    Replicas are saved at steps of their own. Where the newest version counts steps of a replica (COUNT), that replica
-    must have been saved with them behind it, or with the contribution that brought them.
+    Each replica is saved at a step of its own. If the newest version counts steps of a replica (COUNT), that replica's
+    part must contain them as counted, or hold the contribution that brought them.
     """
     newest = newest_of(notes)
     for note in notes:
@@ -217,7 +221,7 @@ def notes_misfit(notes: list[dict[str, Any]]) -> str:
 
 
 def _prune(disk: Disk, folder: Path, keep: int) -> None:
-    """Removes all but the newest whole ones, and what was never completed before them."""
+    """Removes all but the newest complete checkpoints, and older incomplete ones."""
     found = sorted((age, path) for path in folder.iterdir() if (age := order(path.name)) is not None)
     whole = [age for age, path in found if (path / NAME).exists()]
     for age, path in found:
@@ -227,8 +231,8 @@ def _prune(disk: Disk, folder: Path, keep: int) -> None:
 
 
 def _remove(disk: Disk, path: Path) -> None:
-    """The manifest first: what is left of the rest is no checkpoint."""
-    with suppress(OSError):  # another one is at it, or still writes to it: the next one removes the rest
+    """Removes a checkpoint, the manifest first: what is left without it is not a checkpoint."""
+    with suppress(OSError):  # another replica removes it or still writes to it: the next removal gets the rest
         disk.remove(path / NAME)
         disk.sync_folder(path)
         for file in list(path.iterdir()):

@@ -1,3 +1,3 @@
-"""Faults that hit the real processes: what they are, and the subscriber that strikes."""
+"""Faults injected into the real processes: what they are, and the subscriber that injects them."""
 
 from ftopt.faults.spec import Fault as Fault

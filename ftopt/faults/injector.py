@@ -1,4 +1,4 @@
-"""Strikes this process at an event: a fault point *is* an event, told just before its effect."""
+"""Injects faults into this process at events: a fault point *is* an event, emitted just before its effect."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from ftopt.events import Event, OnEvent
 from ftopt.faults.spec import COORDINATOR, Fault
 
 Action = Callable[[Fault, Event], None]
-"""Does to the process what a fault says, at the event where it strikes."""
+"""Carries out a fault in this process, at the event where it strikes."""
 
 
 class FaultInjector:
-    """Subscribes to the events of one process and strikes each of its faults once. Any thread.
+    """Subscribes to the events of one process and carries out its faults. Any thread.
 
     Args:
-        faults: those that aim at this process.
-        on_event: is told ``fault`` before the strike, so that it is on record.
-        incarnation: the life of this process; None takes it from each event.
-        training_thread: ident of the thread that trains; default: the one that makes this object.
+        faults: the faults that aim at this process.
+        on_event: called with a ``fault`` event before the strike, so that it is on record.
+        incarnation: the incarnation of this process; None takes it from each event.
+        training_thread: ident of the training thread; default: the thread that makes this object.
         sleep: blocks the calling thread for that many seconds.
         clock: seconds, monotonic.
 
-    What needs to reach into the process (``partition``, ``corrupt``, ``nan``) is given to `learn` once it is there.
+    Actions that need objects of the process (``partition``, ``corrupt``, ``nan``) are added by `learn` once these
+    exist.
     """
 
     def __init__(
@@ -66,25 +67,25 @@ class FaultInjector:
         self._stepped_s: float | None = None
 
     def learn(self, actions: Mapping[str, Action]) -> None:
-        """Actions by the name that a fault's ``do`` has."""
+        """Adds actions, by the value of a fault's ``do``."""
         self._actions |= actions
 
     def add(self, fault: Fault) -> None:
-        """One more fault to wait for. Any thread."""
+        """Adds a fault to wait for. Any thread."""
         with self._lock:
             self._waiting.append(fault)
             self._left.append(_strikes(fault))
 
     def strike(self, fault: Fault, event: Event) -> None:
-        """Strikes at ``event``, whatever the fault waits for. Any thread."""
+        """Strikes at ``event``, even if the fault waits for another. Any thread."""
         if fault not in self._told:
             self._on_event(_on_record(fault, event))
-        if fault.times is None:  # each strike on record would be more than the training
+        if fault.times is None:  # recording each strike would write more than the training does
             self._told.add(fault)
         self._actions[fault.do](fault, event)
 
     def __call__(self, event: Event) -> None:
-        """Strikes when a fault's moment has come; then the event takes effect."""
+        """Strikes if a fault is due at this event; the event takes effect afterwards."""
         if event.event == "stepped" and self._factor > 1:
             self._drag()
         if not self._waiting and not self._hang_s:
@@ -127,7 +128,7 @@ class FaultInjector:
         self._slow_until_s = self._clock() + fault.for_s if fault.for_s is not None else math.inf
 
     def _drag(self) -> None:
-        """Behind an inner step: waits until it has taken ``factor`` times as long."""
+        """Waits after an inner step until it has taken ``factor`` times as long."""
         now_s = self._clock()
         if now_s >= self._slow_until_s:
             self._factor = 1.0
@@ -138,7 +139,7 @@ class FaultInjector:
 
 
 def stop_for(seconds: float) -> None:
-    """Stops this whole process; a process of its own lets it go on after ``seconds``."""
+    """Stops this whole process; a helper process continues it after ``seconds``."""
     waker = subprocess.Popen(
         ["/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"],
         stdin=subprocess.DEVNULL,

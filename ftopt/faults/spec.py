@@ -1,4 +1,4 @@
-"""What a fault is: who, when, where, what. The same fields in Python and in a recipe's ``faults``."""
+"""The definition of a fault: who, when, where, what. The fields are the same in Python and in a recipe's ``faults``."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ class Fault:
 
     Args:
         replica: index in the recipe's replicas, a replica's id, or ``coordinator``.
-        point: the event at which it strikes, before that event's effect (``reduce.after``: behind it).
+        point: the event at which it strikes, before that event's effect (``reduce.after``: after the reduction).
         do: ``kill`` (SIGKILL), ``stop`` (SIGSTOP for ``for_s``), ``hang`` (the training thread sleeps ``for_s``),
             ``partition`` (no connection for ``for_s``), ``corrupt`` (a flipped bit), ``nan``, ``slow``.
-        at_step: the replica's inner step (the coordinator's: the committed one) from which on the fault waits.
-        for_s: seconds that ``stop``, ``hang`` and ``partition`` last; ``slow``: null for the rest of the life.
-        rejoin_s: seconds until ``ftopt run`` starts a killed process again; null: never.
-        incarnation: the life of the replica that it aims at; 1 is the first, 2 its successor.
+        at_step: the replica's inner step (for the coordinator: the committed one) from which on the fault waits.
+        for_s: seconds that ``stop``, ``hang`` and ``partition`` last; ``slow``: null for the rest of the incarnation.
+        rejoin_s: seconds until ``ftopt run`` restarts a killed process; null: never.
+        incarnation: the incarnation of the replica that it aims at; 1 is the first, 2 its successor.
         journal: ``keep`` or ``delete``, for a killed coordinator that rejoins.
         what: where ``corrupt`` flips a bit: ``sum`` (the reduced payloads; at ``reduce.after``, default there),
-            ``result`` (what was prepared, behind its digest; at ``prepare``, default there), ``anchor`` (default) or
-            ``outer`` (the committed state); where ``nan`` puts one: ``params`` (default) or ``grads``. Or how
-            ``corrupt`` spoils this replica's copy of the agreed gradient (at ``aggregated``, for methods that exchange
-            gradients): ``noise`` (normal, of variance ``size``, on every element; default there), ``bit`` (one flipped
-            bit), ``stuck`` (always the same element is ``size``), ``bias`` (``size`` on top of every element).
-        times: so many strikes, for ``corrupt`` and ``nan``; null: for ever. Default 1.
+            ``result`` (what was prepared, after its digest was computed; at ``prepare``, default there), ``anchor``
+            (default) or ``outer`` (the committed state); where ``nan`` puts one: ``params`` (default) or ``grads``. Or
+            how ``corrupt`` changes this replica's copy of the agreed gradient (at ``aggregated``, for methods that
+            exchange gradients): ``noise`` (normal, of variance ``size``, on every element; default there), ``bit`` (one
+            flipped bit), ``stuck`` (always the same element is ``size``), ``bias`` (``size`` on top of every element).
+        times: number of strikes, for ``corrupt`` and ``nan``; null: unlimited. Default 1.
         every: strikes at every so many of the point's events, for ``corrupt`` and ``nan``. Default 1.
         size: of ``noise``, ``stuck`` and ``bias``, see ``what``.
-        factor: ``slow``: an inner step takes so many times as long.
+        factor: ``slow``: how many times as long an inner step takes.
 
     Raises:
         ValueError: a combination that cannot strike; the message says what is allowed.
@@ -101,9 +101,9 @@ class Fault:
 
     def _check_time(self) -> None:
         if self.for_s is not None and self.do == "kill":
-            raise ValueError(f"for_s={self.for_s:g} with do='kill' has no effect; use rejoin_s for the way back")
+            raise ValueError(f"for_s={self.for_s:g} with do='kill' has no effect; use rejoin_s to restart the process")
         if self.for_s is not None and self.do in WHAT:
-            raise ValueError(f"for_s={self.for_s:g} with do={self.do!r} has no effect; use times for more of it")
+            raise ValueError(f"for_s={self.for_s:g} with do={self.do!r} has no effect; use times to repeat it")
         lasts = self.for_s is not None and self.for_s > 0
         if not lasts and (self.do in _LASTING or (self.do == "slow" and self.for_s is not None)):
             raise ValueError(f"for_s={self.for_s} with do={self.do!r}; must be a number of seconds above 0")
@@ -118,11 +118,11 @@ class Fault:
             raise ValueError(f"what={self.what!r} with do={self.do!r}; allowed: {', '.join(allowed) or 'null'}")
         only = _AT.get(self.aim, self.point)
         if self.point != only:
-            raise ValueError(f"what={self.aim!r} at point={self.point!r}; it is there at {only!r} only")
+            raise ValueError(f"what={self.aim!r} at point={self.point!r}; allowed: {only!r}")
         if self.do == "nan" and self.point not in ("inner", "propose"):
             raise ValueError(f"do='nan' at point={self.point!r}; allowed: inner, propose")
         if self.do == "slow" and self.point != "inner":
-            raise ValueError(f"do='slow' at point={self.point!r}; inner steps are slow: use inner")
+            raise ValueError(f"do='slow' at point={self.point!r}; allowed: inner")
         if self.times != 1 and (self.do not in WHAT or (self.times is not None and self.times < 1)):
             raise ValueError(f"times={self.times} with do={self.do!r}; at least 1, more for corrupt and nan only")
         if self.every < 1 or (self.every > 1 and self.do not in WHAT):
@@ -135,7 +135,7 @@ class Fault:
             )
 
     def target(self, ids: Sequence[str]) -> str | None:
-        """The id of the process that it aims at, None if there is none among ``ids``."""
+        """Returns the id of the process that it aims at, None if there is none among ``ids``."""
         if self.replica == COORDINATOR:
             return COORDINATOR
         if isinstance(self.replica, int):

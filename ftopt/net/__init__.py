@@ -1,1 +1,2 @@
-"""Who may come in: the job's token, TLS, and what a stranger may cost. Standard library alone, but for `http`."""
+"""Access control: the job's token, TLS, and limits on unauthenticated connections. Only `http` needs more than the
+standard library."""

@@ -1,6 +1,6 @@
-"""Connections whose request has not been let in yet: few of them, and not for long.
+"""Connections that are not authenticated yet: limited in number and in time.
 
-Without this, whoever reaches the port can open connections, say nothing, and leave no room for the job's own.
+Without this limit, anybody who reaches the port could open idle connections until none is left for the job's own.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ _log = logging.getLogger(__name__)
 class AcceptQueue:
     """A protocol factory around another one, for ``loop.create_server``. Loop thread only.
 
-    ``turned_away`` counts those that were closed here.
+    ``turned_away`` counts the connections that were closed here.
 
-    When the room is full, who has waited longest goes: a flood displaces itself, while a replica needs milliseconds.
+    When the queue is full, the connection that has waited longest is closed: a flood displaces itself, while a replica
+    needs only milliseconds.
 
     Args:
         make: makes the protocol of a new connection.
-        limit: connections that may wait.
-        patience_s: seconds after which a connection that was not let in is closed.
+        limit: how many connections may wait.
+        patience_s: seconds after which a connection that was not admitted is closed.
     """
 
     def __init__(self, make: Callable[[], asyncio.Protocol], *, limit: int, patience_s: float) -> None:
@@ -39,7 +40,7 @@ class AcceptQueue:
         self._waiting[protocol] = loop.call_later(self._patience_s, self._turn_away, protocol)
         if len(self._waiting) > self._limit:
             if not self._flooded:
-                _log.warning("more than %d connections wait at the door; the oldest are closed", self._limit)
+                _log.warning("more than %d connections wait for authentication; the oldest are closed", self._limit)
             self._flooded = True
             self._turn_away(next(iter(self._waiting)))
         return protocol
@@ -48,20 +49,20 @@ class AcceptQueue:
         return len(self._waiting)
 
     def let_in(self, transport: asyncio.BaseTransport | None) -> None:
-        """The request on this connection may come in."""
+        """Admits the request on this connection."""
         if transport is not None:
             self._forget(transport.get_protocol())
 
     def close(self) -> None:
-        """Turns everybody away."""
+        """Closes all waiting connections."""
         for protocol in list(self._waiting):
             self._turn_away(protocol)
 
     def _turn_away(self, protocol: asyncio.BaseProtocol) -> None:
         self._forget(protocol)
-        # None before the TLS handshake is through, which has a limit of its own.
+        # None until the TLS handshake is done, which has a limit of its own.
         transport = getattr(protocol, "transport", None)
-        if transport is not None:  # nor once the connection has ended
+        if transport is not None:  # None also once the connection has ended
             self.turned_away += 1
             transport.abort()
 

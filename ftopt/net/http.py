@@ -1,4 +1,4 @@
-"""What aiohttp's server leaves open to strangers, closed here: tracebacks in the log, and a request without a path."""
+"""Protection that aiohttp's server lacks against strangers: no tracebacks in the log, no request without a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp.web_protocol import ERROR
 
 
 class _Quiet(logging.Filter):
-    """Drops the tracebacks of requests that were refused because they are no HTTP (aiohttp gives them a 4xx code)."""
+    """Drops the tracebacks of requests that are not valid HTTP (aiohttp answers them with a 4xx code)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -18,7 +18,7 @@ class _Quiet(logging.Filter):
 
 
 def quiet(name: str) -> logging.Logger:
-    """The logger of that name, for an HTTP server: broken requests must not fill the disk."""
+    """Returns the logger of that name, for an HTTP server: malformed requests must not fill the disk."""
     logger = logging.getLogger(name)
     if not any(isinstance(found, _Quiet) for found in logger.filters):
         logger.addFilter(_Quiet())
@@ -26,7 +26,7 @@ def quiet(name: str) -> logging.Logger:
 
 
 def guarded(runner: web.AppRunner) -> web.Server:
-    """The server of a runner that is set up, as a protocol factory.
+    """Returns the server of a runner that is set up, as a protocol factory.
 
     ``CONNECT`` with blanks for a path comes out of aiohttp's parser (3.14) without a URL, and ends the connection's
     task with an AttributeError. Here it is a request like any other.

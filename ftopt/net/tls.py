@@ -1,6 +1,6 @@
 """TLS with the user's own certificates, for the coordinator and for the state transfer between replicas.
 
-Nothing is made up here: without a certificate there is no TLS, and a certificate that does not fit is never accepted.
+Nothing is generated here: without a certificate there is no TLS, and an invalid certificate is never accepted.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ HANDSHAKE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Tls:
-    """The files of one process.
+    """The TLS files of one process.
 
     Args:
         cert: its certificate (PEM, with the chain up to the CA); None: it serves without TLS.
         key: the certificate's private key (PEM, without a passphrase).
-        ca: certificates that it trusts, and then no others; None: the system's.
+        ca: the only CA certificates that it trusts; None: the system's.
     """
 
     cert: Path | None = None
@@ -34,17 +34,17 @@ class Tls:
     ca: Path | None = None
 
     def server(self) -> ssl.SSLContext | None:
-        """What a server needs; None without a certificate.
+        """Returns the context of a server; None without a certificate.
 
         Raises:
-            UserError: a file cannot be read or used; says which.
+            UserError: a file cannot be read or used; the message says which.
         """
         if self.cert is None and self.key is None:
             return None
         if self.cert is None or self.key is None:
             got, lacks = ("a certificate", "key") if self.key is None else ("a key", "certificate")
             raise UserError(
-                f"TLS needs a certificate and its key, got {got} alone; give the {lacks}, too: --cert and --key, "
+                f"TLS needs a certificate and its key, got only {got}; give the {lacks} as well: --cert and --key, "
                 "FTOPT_CERT and FTOPT_KEY, or cert= and key="
             )
         for what, path in (("certificate", self.cert), ("key", self.key)):
@@ -62,10 +62,10 @@ class Tls:
         return context
 
     def client(self) -> ssl.SSLContext:
-        """What a client needs: names are checked, and certificates up to `ca`.
+        """Returns the context of a client, which checks host names, and certificates up to `ca`.
 
         Raises:
-            UserError: the CA file cannot be read, or holds none.
+            UserError: the CA file cannot be read, or holds no certificate.
         """
         if self.ca is None:
             return ssl.create_default_context()
@@ -84,7 +84,7 @@ def find_tls(
     *,
     env: Mapping[str, str] = os.environ,
 ) -> Tls:
-    """The files given, else those of ``FTOPT_CERT``, ``FTOPT_KEY`` and ``FTOPT_CA``."""
+    """Returns the files given, else those of ``FTOPT_CERT``, ``FTOPT_KEY`` and ``FTOPT_CA``."""
     if cert is None and key is None:
         cert, key = env.get("FTOPT_CERT") or None, env.get("FTOPT_KEY") or None
     ca = ca or env.get("FTOPT_CA") or None
@@ -93,7 +93,7 @@ def find_tls(
 
 
 def why_not(url: str, error: ssl.SSLError) -> str:
-    """One message for a TLS handshake with the server at ``url`` that failed."""
+    """Returns the message for a failed TLS handshake with the server at ``url``."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"the certificate of {url} is not accepted: {error.verify_message or error}; it must be valid now, name "
@@ -101,13 +101,13 @@ def why_not(url: str, error: ssl.SSLError) -> str:
             "ca=, to the CA's file"
         )
     return (
-        f"{url} does not speak TLS as it should ({error.reason or error}); write http:// for a server without a "
+        f"the TLS handshake with {url} failed ({error.reason or error}); write http:// for a server without a "
         "certificate"
     )
 
 
 def is_public(host: str) -> bool:
-    """Whether ``host`` (an address, or a name to look up) can be reached from everywhere."""
+    """Whether ``host`` (an address, or a name to look up) is publicly reachable."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         return any(ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
@@ -120,7 +120,7 @@ def _readable(what: str, path: Path) -> None:
         with path.open("rb"):
             pass
     except OSError as error:
-        raise UserError(f"{what} file {path}: {error.strerror}; give a file that can be read") from None
+        raise UserError(f"{what} file {path}: {error.strerror}; give a readable file") from None
 
 
 def _no_passphrase() -> bytes:

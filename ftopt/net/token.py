@@ -1,7 +1,7 @@
-"""The job's token: how it is read, how it is shown, and the one place where it is checked.
+"""The job's token: how it is read, how it is sent, and the one place where it is checked.
 
-The coordinator is shown the token itself. Replicas show each other a key derived from it (`for_state`): where the
-committed state goes over a plain connection, whoever listens there learns nothing that opens the coordinator.
+Replicas send the coordinator the token itself, and each other a key derived from it (`for_state`): an eavesdropper on a
+plain connection between replicas gets nothing that the coordinator accepts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from ftopt.errors import UserError
 
 MIN_CHARS = 16
-"""A shorter token can be guessed over the network; ``openssl rand -hex 32`` makes one of 64."""
+"""A shorter token can be guessed over the network; ``openssl rand -hex 32`` makes one of 64 characters."""
 MAX_CHARS = 1024
-"""It travels in one HTTP header."""
+"""The token is sent in one HTTP header."""
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The HTTP headers that show ``token``; none without one."""
+    """Returns the HTTP headers that carry ``token``; none without one."""
     return {"Authorization": f"Bearer {token}"} if token is not None else {}
 
 
 def admits(token: str | None, header: str) -> bool:
-    """Whether the ``Authorization`` header of a request shows ``token``; without a token everybody may come in.
+    """Whether the ``Authorization`` header of a request carries ``token``; without a token every request is admitted.
 
-    The time that it takes does not depend on where, or whether, the two differ: digests of equal length are compared.
+    The comparison takes constant time: it compares digests of equal length.
     """
     if token is None:
         return True
@@ -37,21 +37,21 @@ def admits(token: str | None, header: str) -> bool:
 
 
 def for_state(token: str | None) -> str | None:
-    """What replicas show each other: HMAC-SHA256 of a fixed text under ``token``."""
+    """Returns the key that replicas send each other: HMAC-SHA256 of a fixed text under ``token``."""
     if token is None:
         return None
     return hmac.new(token.encode(), b"ftopt state transfer", hashlib.sha256).hexdigest()
 
 
 def checked(token: str, source: str) -> str:
-    """``token`` as it may be used; raises `UserError`. ``source`` says where it comes from."""
+    """Returns ``token`` if it is usable, else raises `UserError`. ``source`` says where it comes from."""
     if not token:
         raise UserError(
             f"{source} is empty; a token has {MIN_CHARS} to {MAX_CHARS} characters: `openssl rand -hex 32` makes one. "
-            "To open the doors to everybody, don't set it"
+            "To admit everybody, leave it unset"
         )
     if not (token.isascii() and token.isprintable() and " " not in token):
-        raise UserError(f"{source} holds blanks or characters that are not ASCII; use letters and digits")
+        raise UserError(f"{source} contains blanks or non-ASCII characters; use letters and digits")
     if not MIN_CHARS <= len(token) <= MAX_CHARS:
         raise UserError(
             f"{source} has {len(token)} characters; {MIN_CHARS} to {MAX_CHARS} are allowed: `openssl rand -hex 32` "
@@ -63,7 +63,7 @@ def checked(token: str, source: str) -> str:
 def find_token(
     token: str | None = None, file: Path | None = None, *, env: Mapping[str, str] = os.environ
 ) -> str | None:
-    """The job's token: ``token``, else the first line of ``file``, else ``FTOPT_TOKEN``, else none.
+    """Returns the job's token: ``token``, else the first line of ``file``, else ``FTOPT_TOKEN``, else None.
 
     Raises:
         UserError: it is empty, too short, or the file cannot be read.
@@ -74,7 +74,7 @@ def find_token(
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "no text"
+            reason = getattr(error, "strerror", None) or "not text"
             raise UserError(f"token file {file}: {reason}; give a file whose first line is the token") from None
         return checked(lines[0].strip() if lines else "", f"token file {file}")
     if "FTOPT_TOKEN" in env:

@@ -114,7 +114,7 @@ def test_the_command_says_what_it_wrote_and_never_over_a_file(
     assert main(["export", str(tmp_path / "c"), str(path)]) == 2
     assert "already exists" in capsys.readouterr().err
     assert main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
-    assert "holds no whole checkpoint" in capsys.readouterr().err
+    assert "holds no complete checkpoint" in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):
         export(find(tmp_path / "c"), tmp_path / "none" / "m")
 
@@ -135,5 +135,5 @@ def test_a_damaged_file_is_named_and_nothing_is_written(
         path.write_bytes(raw if harm == "a flipped bit" else raw[:-1])
     assert main(["export", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"ftopt: {path}: ") and error.endswith(f"; the one before it is sound: use {before}\n")
+    assert error.startswith(f"ftopt: {path}: ") and error.endswith(f"; the previous one is sound: use {before}\n")
     assert error.count("\n") == 1 and not (tmp_path / "m.safetensors").exists()

@@ -84,8 +84,8 @@ def test_a_manifest_with_anything_changed_is_refused_or_says_the_same(two: list[
 def test_the_one_before_is_named(two: list[Path]) -> None:
     (two[1] / NAME).write_text("{")
     assert refused(two[1].parent) == (
-        f"{two[1] / NAME}: is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
-        f"the one before it is sound: use {two[0]}"
+        f"{two[1] / NAME}: is not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
+        f"the previous one is sound: use {two[0]}"
     )
 
 
@@ -110,11 +110,11 @@ def test_a_file_cut_short_or_missing_is_found(two: list[Path]) -> None:
 def test_a_damaged_one_before_is_not_offered(two: list[Path]) -> None:
     (two[0] / "replica-r0.safetensors").unlink()
     (two[1] / NAME).write_text("[]")
-    assert "there is no sound one before it" in refused(two[1])
+    assert "there is no older sound one" in refused(two[1])
 
 
 def test_a_folder_without_any_says_what_to_give(tmp_path: Path) -> None:
-    assert "holds no whole checkpoint; give the folder of a run's checkpoints" in refused(tmp_path)
+    assert "holds no complete checkpoint; give the folder of a run's checkpoints" in refused(tmp_path)
 
 
 def test_what_was_never_completed_is_passed_over(two: list[Path]) -> None:

@@ -103,7 +103,8 @@ def test_a_full_disk_is_one_warning_and_the_one_before_stands(
             one.write(part(version=version))
     assert told.names() == ["checkpoint_failed"] * 3
     assert [record.getMessage() for record in caplog.records] == [
-        f"no checkpoint v00000010-1010: {told.reasons()[0]}; training goes on, and the checkpoint before stands"
+        f"no checkpoint v00000010-1010: {told.reasons()[0]}; training goes on, and the previous checkpoint remains "
+        f"valid"
     ]
     assert "No space left on device" in told.reasons()[0]
     assert verified(tmp_path).manifest.version == 5

@@ -171,5 +171,5 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(
     assert main(["run", "diloco_bytes", f"checkpoint.resume={tmp_path / 'c'}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"ftopt: {damaged / 'replica-r0.safetensors'}: has 0 bytes; ")
-    assert error.endswith(f"; the one before it is sound: use {before}\n")
+    assert error.endswith(f"; the previous one is sound: use {before}\n")
     assert not (tmp_path / "runs").exists()

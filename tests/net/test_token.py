@@ -43,7 +43,7 @@ def test_a_token_is_given_in_a_file_or_the_environment(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         ("short", "has 5 characters"),
-        ("ä" * 20, "not ASCII"),
+        ("ä" * 20, "non-ASCII"),
         ("a b" * 9, "blanks"),
         ("x" * 2000, "2000"),
     ],

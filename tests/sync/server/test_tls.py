@@ -64,7 +64,7 @@ async def _who_is_trusted(certificates: Certificates, files: Tls) -> None:
         assert await _link(url, files) is None
         for where, tls, words in (
             (url, Tls(), "certificate of .* is not accepted: .*; it must .* FTOPT_CA"),
-            (f"https://127.0.0.1:{ports[1]}", files, "does not speak TLS as it should .*write http://"),
+            (f"https://127.0.0.1:{ports[1]}", files, "the TLS handshake with .*write http://"),
             (f"https://127.0.0.1:{ports[2]}", files, "is not accepted: .*name the host"),
             (f"https://127.0.0.1:{ports[3]}", files, "is not accepted: .*expired"),
         ):
@@ -178,8 +178,8 @@ def test_files_that_cannot_be_used_are_named(certificates: Certificates, files: 
     nonsense = tmp_path / "nonsense.pem"
     nonsense.write_text("hello")
     for tls, words in (
-        (Tls(cert=cert), "got a certificate alone; give the key"),
-        (Tls(key=key), "got a key alone; give the certificate"),
+        (Tls(cert=cert), "got only a certificate; give the key"),
+        (Tls(key=key), "got only a key; give the certificate"),
         (Tls(cert=tmp_path / "none", key=key), "certificate file .*none: No such file"),
         (Tls(cert=cert, key=tmp_path / "none"), "key file .*none: No such file"),
         (Tls(cert=cert, key=other), "(?i)mismatch"),
