@@ -214,13 +214,13 @@ class Checks:
     def leases(self, server: Server) -> None:
         """What the coordinator takes for leased is held, or on its way: nothing is lost."""
         assert server.machine is not None
-        grants = server.machine.grants
-        if grants is None:
+        ledger = server.machine.assignment.ledger
+        if ledger is None:
             return
         roster = server.machine.roster
-        if lost := sorted(grants.ledger.unheard - {x.incarnation_id for x in roster.away()}):
+        if lost := sorted(ledger.unheard - {x.incarnation_id for x in roster.away()}):
             raise Violation("I3", f"{lost} are waited for in vain")
-        for incarnation_id, lease in grants.ledger.leases.items():
+        for incarnation_id, lease in ledger.leases.items():
             member = roster.members.get(incarnation_id[0])
             if member is None or member.incarnation_id != incarnation_id:
                 raise Violation("I3", f"{incarnation_id} is gone, and holds {lease}")

@@ -65,8 +65,8 @@ class CoordinatorProcess(Server):
         if isinstance(message, m.Hello):
             self.heard[conn.number] = message
             self.first_hello_s = min(self.first_hello_s, self.world.now)
-        grants = self.machine.grants
-        if isinstance(message, m.Bye) and grants is not None and grants.ledger.leases.get(conn.process.incarnation_id):
+        ledger = self.machine.assignment.ledger
+        if isinstance(message, m.Bye) and ledger is not None and ledger.leases.get(conn.process.incarnation_id):
             self.world.coverage["a leaver gives units back"] += 1
         if not isinstance(message, m.Heartbeat):
             self.world.note("coord", f"<- {conn.process.name} {message}")

@@ -12,6 +12,7 @@ from ftopt.events import Event, OnEvent
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import Exposition, JobMetrics
@@ -134,7 +135,7 @@ class Job:
                 "fragments": [],
                 "replicas": [],
             }
-        return self.machine.status(time.monotonic())
+        return status(self.machine, time.monotonic())
 
     def show(self, to: Exposition) -> None:
         """Adds what ``GET /metrics`` tells of the job."""
@@ -214,7 +215,7 @@ class Job:
         self._on_event(event)
 
     def _inner_step(self) -> int | None:
-        return self.machine.rounds[0].inner_step if self.machine.rounds else None
+        return self.machine.rounds[0].versions.inner_step if self.machine.rounds else None
 
     def _set_timer(self) -> None:
         if self._timer is not None:

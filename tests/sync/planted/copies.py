@@ -26,25 +26,25 @@ def stale_copy(patch: Patch) -> None:
     patch.setattr(Backups, "source_of", mutant)
 
 
-def heir_in_an_attempt(patch: Patch) -> None:
+def adopted_in_an_attempt(patch: Patch) -> None:
     """A newcomer adopts what an attempt under way may still count."""
     adopted_work = Members.adopted_work
 
     def mutant(self: Members, member: Member) -> Any:
-        attempts, grants = [r.attempt for r in self.rounds], self.grants
-        under_way = grants.ledger.under_way if grants is not None else ()
+        attempts, ledger = [r.attempt for r in self.rounds], self.assignment.ledger
+        under_way = ledger.under_way if ledger is not None else ()
         for r in self.rounds:
-            r.attempt = None
-        if grants is not None:
-            grants.ledger.under_way = ()
+            r.decide.attempt = None
+        if ledger is not None:
+            ledger.under_way = ()
         found = adopted_work(self, member)
         for r, attempt in zip(self.rounds, attempts, strict=True):
-            r.attempt = attempt
-        if grants is not None:
-            grants.ledger.under_way = under_way
+            r.decide.attempt = attempt
+        if ledger is not None:
+            ledger.under_way = under_way
         return found
 
-    patch.setattr(Members, "heritage", mutant)
+    patch.setattr(Members, "adopted_work", mutant)
 
 
 def adopted_and_free(patch: Patch) -> None:

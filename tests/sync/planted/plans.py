@@ -49,7 +49,7 @@ def any_plan_counts(patch: Patch) -> None:
 
 def part_of_a_batch(patch: Patch) -> None:
     """A quorum forms of shares that are not the whole batch"""
-    patch.setattr(BatchShares, "covers", lambda self, members, proposals: True)
+    patch.setattr(BatchShares, "covers", lambda self, contributions: True)
 
 
 def plan_in_an_attempt(patch: Patch) -> None:
@@ -57,9 +57,7 @@ def plan_in_an_attempt(patch: Patch) -> None:
     step = Rounds.step
 
     def mutant(self: Rounds, now: float) -> Any:
-        early = self.attempt is not None and self.batch_shares is not None
-        effects = self._share_out(now, self.batch_shares) if early and self.batch_shares is not None else []
-        return effects + step(self, now)
+        return (self.gather.assign(now) if self.attempt is not None else []) + step(self, now)
 
     patch.setattr(Rounds, "step", mutant)
 

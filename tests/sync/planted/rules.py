@@ -20,12 +20,14 @@ from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt, RoundOutcome
 from ftopt.sync.protocol.coordinator.catch_up import CatchUp
+from ftopt.sync.protocol.coordinator.decide import Decide
+from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
@@ -115,7 +117,7 @@ def count_off(patch: Patch) -> None:
 # ---------------------------------------------------------------- decisions
 
 
-_commit = Rounds._commit
+_commit = Decide._commit
 
 
 def commit_early(patch: Patch) -> None:
@@ -127,14 +129,13 @@ def commit_early(patch: Patch) -> None:
             return RoundOutcome(next(iter(self.prepared.values())))
         return verdict(self)
 
-    def commit(self: Rounds, digest: str) -> Any:
-        assert self.attempt is not None
-        for replica, _ in self.attempt.members:
-            self.attempt.prepared.setdefault(replica, "")
-        return _commit(self, digest)
+    def commit(self: Decide, a: Attempt, digest: str) -> Any:
+        for replica, _ in a.members:
+            a.prepared.setdefault(replica, "")
+        return _commit(self, a, digest)
 
     patch.setattr(Attempt, "verdict", mutant)
-    patch.setattr(Rounds, "_commit", commit)
+    patch.setattr(Decide, "_commit", commit)
 
 
 def count_of_the_prepared(patch: Patch) -> None:
@@ -166,12 +167,11 @@ def commit_early_count_off(patch: Patch) -> None:
 def any_digest(patch: Patch) -> None:
     """A decision names no digest: each member applies what it has prepared."""
 
-    def commit(self: Rounds, digest: str) -> Any:
-        assert self.attempt is not None
-        self.attempt.prepared = dict.fromkeys(self.attempt.prepared, digest)
-        return _commit(self, digest)
+    def commit(self: Decide, a: Attempt, digest: str) -> Any:
+        a.prepared = dict.fromkeys(a.prepared, digest)
+        return _commit(self, a, digest)
 
-    patch.setattr(Rounds, "_commit", commit)
+    patch.setattr(Decide, "_commit", commit)
 
     def mutant(self: Replica, message: m.Commit) -> Any:
         f = self._fragments[message.fragment]
@@ -186,7 +186,7 @@ def any_digest(patch: Patch) -> None:
 
 def told_first(patch: Patch) -> None:
     """A decision is sent before it is journalled."""
-    patch.setattr(Rounds, "_commit", lambda self, digest: _commit(self, digest)[::-1])
+    patch.setattr(Decide, "_commit", lambda self, a, digest: _commit(self, a, digest)[::-1])
 
 
 def no_deadline(patch: Patch) -> None:
@@ -263,11 +263,11 @@ def forgotten_comes_back(patch: Patch) -> None:
 def stale_proposal(patch: Patch) -> None:
     """A proposal for a version of the past is accepted."""
 
-    def mutant(self: Rounds, member: Member, contribution: m.Contribution, *, now: bool = False) -> Any:
+    def mutant(self: Gather, member: Member, contribution: m.Contribution, *, now: bool = False) -> Any:
         self.proposals.setdefault(member.replica, contribution)
         return []
 
-    patch.setattr(Rounds, "propose", mutant)
+    patch.setattr(Gather, "propose", mutant)
 
 
 def stale_state(patch: Patch) -> None:
@@ -294,7 +294,7 @@ def unhealed_votes(patch: Patch) -> None:
         "sources",
         lambda self, at, but, limit=4: tuple(x.address for x in self.connected() if x.replica != but),
     )
-    patch.setattr(Rounds, "holds", lambda self, member: self.fragment in member.held)
+    patch.setattr(Versions, "held_by", lambda self, member: self.fragment in member.held)
 
 
 # ---------------------------------------------------------------- the sample ledger
@@ -305,8 +305,7 @@ def suspect_releases(patch: Patch) -> None:
     away = Members.away
 
     def mutant(self: Members, now: float, member: Member, *, close: bool = False) -> Any:
-        if self.grants is not None:
-            self.grants.gone(member.incarnation_id)
+        self.assignment.gone(member.incarnation_id, None)
         return away(self, now, member, close=close)
 
     patch.setattr(Members, "away", mutant)
@@ -326,14 +325,14 @@ def cursor_of_done(patch: Patch) -> None:
 
 def dead_not_done(patch: Patch) -> None:
     """A commit does not mark what a member that died meanwhile has used"""
-    mark_done = Rounds._mark_done
+    commit = Grants.commit
 
-    def mutant(self: Rounds, a: Attempt) -> Any:
+    def mutant(self: Grants, a: Attempt) -> Any:
         lost = union(*(c.ranges for r, c in a.contributions.items() if r in a.lost))
         a.ranges = subtract(a.ranges, lost)
-        return mark_done(self, a)
+        return commit(self, a)
 
-    patch.setattr(Rounds, "_mark_done", mutant)
+    patch.setattr(Grants, "commit", mutant)
 
 
 def claim_adds(patch: Patch) -> None:
@@ -377,7 +376,7 @@ def void_is_used(patch: Patch) -> None:
 
 def tail_off(patch: Patch) -> None:
     """At the end of the data a replica that hangs is waited for forever"""
-    patch.setattr(Grants, "waits_since_s", lambda self, incarnation_id: math.inf)
+    patch.setattr(Grants, "waits", lambda self: {})
 
 
 def asks_once(patch: Patch) -> None:
@@ -458,7 +457,7 @@ BUGS = (
     Bug("FREEZE", plans.frozen_under_a_plan),
     Bug("RESTART", plans.all_claims_hold, slow=True),
     Bug("ADOPT", copies.stale_copy),
-    Bug("ADOPT", copies.heir_in_an_attempt, "HOLD for its units", slow=True),
+    Bug("ADOPT", copies.adopted_in_an_attempt, "HOLD for its units", slow=True),
     Bug("ADOPT", copies.adopted_and_free),
 )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.replica import machine as r
@@ -177,8 +178,8 @@ class Batches:
     @property
     def shares(self) -> dict[str, Ranges]:
         """Of the newest plan, by name."""
-        batch_shares = self.table.coordinator.members.batch_shares
-        assert batch_shares is not None and batch_shares.plan is not None
+        batch_shares = self.table.coordinator.assignment
+        assert isinstance(batch_shares, BatchShares) and batch_shares.plan is not None
         return {incarnation_id[0]: units for incarnation_id, units in batch_shares.plan.shares.items()}
 
 

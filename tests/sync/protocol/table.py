@@ -273,8 +273,9 @@ class Table:
     @property
     def ledger(self) -> Ledger:
         """The coordinator's, of a job that has one."""
-        assert self.coordinator.grants is not None
-        return self.coordinator.grants.ledger
+        ledger = self.coordinator.assignment.ledger
+        assert ledger is not None
+        return ledger
 
     @property
     def version(self) -> int:

@@ -154,7 +154,7 @@ def test_a_cut_of_two_minutes_costs_a_few_failed_attempts_and_not_two_a_round(co
     rounds = [world.server.machine.rounds[0] for world in (whole, cut) if world.server.machine is not None]
     assert rounds[0].at.version >= 50
     assert rounds[1].at.version >= 35
-    assert rounds[1].aborted <= 2 + 7  # twice to learn it; then after 3, 6, 12, 24, 48 and 60 s
+    assert rounds[1].decide.aborted <= 2 + 7  # twice to learn it; then after 3, 6, 12, 24, 48 and 60 s
     at = rounds[1].at
     counted = cut.checks.versions[(0, at.chain)].content.steps
     behind = {p.name: p.local_steps - counted[p.incarnation_id] for p in cut.processes.values()}

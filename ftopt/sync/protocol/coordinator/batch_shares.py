@@ -1,122 +1,141 @@
-"""The global batch under way, coordinator side: its newest plan, and who was told of it."""
+"""The global batch under way, coordinator side: its newest plan, and which replicas have got it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
+from ftopt.sync.protocol.coordinator.assignment import Assignment, Counted, counted
+from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, end, size
 from ftopt.sync.protocol.ledger.plans import BatchPlan, first_plan, restart
 from ftopt.sync.protocol.samples import Samples
 
 
-class BatchShares:
-    """Shares out batch after batch (BATCH, PLAN).
+class BatchShares(Assignment):
+    """Shares out batch after batch (BATCH, PLAN). Each member of an attempt is needed, whatever its norm or weight.
 
     Args:
         samples: the job's.
+        roster: who is there.
         numbers: what plans are numbered with.
+        recheck_s: seconds after which a member that is unreachable or busy may be able to take part again.
     """
 
-    def __init__(self, samples: Samples, numbers: AttemptNumbers) -> None:
-        self.samples = samples
+    holds_open = False
+
+    def __init__(self, samples: Samples, roster: Roster, numbers: AttemptNumbers, *, recheck_s: float) -> None:
+        self.samples: Samples = samples
+        self.recheck_s = recheck_s
         self.plan: BatchPlan | None = None
+        self._roster = roster
         self._numbers = numbers
-        self._told: dict[str, int | None] = {}
+        self._notified: dict[str, int | None] = {}
+        """Replica -> the connection on which it has got the newest plan."""
         self._batch: Ranges = ()
 
-    def open(self, version: int, done: Ranges, claims: Mapping[m.IncarnationId, tuple[int, Ranges]]) -> None:
-        """RESTART: a coordinator begins, or begins anew after a rollback.
+    def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
+        """RESTART: what is left of the plans before is told by the replicas.
 
         BATCH: the version is the cursor, if the initial source's state had no units in it: the batches follow what is
         ``done``.
-
-        Args:
-            version: what the batch makes.
-            done: units in the committed state.
-            claims: see `restart`.
         """
-        self._told.clear()
+        self._notified.clear()
         self._batch = self.samples.batch_from(end(done))
-        self.plan = restart(version, self._batch, claims) if claims else None
+        claims = startup.shares(at)
+        self.plan = restart(at.version + 1, self._batch, claims) if claims else None
+        return []
 
     def forget(self, replica: str) -> None:
-        """It is away, or fetches: when it is back it is told anew."""
-        self._told.pop(replica, None)
+        """When it is back it is sent the plan again."""
+        self._notified.pop(replica, None)
 
-    def renew(self, version: int, present: Sequence[Member], able: Sequence[Member]) -> list[CoordinatorEffect]:
-        """PLAN: the first plan of a batch, or the next one if somebody is not ``present`` that has a share.
-
-        Args:
-            version: what the batch makes.
-            present: who keeps its share.
-            able: who may be given more.
-
-        Returns:
-            An event if there is a new plan.
-        """
-        plan, speeds, batch = self.plan, {x.incarnation_id: x.step_s for x in able}, self._batch
-        if not speeds or not batch:
+    def renew(
+        self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
+    ) -> list[CoordinatorEffect]:
+        """PLAN: the first plan of a batch, or the next one if a member has a share and cannot hand it in."""
+        plan, version, here = self.plan, at.version + 1, able()
+        present = [x.incarnation_id for x in here if not x.leaving or x.replica in proposals]
+        speeds = {x.incarnation_id: x.step_s for x in here if not x.leaving}
+        if not speeds or not self._batch:
             return []
         if plan is None or plan.version != version:
-            self.plan = first_plan(self._numbers.next(), version, batch, speeds)
-        elif not plan.number or plan.lost(x.incarnation_id for x in present):
-            self.plan = plan.without(self._numbers.next(), [x.incarnation_id for x in present], speeds)
+            self.plan = first_plan(self._numbers.next(), version, self._batch, speeds)
+        elif not plan.number or plan.lost(present):
+            self.plan = plan.without(self._numbers.next(), present, speeds)
         else:
             return []
-        self._told.clear()
-        shares = {incarnation_id[0]: share for incarnation_id, share in self.plan.shares.items()}
+        self._notified.clear()
+        self._renumber(self.plan, at, proposals)
+        shares = {replica: share for (replica, _), share in self.plan.shares.items()}
         return [Emit("plan", fragment=0, version=version, data={"plan": self.plan.number, "shares": shares})]
 
-    def tell(self, version: int, holders: Sequence[Member]) -> list[CoordinatorEffect]:
-        """The newest plan, to whoever holds the version that it builds on and has not been told."""
+    def _renumber(self, plan: BatchPlan, at: m.Position, proposals: dict[str, m.Contribution]) -> None:
+        """Proposals of holders whose shares have not changed are proposals of the new plan, too."""
+        shares = {x.replica: plan.share(x.incarnation_id) for x in self._holders(at)}
+        for replica, contribution in list(proposals.items()):
+            if shares.get(replica) == contribution.ranges:
+                proposals[replica] = replace(contribution, plan=plan.number)
+            else:
+                del proposals[replica]
+
+    def notify(self, at: m.Position) -> list[CoordinatorEffect]:
+        version, ended = at.version + 1, not self._batch
         plan = self.plan if self.plan is not None and self.plan.version == version else None
-        ended = not self._batch
         if plan is None and not ended:
             return []
         effects: list[CoordinatorEffect] = []
-        for x in holders:
-            if x.conn is None or self._told.get(x.replica) == x.conn:
+        for x in self._holders(at):
+            if x.conn is None or self._notified.get(x.replica) == x.conn:
                 continue
-            self._told[x.replica] = x.conn
+            self._notified[x.replica] = x.conn
             share = plan.share(x.incarnation_id) if plan is not None else ()
             x.load = max(1, size(share))
             effects.append(SendTo(x.conn, m.Plan(version, plan.number if plan is not None else 0, share, ended)))
         return effects
 
+    def _holders(self, at: m.Position) -> list[Member]:
+        return [x for x in self._roster.connected() if x.held.get(at.fragment) == at]
+
+    # ------------------------------------------------------------ while a round gathers
+
     def fits(self, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:
         """COVER: whether it is this member's share of the newest plan."""
-        plan = self.plan
-        return plan is not None and (contribution.plan, contribution.ranges) == (
-            plan.number,
-            plan.share(incarnation_id),
-        )
+        plan, c = self.plan, contribution
+        return plan is not None and (c.plan, c.ranges) == (plan.number, plan.share(incarnation_id))
 
-    def covers(self, members: Sequence[Member], proposals: Mapping[str, m.Contribution]) -> bool:
-        """COVER: whether the members' contributions are the batch."""
-        parts = {x.incarnation_id: proposals[x.replica].ranges for x in members}
-        return self.plan is not None and self.plan.covers(parts)
+    def covers(self, contributions: Mapping[m.IncarnationId, m.Contribution]) -> bool:
+        """COVER: whether the contributions are the batch."""
+        return self.plan is not None and self.plan.covers({x: c.ranges for x, c in contributions.items()})
 
     def missing(self, proposals: Mapping[str, m.Contribution]) -> list[str]:
-        """Who has a share and has not proposed it."""
-        return (
-            [incarnation_id[0] for incarnation_id in self.plan.shares if incarnation_id[0] not in proposals]
-            if self.plan is not None
-            else []
-        )
+        """Replicas that have a share and have not proposed it."""
+        shares = self.plan.shares if self.plan is not None else ()
+        return [replica for replica, _ in shares if replica not in proposals]
 
-    def commit(self) -> tuple[list[CoordinatorEffect], Ranges]:
-        """The batch is whole: events, and all units that are done by now."""
-        self._told.clear()
-        batch, per_epoch = self._batch, self.samples.units_per_epoch
-        start, stop = batch[0]
+    def outliers(self, contributions: Mapping[str, m.Contribution], ratio: float | None) -> dict[str, str]:
+        return {}
+
+    def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
+        return True
+
+    # ------------------------------------------------------------ attempts
+
+    def begin(self, attempt: Attempt) -> None:
+        if self.plan is not None:
+            attempt.ranges, attempt.plan = self.plan.batch, self.plan.number
+
+    def substitutes(self, able: Callable[[], list[Member]]) -> set[str]:
+        """Members without a share can propose nothing, and would be given one."""
+        return {x.replica for x in able() if not x.leaving}
+
+    def commit(self, attempt: Attempt) -> Counted:
+        """The batch is whole."""
+        self._notified.clear()
+        start, stop = self._batch[0]
         self._batch = self.samples.batch_from(stop)
-        effects: list[CoordinatorEffect] = [
-            Emit("epoch_done", data={"epoch": epoch}) for epoch in range(start // per_epoch, stop // per_epoch)
-        ]
-        if stop == self.samples.units:
-            effects.append(Emit("data_ended", data={"units": stop}))
-        return effects, ((0, stop),)
+        return counted(self.samples, attempt, start, ((0, stop),))

@@ -6,32 +6,36 @@ has used, so that it holds what it ``wants`` again, in the order of ids. Who run
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.assignment import Assignment, Counted, counted
+from ftopt.sync.protocol.coordinator.attempts import Attempt
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Cursor, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.intervals import Ranges, contains, low_water, size, union
+from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.intervals import Ranges, contains, low_water, size, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.samples import Samples
 
 
-class Grants:
-    """The ledger of a job as its coordinator keeps it.
+class Grants(Assignment):
+    """The ledger of a job as its coordinator keeps it: units are leased to replicas.
 
     Args:
         samples: what is counted.
         roster: who is there.
     """
 
+    ledger: Ledger
+
     def __init__(self, samples: Samples, roster: Roster) -> None:
-        self.samples = samples
+        self.samples: Samples = samples
         self.ledger = Ledger(samples)
         self._roster = roster
         self._asks: dict[m.IncarnationId, int] = {}
         self._early: dict[m.IncarnationId, int] = {}
-        self.idle: set[str] = set()
+        self._idle: set[str] = set()
         """Replicas that were given up since they did nothing with the last units."""
         self._stuck = False
         self._notified_out_of_units: set[m.IncarnationId] = set()
@@ -39,32 +43,35 @@ class Grants:
 
     # ------------------------------------------------------------ who holds what
 
-    def open(self, done: Ranges, cursor: int, unheard: Iterable[m.IncarnationId]) -> list[CoordinatorEffect]:
+    def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
         """See `Ledger.open`; nobody has asked yet."""
-        self.ledger.open(done, max(cursor, self.ledger.cursor), tuple(unheard))
+        unheard = [x.incarnation_id for x in self._roster.away() if not startup.heard(x.incarnation_id)]
+        self.ledger.open(done, max(startup.cursor(), self.ledger.cursor), unheard)
         self._asks.clear()
         self._early.clear()
         self._freed()
         return [Cursor(self.ledger.promised)] if self.ledger.promised else []
 
     def admit(self, member: Member, hello: m.Hello) -> list[CoordinatorEffect]:
-        """A member is welcomed: what it holds is known, and it is granted what it lacks."""
+        """What it holds is known, and it is granted what it lacks."""
         twice = self.ledger.claim(member.incarnation_id, hello.claim)
         self._freed()
-        self.want(member, hello.wants)
+        self._want(member, hello.wants)
         return [Emit("held_twice", *member.incarnation_id, data={"ranges": twice})] if twice else []
 
     def expect(self, incarnation_id: m.IncarnationId) -> None:
-        """A new name on the roster."""
         self.ledger.expect(incarnation_id)
 
-    def gone(self, incarnation_id: m.IncarnationId, adopter: m.IncarnationId | None = None) -> None:
-        """GONE; ADOPT."""
+    def gone(self, incarnation_id: m.IncarnationId, adopter: m.IncarnationId | None) -> None:
         self.ledger.gone(incarnation_id, adopter)
         self._early.pop(incarnation_id, None)
         self._freed()
 
-    def want(self, member: Member, wants: int) -> None:
+    def adoptable(self, incarnation_id: m.IncarnationId) -> Ranges | None:
+        lease = self.ledger.leases.get(incarnation_id)
+        return None if lease is None else subtract(lease, self.ledger.under_way)
+
+    def _want(self, member: Member, wants: int) -> None:
         """It shall hold so many units."""
         member.wants = wants
         self.ask(member, wants - size(self.ledger.leases.get(member.incarnation_id, ())))
@@ -82,18 +89,16 @@ class Grants:
             self._stuck = False
 
     def arrived(self, member: Member) -> None:
-        """It has fetched a state."""
         self.ask(member, self._early.pop(member.incarnation_id, 0))
 
     # ------------------------------------------------------------ attempts
 
-    def hold(self, contributions: Iterable[m.Contribution]) -> Ranges:
-        """HOLD: an attempt begins. Returns all units that it marks done."""
-        ranges = union(*(c.ranges for c in contributions))
-        self.ledger.hold(ranges)
-        return ranges
+    def begin(self, attempt: Attempt) -> None:
+        """HOLD: what its contributions have used is not free."""
+        attempt.ranges = union(*(c.ranges for c in attempt.contributions.values()))
+        self.ledger.hold(attempt.ranges)
 
-    def spent(self, contributions: Mapping[str, m.Contribution]) -> bool:
+    def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
         """Whether these have used all that their replicas hold, and no more is to be had.
 
         Steps that weigh nothing make no version, but units that they have used must be done at the end of the data.
@@ -103,26 +108,20 @@ class Grants:
         held = union(*(lease for incarnation_id, lease in leases if incarnation_id[0] in contributions))
         return self.ledger.exhausted and bool(held) and contains(ranges, held)
 
-    def release(self) -> None:
-        """The attempt was aborted."""
+    def abort(self) -> None:
         self.ledger.release()
         self._freed()
 
-    def commit(self, members: Iterable[Member], ranges: Ranges) -> list[CoordinatorEffect]:
-        """DONE: a commit marks what its contributions have used; its members are granted as much again."""
-        ledger, per_epoch = self.ledger, self.samples.units_per_epoch
-        before, ended = low_water(ledger.done) // per_epoch, ledger.ended
-        ledger.commit(ranges)
-        for member in members:
+    def commit(self, attempt: Attempt) -> Counted:
+        """DONE: what its contributions have used is done; its members are granted as much again."""
+        before, ended = low_water(self.ledger.done), self.ledger.ended
+        self.ledger.commit(attempt.ranges)
+        for member in filter(None, map(self._roster.current, attempt.members)):
             self._since_s.pop(member.incarnation_id, None)
-            self.want(member, member.wants)
-        effects: list[CoordinatorEffect] = [
-            Emit("epoch_done", data={"epoch": epoch}) for epoch in range(before, low_water(ledger.done) // per_epoch)
-        ]
-        if ledger.ended and not ended:
+            self._want(member, member.wants)
+        if self.ledger.ended and not ended:
             self._asks.clear()
-            effects.append(Emit("data_ended", data={"units": ledger.cursor}))
-        return effects
+        return counted(self.samples, attempt, before, self.ledger.done)
 
     # ------------------------------------------------------------ grants
 
@@ -140,23 +139,23 @@ class Grants:
         self._since_s = {incarnation_id: self._since_s.get(incarnation_id, now) for incarnation_id in awaited}
         return effects
 
-    def waits_since_s(self, incarnation_id: m.IncarnationId) -> float:
-        """Since when somebody has nothing left but what that one may hold, and nothing of it was counted; else inf.
+    def waits(self) -> Mapping[m.IncarnationId, float]:
+        """Who has hung, or is away, is waited for no longer than ``tail_s``."""
+        return self._since_s
 
-        That is the tail of the data: who has hung, or is away, is waited for no longer than ``tail_s``.
-        """
-        return self._since_s.get(incarnation_id, math.inf)
+    def gave_up(self, replica: str) -> None:
+        """It gets no more units as long as another one can use them."""
+        self._idle.add(replica)
 
     def _grant(self) -> list[CoordinatorEffect]:
         here = {x.incarnation_id: x for x in self._roster.connected() if not x.leaving}
         self._asks = {
             incarnation_id: units for incarnation_id, units in sorted(self._asks.items()) if incarnation_id in here
         }
-        # Who has sat on units at the end of the data gets none, as long as another one can use them.
         able = [
             incarnation_id
             for incarnation_id in here
-            if incarnation_id[0] not in self.idle
+            if incarnation_id[0] not in self._idle
             and (incarnation_id in self._asks or self.ledger.leases.get(incarnation_id))
         ]
         asks = [

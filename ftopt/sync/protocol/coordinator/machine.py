@@ -12,28 +12,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, replace
-from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import misfit, settings_of
+from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.effects import (
     Close,
     CoordinatorEffect,
-    Decided,
     Emit,
     Epoch,
     Halt,
     JournalState,
-    Rollback,
     SendTo,
 )
-from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member
 from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.coordinator.startup import Startup
-from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.settings import Sync
 
 _LOST = "nobody holds the state of this job any more, and there is no checkpoint of it at hand: it starts anew"
@@ -80,9 +76,9 @@ class Coordinator:
         return self.members.rounds
 
     @property
-    def grants(self) -> Grants | None:
-        """The sample ledger; None in a job without one."""
-        return self.members.grants
+    def assignment(self) -> Assignment:
+        """Which replica trains on which samples."""
+        return self.members.assignment
 
     # ------------------------------------------------------------ inputs
 
@@ -112,7 +108,7 @@ class Coordinator:
             case m.Propose(contribution=c) if self._has(c.fragment):
                 return self.rounds[c.fragment].waits_on(now, member, c)
             case m.Prepared(fragment=f) if self._has(f):
-                return self.rounds[f].reduces_on(member)
+                return self.rounds[f].decide.reduces_on(member)
         return False
 
     def lost(self, now: float, conn: int) -> list[CoordinatorEffect]:
@@ -135,11 +131,10 @@ class Coordinator:
         for member in self._forgettable():
             if now >= member.lost_s + self.sync.gone_after_s:
                 effects += self.members.gone(member.incarnation_id, "away for longer than gone_after_s")
-        for member in self._lessees():
-            if now >= self._tail_s(member):
+        for member, due_s in self._tail():
+            if now >= due_s:
                 reason = "it holds the rest of the data, and has done nothing with it for tail_s (gone_after_s)"
-                assert self.grants is not None
-                self.grants.idle.add(member.replica)
+                self.assignment.gave_up(member.replica)
                 effects += self.members.gone(member.incarnation_id, reason)
         return effects + self._step(now)
 
@@ -150,7 +145,7 @@ class Coordinator:
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
         made_due_s = self._stepped_s + 0.01  # by a step
         due += [max(x.lost_s + self.sync.gone_after_s, made_due_s) for x in self._forgettable()]
-        due += [max(self._tail_s(x), made_due_s) for x in self._lessees()]
+        due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.startup is not None and not math.isinf(self._stepped_s):
             end_s = self.startup.deadline_s()
             due += [end_s] if end_s > self._stepped_s else []
@@ -159,14 +154,10 @@ class Coordinator:
 
     _stepped_s = -math.inf
 
-    def status(self, now: float) -> dict[str, Any]:
-        """What `ftopt status` shows."""
-        return status(self, now)
-
     # ------------------------------------------------------------ hellos
 
     def _hello(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
-        if refusal := misfit(self.job, self.lines, hello, self.members.samples):
+        if refusal := misfit(self.job, self.lines, hello, self.assignment.samples):
             return self._refuse(conn, hello, "final", refusal)
         if self.lines is None:
             self._define(hello)
@@ -235,7 +226,7 @@ class Coordinator:
             effects += self.members.away(now, member, close=True)
         if self.startup is not None:
             return effects + self.startup.hear(now, conn, hello)
-        return effects + self._admit(now, conn, hello)
+        return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
 
     def _newcomer(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
         """A new incarnation; whatever was known under its id is superseded."""
@@ -248,9 +239,9 @@ class Coordinator:
             return effects + self.startup.hear(now, conn, hello)
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
-            return effects + self._admit(now, conn, hello)
+            return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
         self.roster.members[hello.replica].continues_predecessor = True
-        effects += self._admit(now, conn, replace(hello, claim=adopted_work.ranges))
+        effects += self.members.admit(now, conn, replace(hello, claim=adopted_work.ranges), epoch=self.epoch)
         return [*effects, SendTo(conn, adopted_work)]
 
     def _contend(self, now: float) -> list[CoordinatorEffect]:
@@ -277,85 +268,30 @@ class Coordinator:
             Close(conn),
         ]
 
-    # ------------------------------------------------------------ coming in
-
-    def _admit(self, now: float, conn: int, hello: m.Hello, *, initial_source: bool = False) -> list[CoordinatorEffect]:
-        """Welcomes a replica into the running job and tells it what it lacks."""
-        member = self.roster.members[hello.replica]
-        self.roster.attach(member, conn, now)
-        if not initial_source and any(self.rounds[p.fragment].off_branch(p) for p in hello.positions):
-            return self._fork(member, hello.positions)
-        member.address, member.leaving, member.stalled_at = hello.address, False, None
-        member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
-        if member.counted is None:
-            member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
-        member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
-        top = self.rounds[0]
-        name = "return" if hello.incarnation else "join"
-        incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
-        effects: list[CoordinatorEffect] = [
-            SendTo(conn, m.Welcome(self.epoch, member.incarnation, incarnation_ids, gone)),
-            Emit(name, *member.incarnation_id, inner_step=top.inner_step, version=top.at.version),
-        ]
-        for r in self.rounds:
-            effects += self._place(member, r, hello, initial_source=initial_source)
-        if self.grants is not None:
-            effects += self.grants.admit(member, hello)
-        return effects
-
-    def _place(self, member: Member, r: Rounds, hello: m.Hello, *, initial_source: bool) -> list[CoordinatorEffect]:
-        """Brings one fragment of a welcomed replica up to date, or has it told how to get there."""
-        conn, f = member.conn, r.fragment
-        assert conn is not None
-        found = [
-            r.find(member.replica, incarnation_id) for incarnation_id in hello.prepared if incarnation_id.fragment == f
-        ]
-        if any(found) and r.last is not None:
-            member.held[f] = r.at
-            return [SendTo(conn, m.Commit(f, r.at.version, r.last.attempt, r.last.digest, r.last.chain))]
-        fresh = hello.initial != "" and r.last is not None and r.last.version == 0
-        if initial_source or (fresh and r.last is not None and r.last.digest == hello.initial):
-            member.held[f] = r.at
-            member.newcomer.add(f)
-            return [SendTo(conn, m.Start(r.at, r.inner_step, r.last.done if r.last is not None else ()))]
-        if not r.holds(member):
-            r.catch_up.add(member.replica)
-            return []
-        offers = [c for c in hello.contributions if c.fragment == f]
-        if hello.incarnation and not offers:
-            member.newcomer.add(f)
-        return [effect for c in offers for effect in r.propose(member, c)]
-
-    def _fork(self, member: Member, positions: tuple[m.Position, ...]) -> list[CoordinatorEffect]:
-        """CHAIN: a replica holds what is not on this job's history; its work can't be merged."""
-        at = next(p for p in positions if self.rounds[p.fragment].off_branch(p))
-        tell = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
-        return [tell, *self.members.gone(member.incarnation_id, "its state is on another branch of the history")]
-
     # ------------------------------------------------------------ members
 
     def _from_member(self, now: float, member: Member, message: m.FromReplica) -> list[CoordinatorEffect]:
         match message:
             case m.Propose(contribution=c) if self._has(c.fragment):
                 member.wants = message.wants
-                return self.rounds[c.fragment].propose(member, c, now=message.now)
+                return self.rounds[c.fragment].gather.propose(member, c, now=message.now)
             case m.Heartbeat(readings=readings):
                 known = [x for x in readings if self._has(x.fragment)]
-                return [effect for x in known for effect in self.rounds[x.fragment].read(now, member, x)]
+                return [effect for x in known for effect in self.rounds[x.fragment].gather.read(now, member, x)]
             case m.Prepared(fragment=f) if self._has(f):
-                self.rounds[f].prepare(now, member, message)
+                self.rounds[f].decide.prepare(now, member, message)
             case m.Failed(fragment=f) if self._has(f):
-                return self.rounds[f].fail(now, member, message)
+                return self.rounds[f].decide.fail(now, member, message)
             case m.Holds(position=p) if self._has(p.fragment):
-                if self.rounds[p.fragment].off_branch(p):
-                    return self._fork(member, (p,))
+                if self.members.off_branch(p):
+                    return self.members.fork(member, (p,))
                 self.rounds[p.fragment].fetched(now, member, p)
-                if self.grants is not None and not p.fragment:
-                    self.grants.arrived(member)
+                if not p.fragment:
+                    self.assignment.arrived(member)
             case m.Lacks(fragment=f) if self._has(f):
                 self.rounds[f].lacks(now, member)
-            case m.Ask(units=units) if self.grants is not None:
-                self.grants.ask(member, units)
+            case m.Ask(units=units):
+                self.assignment.ask(member, units)
             case m.Copied():
                 return self.members.backups.copied(member, message)
             case m.Keeps():
@@ -373,7 +309,8 @@ class Coordinator:
         effects: list[CoordinatorEffect] = []
         for member in [x for x in self.roster.connected() if x.said_bye]:
             others = [x for x in self.roster.connected() if not x.said_bye]
-            if not others or all(any(r.holds(x) for x in others) for r in self.rounds if r.holds(member)):
+            held = [r.versions for r in self.rounds if r.versions.held_by(member)]
+            if not others or all(any(v.held_by(x) for x in others) for v in held):
                 effects += self.members.leave(now, member)
         return effects
 
@@ -391,15 +328,15 @@ class Coordinator:
         away = self.roster.away()
         return away if self.startup is None else [x for x in away if not self.startup.heard(x.incarnation_id)]
 
-    def _lessees(self) -> list[Member]:
-        """Members that may hold units."""
-        return list(self.roster.members.values()) if self.grants is not None and self.running else []
+    def _tail(self) -> list[tuple[Member, float]]:
+        """TAIL: members that are given up, and when, since the rest of the data waits for them."""
+        waits = self.assignment.waits() if self.running else {}
+        members = self.roster.members.values() if waits else ()
+        return [(x, self._tail_s(x, waits[x.incarnation_id])) for x in members if x.incarnation_id in waits]
 
-    def _tail_s(self, member: Member) -> float:
-        """When it is given up, since the rest of the data waits for it; inf: it does not."""
-        assert self.grants is not None
+    def _tail_s(self, member: Member, since_s: float) -> float:
         patience_s = self.sync.gone_after_s if self.sync.tail_s is None else self.sync.tail_s
-        quiet_since_s = max(self.grants.waits_since_s(member.incarnation_id), member.moved_s)
+        quiet_since_s = max(since_s, member.moved_s)
         top = self.rounds[0]
         if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
             if top.attempt is None:
@@ -427,8 +364,7 @@ class Coordinator:
                 return effects + self._rollback(now)
             for r in self.rounds:
                 effects += r.step(now)
-            if self.grants is not None:
-                effects += self.grants.step(now)
+            effects += self.assignment.step(now)
         return effects
 
     def _open(self, now: float, startup: Startup) -> list[CoordinatorEffect]:
@@ -437,18 +373,15 @@ class Coordinator:
         state_holders, initial_source = startup.state_holders(), startup.initial_source()
         effects: list[CoordinatorEffect] = []
         for r in self.rounds:
-            effects += self._restore(r, startup) if state_holders else self._cold(r, startup.hellos[initial_source])
-        top = self.rounds[0]
+            effects += startup.restore(r.versions) if state_holders else startup.cold_start(r.versions, self.epoch)
+            r.restart()
+        top = self.rounds[0].versions
         name = "recover" if state_holders else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in self.rounds]}
         done = top.last.done if top.last is not None else startup.done(top.at)
-        if self.grants is not None:
-            unheard = [x.incarnation_id for x in self.roster.away() if not startup.heard(x.incarnation_id)]
-            effects += self.grants.open(done, startup.cursor(), unheard)
-        if self.members.batch_shares is not None:
-            self.members.batch_shares.open(top.at.version + 1, done, startup.shares(top.at))
-        if self.members.samples is not None:
-            data |= {"done": done, "samples": asdict(self.members.samples)}
+        effects += self.assignment.open(startup, top.at, done)
+        if self.assignment.samples is not None:
+            data |= {"done": done, "samples": asdict(self.assignment.samples)}
         if startup.lost and not state_holders:
             effects += [SendTo(conn, m.Hold(_LOST)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.inner_step, data=data))
@@ -456,10 +389,11 @@ class Coordinator:
         for replica in newcomers:  # before the first is let in, who would be told of each of the others
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
-            effects += self._admit(now, conn, hello, initial_source=not state_holders and conn == initial_source)
+            own = not state_holders and conn == initial_source
+            effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
         for r in self.rounds:  # at the start of a job nobody is a latecomer
             for member in self.roster.connected():
-                if r.holds(member):
+                if r.versions.held_by(member):
                     member.newcomer.discard(r.fragment)
         return effects
 
@@ -481,28 +415,6 @@ class Coordinator:
             ]
         return effects
 
-    def _restore(self, r: Rounds, startup: Startup) -> list[CoordinatorEffect]:
-        """The truth of one fragment; journalled if the journal does not know it."""
-        at, inner_step = startup.truth(r.fragment)
-        saved = startup.saved(r.fragment)
-        r.history |= {d.version: d.chain for d in saved}
-        last = saved[-1] if saved and saved[-1].chain == at.chain else None
-        r.restore(at, inner_step, last=last)
-        if last is not None:
-            return []
-        done = () if r.fragment else startup.done(at)
-        found = Decided(r.fragment, at.version, 0, "", at.chain, inner_step, (), done)
-        return [Rollback(r.fragment, at.version - 1), found]
-
-    def _cold(self, r: Rounds, initial_source: m.Hello) -> list[CoordinatorEffect]:
-        """COLD: version 0 is the state of one member, journalled like any decision."""
-        chain = m.first_chain(r.fragment, self.epoch, initial_source.replica, initial_source.initial)
-        done = () if r.fragment else initial_source.done
-        start = Decided(r.fragment, 0, 0, initial_source.initial, chain, initial_source.inner_step, (), done)
-        r.history.clear()
-        r.restore(m.Position(r.fragment, 0, chain), initial_source.inner_step, last=start)
-        return [Rollback(r.fragment, -1), start]
-
     def _survives(self, r: Rounds) -> bool:
         """Whether a member holds the current version, or may hold it."""
         return any(x.may_hold(r.at) for x in self.roster.members.values())
@@ -510,7 +422,7 @@ class Coordinator:
     def _rollback(self, now: float) -> list[CoordinatorEffect]:
         """ROLLBACK: every holder of the highest version is gone. The job gathers anew, with what it knows of others."""
         effects: list[CoordinatorEffect] = [
-            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.inner_step)
+            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.inner_step)
             for r in self.rounds
             if not self._survives(r)
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.backups import Backups
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
@@ -11,33 +12,38 @@ from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.partitions import Partitions
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.rounds import Rounds
-from ftopt.sync.protocol.intervals import subtract
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
 
 class Members:
-    """The roster and the fragments' rounds, which a member's fate touches."""
+    """The roster and what a member's fate touches: the fragments' rounds, the assignment of samples, backups."""
 
     def __init__(self) -> None:
         self.roster = Roster()
         self.rounds: list[Rounds] = []
-        self.samples: Samples | None = None
-        self.grants: Grants | None = None
-        self.batch_shares: BatchShares | None = None
+        self.assignment = Assignment()
         self.backups = Backups(self.roster)
         self._partitions = Partitions()
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
         """The first replica of a job defines it."""
-        self.rounds = [Rounds(f, self.roster, sync, numbers, self._partitions) for f in range(fragments)]
-        for r in self.rounds:
-            r.undropped = dict(self.roster.gone)
-        self.samples, self.grants, self.batch_shares = samples, None, None
+        self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
-            self.grants = self.rounds[0].grants = Grants(samples, self.roster)
+            self.assignment = Grants(samples, self.roster)
         elif samples is not None:
-            self.batch_shares = self.rounds[0].batch_shares = BatchShares(samples, numbers)
+            self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
+        self.rounds = [
+            Rounds(
+                f,
+                self.roster,
+                sync,
+                numbers=numbers,
+                partitions=self._partitions,
+                assignment=Assignment() if f else self.assignment,
+            )
+            for f in range(fragments)
+        ]
 
     def know(self, now: float, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""
@@ -46,9 +52,41 @@ class Members:
             return []
         effects = self.gone(known.incarnation_id, "superseded") if known is not None else []
         self.roster.know(incarnation_id, now)
-        if self.grants is not None:
-            self.grants.expect(incarnation_id)
+        self.assignment.expect(incarnation_id)
         return [*effects, Known(*incarnation_id), *self.broadcast(m.RosterUpdate((incarnation_id,), ()))]
+
+    def admit(
+        self, now: float, conn: int, hello: m.Hello, *, epoch: int, initial_source: bool = False
+    ) -> list[CoordinatorEffect]:
+        """Welcomes a replica into the running job and tells it what it lacks."""
+        member = self.roster.members[hello.replica]
+        self.roster.attach(member, conn, now)
+        if not initial_source and any(self.off_branch(p) for p in hello.positions):
+            return self.fork(member, hello.positions)
+        member.address, member.leaving, member.stalled_at = hello.address, False, None
+        member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
+        if member.counted is None:
+            member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
+        member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
+        top, name = self.rounds[0].versions, "return" if hello.incarnation else "join"
+        incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
+        effects: list[CoordinatorEffect] = [
+            SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone)),
+            Emit(name, *member.incarnation_id, inner_step=top.inner_step, version=top.at.version),
+        ]
+        for r in self.rounds:
+            effects += r.place(member, hello, initial_source=initial_source)
+        return effects + self.assignment.admit(member, hello)
+
+    def off_branch(self, position: m.Position) -> bool:
+        """CHAIN: whether a position is not on this job's history."""
+        return self.rounds[position.fragment].versions.off_branch(position)
+
+    def fork(self, member: Member, positions: tuple[m.Position, ...]) -> list[CoordinatorEffect]:
+        """CHAIN: a replica holds what is not on this job's history; its work can't be merged."""
+        at = next(p for p in positions if self.off_branch(p))
+        event = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
+        return [event, *self.gone(member.incarnation_id, "its state is on another branch of the history")]
 
     def away(self, now: float, member: Member, *, close: bool = False) -> list[CoordinatorEffect]:
         """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
@@ -75,11 +113,8 @@ class Members:
         self._partitions.forget(incarnation_id)
         self.backups.forget(incarnation_id)
         for r in self.rounds:
-            r.undropped[incarnation_id[0]] = max(incarnation_id[1], r.undropped.get(incarnation_id[0], 0))
-            if incarnation_id[0] not in self.roster.members:
-                r.lose(incarnation_id[0])
-        if self.grants is not None:
-            self.grants.gone(incarnation_id, adopter)
+            r.gone(incarnation_id)
+        self.assignment.gone(incarnation_id, adopter)
         effects: list[CoordinatorEffect] = [
             Gone(*incarnation_id),
             Emit("gone", incarnation_id[0], incarnation_id[1], data={"reason": reason}),
@@ -94,12 +129,11 @@ class Members:
         Nothing, unless a neighbour keeps a copy of all its work that is not counted. HOLD: nothing either while an
         attempt under way has its contribution.
         """
-        if self.grants is None or any(r.attempt and member.incarnation_id in r.attempt.members for r in self.rounds):
+        if any(r.attempt and member.incarnation_id in r.attempt.members for r in self.rounds):
             return None
-        lease, source = self.grants.ledger.leases.get(member.incarnation_id), self.backups.source_of(member)
-        if lease is None or source is None:
+        ranges, source = self.assignment.adoptable(member.incarnation_id), self.backups.source_of(member)
+        if ranges is None or source is None:
             return None
-        ranges = subtract(lease, self.grants.ledger.under_way)
         return m.Inherit(member.incarnation_id, ranges, source, member.inner_step)
 
     def leave(self, now: float, member: Member) -> list[CoordinatorEffect]:

@@ -59,7 +59,7 @@ class Member:
     """Fragment -> the last version that may have a contribution of it; None: it has not been let in."""
     called_in: dict[int, int] = field(default_factory=dict)
     """Fragment -> the version towards which it was called in last."""
-    told: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
+    members_sent: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 
     @property
@@ -120,12 +120,12 @@ class Roster:
         self.gone: dict[str, int] = {}
         self._by_conn: dict[int, Member] = {}
         self._connected: tuple[Member, ...] | None = None
-        self._marks: tuple[m.IncarnationId, ...] | None = None
+        self._incarnation_ids: tuple[m.IncarnationId, ...] | None = None
 
     def attach(self, member: Member, conn: int, now: float) -> None:
         """A member is connected."""
         self.detach(member, now)
-        member.conn, member.heard_s, member.told, member.busy_since_s, member.quiet = conn, now, {}, None, 0
+        member.conn, member.heard_s, member.members_sent, member.busy_since_s, member.quiet = conn, now, {}, None, 0
         self._by_conn[conn] = member
         self._connected = None
 
@@ -139,6 +139,11 @@ class Roster:
     def by_conn(self, conn: int) -> Member | None:
         return self._by_conn.get(conn)
 
+    def current(self, incarnation_id: m.IncarnationId) -> Member | None:
+        """The member of that incarnation; None: it is gone, or unknown."""
+        member = self.members.get(incarnation_id[0])
+        return member if member is not None and member.incarnation == incarnation_id[1] else None
+
     def connected(self) -> tuple[Member, ...]:
         """Connected members, by id."""
         if self._connected is None:
@@ -151,9 +156,9 @@ class Roster:
 
     def incarnation_ids(self) -> tuple[m.IncarnationId, ...]:
         """All of them, by id."""
-        if self._marks is None:
-            self._marks = tuple(sorted(x.incarnation_id for x in self.members.values()))
-        return self._marks
+        if self._incarnation_ids is None:
+            self._incarnation_ids = tuple(sorted(x.incarnation_id for x in self.members.values()))
+        return self._incarnation_ids
 
     def gone_ids(self) -> tuple[m.IncarnationId, ...]:
         return tuple(sorted(self.gone.items()))
@@ -165,7 +170,7 @@ class Roster:
         """Puts an incarnation on the roster that is neither gone nor older than the one there; it is away at first."""
         replica, incarnation = incarnation_id
         self.members[replica] = Member(replica, incarnation, lost_s=now)
-        self._marks = None
+        self._incarnation_ids = None
 
     def next_incarnation(self, replica: str) -> int:
         member = self.members.get(replica)
@@ -179,7 +184,7 @@ class Roster:
         if member is not None and self.is_gone(member.incarnation_id):
             self.detach(member, member.lost_s)
             del self.members[replica]
-            self._marks = None
+            self._incarnation_ids = None
 
     def sources(self, at: m.Position, *, but: str, limit: int = 4) -> tuple[str, ...]:
         """Addresses of connected members that hold ``at`` (I5)."""

@@ -15,8 +15,9 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Decided, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Decided, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.settings import Sync
 
@@ -191,6 +192,27 @@ class Startup:
         votes = Counter(p for p, _ in reports if p.version == top)
         at = min(votes, key=lambda p: (-votes[p], p.chain))
         return at, max(inner_step for p, inner_step in reports if p == at)
+
+    def restore(self, versions: Versions) -> list[CoordinatorEffect]:
+        """One fragment goes on from the truth, which is journalled if the journal does not know it."""
+        at, inner_step = self.truth(versions.fragment)
+        saved = self.saved(versions.fragment)
+        last = saved[-1] if saved and saved[-1].chain == at.chain else None
+        versions.restore(at, inner_step, last=last, before=saved)
+        if last is not None:
+            return []
+        done = () if at.fragment else self.done(at)
+        found = Decided(at.fragment, at.version, 0, "", at.chain, inner_step, (), done)
+        return [Rollback(at.fragment, at.version - 1), found]
+
+    def cold_start(self, versions: Versions, epoch: int) -> list[CoordinatorEffect]:
+        """COLD: version 0 is the state of one member, journalled like any decision."""
+        f, source = versions.fragment, self.hellos[self.initial_source()]
+        chain = m.first_chain(f, epoch, source.replica, source.initial)
+        done = () if f else source.done
+        start = Decided(f, 0, 0, source.initial, chain, source.inner_step, (), done)
+        versions.restore(m.Position(f, 0, chain), source.inner_step, last=start)
+        return [Rollback(f, -1), start]
 
     def done(self, at: m.Position) -> Ranges:
         """Units that are in the committed state ``at`` of fragment 0."""

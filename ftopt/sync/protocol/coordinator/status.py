@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.machine import Coordinator
 
 
 def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
@@ -19,11 +18,11 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
             {
                 "version": r.at.version,
                 "chain": r.at.chain,
-                "inner_step": r.inner_step,
+                "inner_step": r.versions.inner_step,
                 "proposed": sorted(r.proposals),
                 "attempt": r.attempt.attempt if r.attempt else None,
-                "attempts": r.attempts,
-                "attempts_aborted": r.aborted,
+                "attempts": r.decide.attempts,
+                "attempts_aborted": r.decide.aborted,
             }
             for r in coordinator.rounds
         ],

@@ -1,0 +1,151 @@
+"""Which replica trains on which samples: what rounds and machine ask, and the answers of a job without a ledger.
+
+A job's samples are assigned in one of three ways: not at all (`Assignment` itself), by leases of units (`Grants`), or
+by shares of a global batch (`BatchShares`). They are counted in fragment 0; the rounds of all other fragments have an
+`Assignment`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.attempts import Attempt
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.outliers import outliers
+from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.startup import Startup
+from ftopt.sync.protocol.intervals import Ranges, low_water
+from ftopt.sync.protocol.ledger.ledger import Ledger
+from ftopt.sync.protocol.samples import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """DONE: all units that are ``done`` after a commit, what follows from it, and ``data`` for the event of it."""
+
+    done: Ranges = ()
+    effects: Sequence[CoordinatorEffect] = ()
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Assignment:
+    """The samples of a job without a ledger: nothing is assigned or counted."""
+
+    samples: Samples | None = None
+    ledger: Ledger | None = None
+    recheck_s = math.inf
+    """Seconds after which a round is looked at again although nothing has happened, since time alone changes who can
+    take part; inf: it does not."""
+    holds_open = True
+    """Whether a round may be held open for members that still fetch its version."""
+
+    # ------------------------------------------------------------ members
+
+    def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
+        """The job starts, or goes on, from ``at``, which has the units ``done`` in it."""
+        return []
+
+    def expect(self, incarnation_id: m.IncarnationId) -> None:
+        """An incarnation is on the roster from now on."""
+
+    def admit(self, member: Member, hello: m.Hello) -> list[CoordinatorEffect]:
+        """A member is welcomed."""
+        return []
+
+    def arrived(self, member: Member) -> None:
+        """A member has fetched a state of fragment 0."""
+
+    def ask(self, member: Member, units: int) -> None:
+        """A member asks for so many units more."""
+
+    def gone(self, incarnation_id: m.IncarnationId, adopter: m.IncarnationId | None) -> None:
+        """An incarnation is gone. ADOPT: what it held is its ``adopter``'s, if there is one."""
+
+    def adoptable(self, incarnation_id: m.IncarnationId) -> Ranges | None:
+        """ADOPT: units that a newcomer can take over; None: it must not take over anything."""
+        return None
+
+    def waits(self) -> Mapping[m.IncarnationId, float]:
+        """TAIL: since when somebody has nothing to train on but what these hold."""
+        return {}
+
+    def gave_up(self, replica: str) -> None:
+        """TAIL: a replica did nothing with the last units, and was declared gone."""
+
+    def step(self, now: float) -> list[CoordinatorEffect]:
+        """Everything that has become due, once all rounds have made their step."""
+        return []
+
+    # ------------------------------------------------------------ while a round gathers
+
+    def fits(self, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:
+        """COVER: whether a proposal counts."""
+        return True
+
+    def forget(self, replica: str) -> None:
+        """A replica takes no part for now."""
+
+    def renew(
+        self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
+    ) -> list[CoordinatorEffect]:
+        """PLAN: assigns the batch that follows ``at`` anew, if that is due; no attempt is under way.
+
+        Args:
+            at: the current position.
+            proposals: those that do not fit the new plan are dropped.
+            able: members that can compute a share and take part in an attempt.
+
+        Returns:
+            An event if there is a new plan.
+        """
+        return []
+
+    def notify(self, at: m.Position) -> list[CoordinatorEffect]:
+        """Sends the plan for what follows ``at`` to those holders that have not got it."""
+        return []
+
+    def missing(self, proposals: Mapping[str, m.Contribution]) -> list[str]:
+        """Replicas without whose proposal no attempt can form."""
+        return []
+
+    def covers(self, contributions: Mapping[m.IncarnationId, m.Contribution]) -> bool:
+        """COVER: whether an attempt may form from these."""
+        return True
+
+    def outliers(self, contributions: Mapping[str, m.Contribution], ratio: float | None) -> dict[str, str]:
+        """Replica -> why its contribution is left out of the sum."""
+        return outliers(contributions, ratio)
+
+    def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
+        """Whether contributions make a version of which none has any weight."""
+        return False
+
+    # ------------------------------------------------------------ attempts
+
+    def begin(self, attempt: Attempt) -> None:
+        """An attempt begins; says which units it marks as done."""
+
+    def substitutes(self, able: Callable[[], list[Member]]) -> set[str]:
+        """Replicas that have proposed nothing and could take the place of members that hang."""
+        return set()
+
+    def abort(self) -> None:
+        """The attempt under way was aborted."""
+
+    def commit(self, attempt: Attempt) -> Counted:
+        """The attempt under way is committed."""
+        return Counted()
+
+
+def counted(samples: Samples, attempt: Attempt, before: int, done: Ranges) -> Counted:
+    """What a commit says of samples. ``before``: units from 0 on that had been done, ``done``: all that are now."""
+    after, per_epoch = low_water(done), samples.units_per_epoch
+    effects = [Emit("epoch_done", data={"epoch": epoch}) for epoch in range(before // per_epoch, after // per_epoch)]
+    if before < after == samples.units:
+        effects.append(Emit("data_ended", data={"units": after}))
+    ranges = {replica: list(c.ranges) for replica, c in attempt.contributions.items() if c.ranges}
+    return Counted(done, effects, {"ranges": ranges, "done_to": after})

@@ -1,0 +1,307 @@
+"""Steps 3 to 5 of the protocol, coordinator side: the attempt under way, from its quorum to its commit or abort.
+
+An attempt has a fixed quorum. It commits when every member has prepared with the same digest, or has died after
+preparing with it, and one of them is alive to hold the result; it aborts when a member fails or is lost before it
+prepared. Members that keep the others waiting for too long are left out of the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.assignment import Assignment
+from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.gather import Formed, Gather
+from ftopt.sync.protocol.coordinator.partitions import Partitions
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.versions import Versions
+from ftopt.sync.protocol.settings import Sync
+
+
+class Decide:
+    """The attempts of one fragment, one at a time.
+
+    ``undropped``: gone incarnations that the next commit drops from COUNT. ``attempts``, ``aborted``: how many.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        roster: Roster,
+        sync: Sync,
+        *,
+        gather: Gather,
+        numbers: AttemptNumbers,
+        partitions: Partitions,
+        assignment: Assignment,
+    ) -> None:
+        self.attempt: Attempt | None = None
+        self.attempts = 0
+        self.aborted = 0
+        self.undropped: dict[str, int] = {}
+        self._fragment = versions.fragment
+        self._versions = versions
+        self._roster = roster
+        self._sync = sync
+        self._gather = gather
+        self._numbers = numbers
+        self._partitions = partitions
+        self._assignment = assignment
+        self._usual_s = 0.0
+        self._group = 0
+        self._group_key: object = None
+
+    def restart(self) -> None:
+        """What was under way is void: after a start, a restart or a rollback."""
+        self.attempt = self._group_key = None
+
+    # ------------------------------------------------------------ step 3
+
+    def begin(self, now: float, formed: Formed) -> list[CoordinatorEffect]:
+        """An attempt has formed: its members are told to reduce."""
+        members, chosen = formed.members, formed.contributions
+        contributors = [c for c in chosen.values() if c.weight > 0]
+        self.attempts += 1
+        a = self.attempt = Attempt(
+            attempt=self._numbers.next(),
+            version=self._versions.at.version + 1,
+            members=tuple(x.incarnation_id for x in members),
+            contributions=chosen,
+            drop=tuple(sorted(self.undropped.items())),
+            advance=max(c.steps for c in contributors or chosen.values()),
+            started_s=now,
+        )
+        self._assignment.begin(a)
+        key = tuple((x.incarnation_id, x.conn) for x in members)
+        if key != self._group_key:
+            self._group, self._group_key = a.attempt, key
+        data = {"members": [list(x) for x in a.members], "retry": formed.retry}
+        effects = [self._event("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
+        for x in members:
+            if reason := formed.outliers.get(x.replica):
+                data = {"reason": reason, "norm": self._gather.proposals[x.replica].norm}
+                effects.append(Emit("outlier", *x.incarnation_id, self._fragment, a.version, a.attempt, data=data))
+        for rank, member in enumerate(members):
+            effects += self._invite(member, rank, a, formed.outliers.get(member.replica, ""))
+        return effects
+
+    def _invite(self, member: Member, rank: int, a: Attempt, outlier: str) -> list[CoordinatorEffect]:
+        if member.conn is None:
+            return []
+        f = self._fragment
+        member.newcomer.discard(f)
+        member.catching_up.discard(f)
+        before, member.members_sent[f] = member.members_sent.get(f, ()), a.members
+        last_step = self._gather.proposals[member.replica].last_step
+        return [SendTo(member.conn, a.invitation(f, self._group, rank, before, last_step=last_step, outlier=outlier))]
+
+    # ------------------------------------------------------------ step 4
+
+    def reduces_on(self, member: Member) -> bool:
+        """Whether a report that has come in is neither the first of the attempt, which sets its peers' time, nor the
+        one that decides it."""
+        a = self.attempt
+        return a is not None and member.replica in a.prepared and len(a.prepared) > 1 and a.verdict() is None
+
+    def prepare(self, now: float, member: Member, message: m.Prepared) -> None:
+        """A member holds a result."""
+        a = self.attempt
+        member.busy_since_s = None
+        if a is None or a.attempt != message.attempt:
+            return
+        if member.incarnation_id in a.incarnation_ids and member.replica not in a.lost:
+            a.prepared[member.replica] = message.digest
+            a.reported_s = now
+
+    def fail(self, now: float, member: Member, message: m.Failed) -> list[CoordinatorEffect]:
+        """A member could not reduce, or has ended what is over. Of a pair that fails twice one sits out
+        (`Partitions`)."""
+        a = self.attempt
+        member.busy_since_s = None
+        if a is None or a.attempt != message.attempt or member.incarnation_id not in a.members:
+            return []
+        if message.peer in a.contributions and message.peer != member.replica:
+            peer = (message.peer, dict(a.members)[message.peer])
+            self._partitions.failed(now, member.incarnation_id, peer, dead_after_s=self._sync.dead_after_s)
+        setbacks = self._gather.setbacks
+        setbacks.failures += 1
+        retry_s = now + min(2.0, 0.05 * 2**setbacks.failures)
+        effects = self._abort(now, a, f"{member.replica}: {message.reason}", retry_s=retry_s)
+        member.busy_since_s = None
+        return effects
+
+    def lose(self, replica: str) -> None:
+        """A member is away, or takes no part for now; if it has prepared, it still counts."""
+        if self.attempt is not None and replica in self.attempt.contributions:
+            self.attempt.lost.add(replica)
+
+    def unprepare(self, replica: str) -> None:
+        """A member cannot apply the result: its contribution is free once it has fetched, and must not be counted."""
+        if self.attempt is not None:
+            self.attempt.prepared.pop(replica, None)
+
+    def find(self, replica: str, prepared: m.PreparedAttempt) -> bool:
+        """A member is back with what it had prepared; returns whether that is the current version by now."""
+        a, last = self.attempt, self._versions.last
+        if a and prepared.attempt == a.attempt and a.prepared.get(replica) == prepared.digest:
+            a.lost.discard(replica)
+        if last is None or last.chain != self._versions.at.chain:
+            return False
+        return (prepared.attempt, prepared.digest) == (last.attempt, last.digest)
+
+    # ------------------------------------------------------------ step 5
+
+    def step(self, now: float) -> list[CoordinatorEffect]:
+        """Decides the attempt under way if it can be decided, or has taken too long."""
+        a = self.attempt
+        if a is None:
+            return []
+        verdict = a.verdict()
+        if verdict is None:
+            return self._give_up(now, a)
+        if isinstance(verdict, Failure):
+            return self._abort(now, a, verdict.reason)
+        if isinstance(verdict, RoundOutcome):
+            return self._commit(a, verdict.digest)
+        effects = [self._event("mismatch", a, digests=dict(a.prepared), votes=dict(Counter(a.prepared.values())))]
+        if verdict.majority:
+            effects += self._abort(now, a, "the digests differ")
+            return effects + self._evict(a, verdict.majority)
+        setbacks = self._gather.setbacks
+        setbacks.ties += 1
+        if setbacks.ties < 2:
+            return effects + self._abort(now, a, "the digests differ")
+        return effects + self._commit(a, a.prepared[a.alive()[0]])
+
+    def deadline_s(self, stepped_s: float) -> float:
+        """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
+        a = self.attempt
+        if a is None:
+            return math.inf
+        # The next member to count as quiet: what has passed was looked at, and changes nothing by itself.
+        quiet = (x.quiet_from_s(self._sync) for x in a.silent(self._roster))
+        return min(self._overdue_s(stepped_s, a), min((x for x in quiet if x > stepped_s), default=math.inf))
+
+    def _overdue_s(self, now: float, a: Attempt) -> float:
+        """When the attempt is given up, if there is anybody to go on with."""
+        others = a.prepared or self._gather.proposals.keys() - a.contributions.keys()
+        others = others or self._assignment.substitutes(lambda: self._gather.able(now)) - a.contributions.keys()
+        sync, alone = self._sync, len(a.members) == 1
+        patience_s = sync.grace_s + sync.dead_after_s if a.prepared or alone else sync.gone_after_s
+        return a.overdue_s(self._roster, patience_s, self._usual_s) if others else math.inf
+
+    def _quiet(self, now: float, a: Attempt) -> list[Member]:
+        """Members that keep the others waiting and whose heartbeats have stopped, if the others are enough without
+        them."""
+        quiet = [x for x in a.silent(self._roster) if now >= x.quiet_from_s(self._sync)]
+        if not quiet:
+            return []
+        able = [x for x in self._roster.connected() if x.replica in self._gather.proposals and x not in quiet]
+        enough = sum(not x.busy(now, self._sync.dead_after_s) for x in able) >= self._sync.min_replicas
+        return quiet if enough else []
+
+    def _give_up(self, now: float, a: Attempt) -> list[CoordinatorEffect]:
+        """Members that keep the others waiting sit out until their reducers are free: they have not prepared for long,
+        or are not heard at all. The others go on."""
+        if now >= self._overdue_s(now, a):
+            out = a.silent(self._roster)
+            for x in out:
+                x.late += 1
+            reason = f"no result after {now - a.started_s:.1f} s"
+        elif out := self._quiet(now, a):
+            for x in out:
+                x.quiet += 1
+            reason = f"no heartbeat for {now - min(x.heard_s for x in out):.2f} s, and no result"
+        else:
+            return []
+        for x in out:
+            x.busy_since_s = -math.inf
+        return self._abort(now, a, f"{', '.join(x.replica for x in out)}: {reason}")
+
+    def _evict(self, a: Attempt, majority: str) -> list[CoordinatorEffect]:
+        """A member that disagrees twice with the majority heals before it takes part again."""
+        effects: list[CoordinatorEffect] = []
+        for replica in (replica for replica, digest in a.prepared.items() if digest != majority):
+            self._gather.setbacks.disagreed[replica] += 1
+            member = self._roster.members.get(replica)
+            if self._gather.setbacks.disagreed[replica] >= 2 and member is not None:
+                member.held.pop(self._fragment, None)
+                self._gather.withdraw(replica)
+                self._gather.catch_up.add(replica, heal=True)
+                effects.append(Emit("evicted", *member.incarnation_id, self._fragment, a.version, a.attempt))
+        return effects
+
+    def _abort(self, now: float, a: Attempt, reason: str, *, retry_s: float | None = None) -> list[CoordinatorEffect]:
+        for x in a.silent(self._roster):
+            x.busy_since_s = now if x.busy_since_s is None else x.busy_since_s
+        self.attempt = self._group_key = None
+        self.aborted += 1
+        self._gather.abort(retry_s=retry_s)
+        self._assignment.abort()
+        event = self._event("abort", a, reason=reason)
+        return [event, *self._send(a.members, m.Abort(self._fragment, a.attempt, reason))]
+
+    def _commit(self, a: Attempt, digest: str) -> list[CoordinatorEffect]:
+        counted = self._assignment.commit(a)
+        versions = self._versions
+        d = a.decided(versions.at, digest, versions.inner_step, counted.done)
+        versions.advance(d)
+        self.attempt, self._usual_s = None, a.reported_s - a.started_s
+        self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
+        self._overtake(a)
+        holders = tuple(x for x in a.members if a.prepared[x[0]] == digest)
+        for incarnation_id in a.members:
+            member = self._roster.current(incarnation_id)
+            if member is not None:
+                member.counted = (member.counted or {}) | {self._fragment: a.version}
+                if a.prepared[incarnation_id[0]] == digest:
+                    member.held[self._fragment] = versions.at
+        for member in self._roster.connected():
+            if not versions.held_by(member):
+                self._gather.catch_up.add(member.replica)
+        if a.lost:
+            self._group_key = None
+        self._partitions.met(a.members)
+        self._gather.commit(a.incarnation_ids, took_s=self._usual_s)
+        data: dict[str, Any] = {
+            "inner_step": d.inner_step,
+            "members": [list(x) for x in d.members],
+            "digest": digest,
+            "chain": d.chain,
+            "away": sorted(a.lost),
+            **counted.data,
+        }
+        message = m.Commit(self._fragment, a.version, a.attempt, digest, d.chain)
+        return [d, self._event("decide", a, **data), *self._send(holders, message), *counted.effects]
+
+    def _overtake(self, a: Attempt) -> None:
+        """A member that came to hold the version when the attempt had begun could not take part: the next quorum waits
+        for it."""
+        f, before = self._fragment, a.version - 1
+        for x in self._roster.connected():
+            held = x.held.get(f)
+            came_late = f in x.newcomer and x.called_in.get(f) != a.version
+            if came_late and x.incarnation_id not in a.incarnation_ids and held is not None and held.version == before:
+                x.catching_up.add(f)
+
+    # ------------------------------------------------------------ effects
+
+    def _send(
+        self, incarnation_ids: tuple[m.IncarnationId, ...], message: m.FromCoordinator
+    ) -> list[CoordinatorEffect]:
+        found = map(self._roster.current, incarnation_ids)
+        return [SendTo(x.conn, message) for x in found if x is not None and x.conn is not None]
+
+    def _event(self, event: str, a: Attempt, **data: Any) -> CoordinatorEffect:
+        return Emit(
+            event,
+            fragment=self._fragment,
+            version=a.version,
+            attempt=a.attempt,
+            inner_step=self._versions.inner_step,
+            data=data,
+        )

@@ -1,0 +1,244 @@
+"""Steps 1 and 2 of the protocol, coordinator side: proposals towards one version, until an attempt forms.
+
+Here it is decided that a round forms: `Gather.step` waits for those who are worth waiting for (`Waiting`), and
+`Gather._form` chooses the members of the attempt among those who have proposed. After an abort the survivors, and all
+who have proposed since, go straight to the next attempt with the same contributions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.assignment import Assignment
+from ftopt.sync.protocol.coordinator.catch_up import Arrival, CatchUp
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.pace import Pace
+from ftopt.sync.protocol.coordinator.partitions import Membership, Partitions
+from ftopt.sync.protocol.coordinator.readings import Readings
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.versions import Versions
+from ftopt.sync.protocol.coordinator.waiting import Waiting
+from ftopt.sync.protocol.messages import excluded
+from ftopt.sync.protocol.settings import Sync
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """What an attempt is to be made of. ``outliers``: replica -> why its contribution weighs nothing."""
+
+    members: list[Member]
+    contributions: dict[str, m.Contribution]
+    outliers: Mapping[str, str]
+    retry: bool
+
+
+@dataclass
+class Setbacks:
+    """Of one round: attempts that failed, results without a majority, and how often who disagreed with one."""
+
+    failures: int = 0
+    ties: int = 0
+    disagreed: Counter[str] = field(default_factory=Counter)
+
+
+class Gather:
+    """The round that gathers towards the version after the current one.
+
+    ``proposals``: contributions by replica. ``retry``: an attempt has failed, nobody else is waited for.
+    """
+
+    def __init__(
+        self, versions: Versions, roster: Roster, sync: Sync, *, partitions: Partitions, assignment: Assignment
+    ) -> None:
+        self.catch_up = CatchUp(versions.fragment, roster)
+        self._fragment = versions.fragment
+        self._versions = versions
+        self._roster = roster
+        self._sync = sync
+        self._assignment = assignment
+        self._membership = Membership(partitions, roster)
+        self._readings = Readings(versions.fragment)
+        self._pace = Pace()
+        self._held_open = -1
+        self.restart()
+
+    def restart(self) -> None:
+        """A new version is there: the next round begins."""
+        self.proposals: dict[str, m.Contribution] = {}
+        self.setbacks = Setbacks()
+        self.retry = False
+        self._retry_s = 0.0
+        self._waiting = Waiting(self._fragment, self._roster, self._sync)
+        self._late: set[str] = set()
+        self._notified_train_on: set[str] = set()
+
+    def commit(self, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
+        """An attempt of this round is committed, and the round is over."""
+        if not self.retry:
+            self._pace.learn(self._waiting.quorum_s, took_s)
+        self._membership.taken(members, self.proposals)
+        self.restart()
+
+    def abort(self, *, retry_s: float | None = None) -> None:
+        """An attempt has failed; the next one forms at ``retry_s`` at the earliest."""
+        self.retry = True
+        self._retry_s = self._retry_s if retry_s is None else retry_s
+
+    @property
+    def _next(self) -> int:
+        return self._versions.at.version + 1
+
+    # ------------------------------------------------------------ what comes in
+
+    def propose(self, member: Member, contribution: m.Contribution, *, now: bool = False) -> list[CoordinatorEffect]:
+        """Step 1: a proposal counts only from a holder of the version that it builds on (I5).
+
+        ``now``: the others are called in at once, unless the proposal opens no round.
+        """
+        if not self._versions.held_by(member):
+            self.catch_up.add(member.replica)
+            return []
+        if contribution.version != self._versions.at.version:
+            return []
+        if not self._assignment.fits(member.incarnation_id, contribution):
+            return []
+        self._late.discard(member.replica)
+        known = self.proposals.setdefault(member.replica, contribution)
+        if known != contribution:
+            return [Emit("frozen", *member.incarnation_id, self._fragment, self._next)]
+        member.stalled_at = None
+        if not now or member.leaving:
+            return []
+        self._waiting.hurry()
+        return [Emit("hurry", *member.incarnation_id, self._fragment, self._next)]
+
+    def waits_on(self, now: float, member: Member, contribution: m.Contribution) -> bool:
+        """Whether a proposal that has come in leaves the round as it was last seen, waiting for the same others."""
+        adapts = contribution.grace and contribution.overlap_s
+        if adapts or self.proposals.get(member.replica) != contribution or self.retry:
+            return False
+        return math.isinf(self._assignment.recheck_s) and self._waiting.goes_on(
+            now, self.proposals, self._versions.held_by
+        )
+
+    def read(self, now: float, member: Member, reading: m.Reading) -> list[CoordinatorEffect]:
+        """Numbers of a holder of the current version, answered with everybody's means."""
+        at = self._versions.at
+        if not self._versions.held_by(member) or reading.version != at.version or member.conn is None:
+            return []
+        return [SendTo(member.conn, self._readings.take(now, at, member.replica, reading.values))]
+
+    def withdraw(self, replica: str) -> None:
+        """It takes no part for now."""
+        self.proposals.pop(replica, None)
+        self._waiting.forget(replica)
+        self._readings.drop(replica)
+        self._notified_train_on.discard(replica)
+        self._assignment.forget(replica)
+
+    # ------------------------------------------------------------ what follows
+
+    def able(self, now: float) -> list[Member]:
+        """Members that can compute a contribution, and hand it in."""
+        holders = (x for x in self._roster.connected() if self._versions.held_by(x) and not x.stalled)
+        return [x for x in holders if x.replica not in self._late and not x.busy(now, self._sync.dead_after_s)]
+
+    def assign(self, now: float) -> list[CoordinatorEffect]:
+        """PLAN: who cannot hand in its share loses it to those who can."""
+        at = self._versions.at
+        renewed = self._assignment.renew(at, self.proposals, lambda: self._membership.choose(now, self.able(now)))
+        if renewed:
+            self._waiting, self.retry = Waiting(self._fragment, self._roster, self._sync), False
+        return renewed + self._assignment.notify(at)
+
+    def step(self, now: float) -> tuple[list[CoordinatorEffect], Formed | None]:
+        """Everything that has become due while no attempt is under way, and the next attempt if one forms."""
+        effects = self.assign(now)
+        proposers = [x for x in self._roster.connected() if x.replica in self.proposals]
+        if not proposers:
+            self._waiting.close()
+            self.retry = False
+            return effects, None
+        if self.retry:
+            return self._form(now, proposers, effects) if now >= self._retry_s else (effects, None)
+        grace_s = self._pace.grace_s(self.proposals.values(), self._sync.grace_s)
+        waits = self._waiting.step(
+            now, self._next, proposers, self._versions.held_by, grace_s=grace_s, arrival=self._arrival
+        )
+        if waits is not None:
+            return effects + waits + self._release_for(proposers, self._waiting.awaited), None
+        for x in self._waiting.hung(self.proposals, self._versions.held_by):
+            x.stalled_at = x.inner_step
+            effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
+        if late := self._assignment.missing(self.proposals):
+            self._late.update(late)
+            return effects + self.assign(now), None
+        return self._form(now, proposers, effects)
+
+    def deadline_s(self, stepped_s: float) -> float:
+        """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
+        if not self.proposals:
+            return math.inf
+        due_s = stepped_s + self._assignment.recheck_s
+        if self.retry and self._retry_s > stepped_s:
+            return min(due_s, self._retry_s)
+        return min(due_s, self._waiting.deadline_s(stepped_s, self.proposals))
+
+    def _arrival(self, replica: str) -> Arrival | None:
+        """When a member that fetches is going to hold the version, if the others can train on until then."""
+        others = (self._roster.members.get(x) for x in self.proposals)
+        if not self._assignment.holds_open or any(x is not None and x.leaving for x in others):
+            return None
+        return self.catch_up.arrival(replica)
+
+    def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> list[CoordinatorEffect]:
+        """The round is held open for members that still fetch."""
+        found = self._release(proposers) if awaited else []
+        if found and self._held_open != self._versions.at.version:
+            self._held_open = self._versions.at.version
+            found.append(Emit("held_open", fragment=self._fragment, version=self._next, data={"for": list(awaited)}))
+        return found
+
+    def _release(self, proposers: list[Member]) -> list[CoordinatorEffect]:
+        """Their training threads need not wait for what they have offered; each is told once a round."""
+        new = [x for x in proposers if x.replica not in self._notified_train_on and x.conn is not None]
+        self._notified_train_on |= {x.replica for x in new}
+        return [SendTo(x.conn, m.TrainOn(self._fragment)) for x in new if x.conn is not None]
+
+    def _form(
+        self, now: float, proposers: list[Member], effects: list[CoordinatorEffect]
+    ) -> tuple[list[CoordinatorEffect], Formed | None]:
+        """Step 2's end: the attempt of all who have proposed and reach each other, if they are enough."""
+        least = self._sync.min_replicas
+        free = [x for x in proposers if not x.busy(now, self._sync.dead_after_s)]
+        members = self._membership.choose(now, free)
+        if len(members) < least:  # better a quorum that may fail than none
+            members = free
+        if not members or (len(members) < least and not self.retry):
+            return effects + self._release(proposers), None
+        if not self._assignment.covers({x.incarnation_id: self.proposals[x.replica] for x in members}):
+            return effects, None
+        chosen = {x.replica: self.proposals[x.replica] for x in members}
+        odd = self._assignment.outliers(chosen, self._sync.outlier_ratio)
+        chosen |= {replica: excluded(chosen[replica]) for replica in odd}
+        if not any(c.weight > 0 for c in chosen.values()) and not self._assignment.counts_without_weight(chosen):
+            return effects + self._void(members), None
+        return effects, Formed(members, chosen, odd, self.retry)
+
+    def _void(self, members: list[Member]) -> list[CoordinatorEffect]:
+        """Nobody has any weight: these contributions will be in no attempt."""
+        effects: list[CoordinatorEffect] = [
+            SendTo(x.conn, m.Void(self._fragment)) for x in members if x.conn is not None
+        ]
+        self._membership.taken({x.incarnation_id for x in members}, self.proposals)
+        for x in members:
+            x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once
+            del self.proposals[x.replica]
+        rest = self.proposals
+        self.restart()
+        self.proposals = rest
+        return [*effects, Emit("void", fragment=self._fragment, version=self._next)]

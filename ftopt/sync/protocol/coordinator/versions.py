@@ -1,0 +1,47 @@
+"""What is committed of one fragment: the current version, those before it, and who holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Decided
+from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.limits import HISTORY
+
+
+class Versions:
+    """The committed versions of one fragment.
+
+    ``at``: the current one. ``inner_step``: its committed inner step. ``last``: the decision that made it, if known.
+    """
+
+    def __init__(self, fragment: int) -> None:
+        self.fragment = fragment
+        self.at = m.Position(fragment, -1, "")
+        self.inner_step = 0
+        self.last: Decided | None = None
+        self._chains: dict[int, str] = {}
+
+    def restore(self, at: m.Position, inner_step: int, *, last: Decided | None, before: Iterable[Decided] = ()) -> None:
+        """Takes ``at`` as the truth: after a start, a restart or a rollback. ``before``: what the journal knows."""
+        self.at, self.inner_step, self.last = at, inner_step, last
+        known = self._chains | {d.version: d.chain for d in before}
+        self._chains = {v: chain for v, chain in known.items() if v < at.version} | {at.version: at.chain}
+
+    def advance(self, decided: Decided) -> None:
+        """A decision makes the next version."""
+        self.at = m.Position(self.fragment, decided.version, decided.chain)
+        self.inner_step, self.last = decided.inner_step, decided
+        self._chains[decided.version] = decided.chain
+        self._chains.pop(decided.version - HISTORY, None)
+
+    def held_by(self, member: Member) -> bool:
+        """Whether a member holds the current version."""
+        return member.held.get(self.fragment) == self.at
+
+    def off_branch(self, position: m.Position) -> bool:
+        """CHAIN: whether a position is not on this history."""
+        known = self._chains.get(position.version, position.chain)
+        later = position.version > self.at.version
+        return later or known != position.chain or not m.same_start(position.chain, self.at.chain)
