@@ -1,6 +1,7 @@
 """How fast each codec is on one core, and how many bytes it takes: the figures of ``docs/codecs.md``.
 
-Speed is bytes of fp32 a second of this thread's CPU time, the best of some repetitions, on normally distributed values.
+Speed is bytes of fp32 per second of this thread's CPU time, the best of some repetitions, on normally distributed
+values.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     clock = time.thread_time if arguments.device == "cpu" else time.perf_counter
     x = torch.randn(arguments.elements, generator=torch.Generator().manual_seed(0)).to(arguments.device)
     out = torch.empty_like(x)
-    say("| codec | bits a value | bytes for 1M values | times fewer | encode GB/s | decode GB/s |")
+    say("| codec | bits per value | bytes for 1M values | times fewer | encode GB/s | decode GB/s |")
     say("|---|---|---|---|---|---|")
     for spec in arguments.codec or SPECS:
         codec = codec_named(spec)

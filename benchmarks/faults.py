@@ -1,7 +1,7 @@
 """The fault matrix: point x (kill, stop, hang, partition) x (replica, source of a fetch, coordinator).
 
-Each cell is a job of real processes, sockets and Gloo: three replicas train, one fault strikes, whoever was killed is
-started again, and the job goes on until everybody has contributed again. The table says what it cost the others.
+Each cell is a job of real processes, sockets and Gloo: three replicas train, one fault strikes, a killed
+process is restarted, and the job goes on until everybody has contributed again. The table shows the cost to the others.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
 
 
 def _strike(job: TinyJob, cell: Cell) -> dict[str, Any]:
-    """Lets the fault happen, and starts again whoever it has killed; returns its event."""
+    """Lets the fault happen and restarts a killed process; returns the fault's event."""
     name = cell.process
     job.start_all()
     if cell.role in ("newcomer", "source"):

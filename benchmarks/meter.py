@@ -1,7 +1,7 @@
-"""What a job's processes hold, like compared with like: sizes at calm moments, from the first to the last quarter.
+"""Resources of a job's processes, compared at equal moments: sizes at calm moments, from the first to the last quarter.
 
-A process group, its threads and its connections come and go with every fault, and are there once less when a replica
-is away: what a process holds can be compared between two moments only when the job stands alike at both.
+A process group, its threads and its connections are rebuilt with every fault, and are one fewer while a replica is
+away: the resources of a process can be compared only between two moments at which the job is in the same condition.
 """
 
 from __future__ import annotations

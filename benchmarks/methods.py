@@ -3,7 +3,7 @@
 The byte GPT of ``diloco_bytes``, 4 replicas, AdamW with a cosine schedule. Each family takes the best point of one
 small grid of inner and outer rates (`GRID`, seed 0); then all rows run with every seed. Printed: the table, how the gap
 to SyncSGD moves with the number of steps, and with the outer rate and momentum; drawn: ``results/methods/methods.png``.
-Runs are kept, so that it can be stopped and goes on where it was.
+Results are kept, so that an interrupted comparison continues where it stopped.
 """
 
 from __future__ import annotations

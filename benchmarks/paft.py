@@ -1,4 +1,4 @@
-"""PAFT against doing nothing and against other ways, when gradients go bad behind the aggregation.
+"""PAFT against no protection and against other methods, when gradients are corrupted after the aggregation.
 
 The convolutional net of the ``digits`` recipe, SGD with momentum 0.9, 4 workers; each worker's copy of the agreed
 gradient is corrupted in its own way. Printed: held-out accuracy, the mean over seeds.

@@ -1,8 +1,8 @@
 """What ftopt costs: ``python -m benchmarks run [NAME ...] [--quick]``.
 
-Prints a table for each name, and writes ``benchmarks/results/speed/NAME.json``, a picture and what the processes have
-logged beside it, and the tables of ``docs/performance.md``. With ``--quick`` all of it takes 2 to 5 minutes, is
-written to ``benchmarks/results/quick``, and leaves the page as it is.
+Prints a table for each name, and writes ``benchmarks/results/speed/NAME.json``, a picture and the processes' logs
+beside it, and the tables of ``docs/performance.md``. With ``--quick`` all of it takes 2 to 5 minutes, is written to
+``benchmarks/results/quick``, and leaves the page unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(name: str, *, quick: bool) -> int:
     module = importlib.import_module(f"benchmarks.speed.{_MODULES.get(name, name)}")
     about, began = facts(), time.monotonic()
-    say(f"\n{name}: {module.ABOUT}\nTo be reached: {module.GOALS}.\n")
+    say(f"\n{name}: {module.ABOUT}\nTarget: {module.GOALS}.\n")
     path = place(name, quick=quick)
     try:
         with _aside(path.with_suffix(".log")):
@@ -61,7 +61,7 @@ def _measure(name: str, *, quick: bool) -> int:
     say("\n".join(table(rows)))
     keep(name, rows, about, quick=quick)
     _draw(module, rows, path.with_suffix(".png"))
-    say(f"({about['wall_s']:.1f} s; kept: {path})")
+    say(f"({about['wall_s']:.1f} s; written to {path})")
     if not quick:
         write_page(name, rows, about, path.with_suffix(".png") if hasattr(module, "draw") else None)
     return 0

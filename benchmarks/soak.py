@@ -1,6 +1,6 @@
-"""The soak: six replicas, a fault on average every five seconds, of all kinds, for as long as one likes.
+"""The soak test: six replicas, a fault of any kind every five seconds on average, for as long as requested.
 
-Printed: each fault; what was lost; the longest time without an outer step; and how threads, file descriptors, sockets
+Printed: each fault; the losses; the longest time without an outer step; and how threads, file descriptors, sockets
 and memory of the coordinator's last life and of the replicas that are never killed have grown, from the first to the
 last quarter of the calm moments (`benchmarks.meter`) of their life without its first tenth of the soak.
 """

@@ -1,7 +1,7 @@
-"""Training as the comparisons need it: replicas as threads, nothing but the method differs, every run kept on disk.
+"""Training for the comparisons: replicas as threads, only the method differs, every run is kept on disk.
 
-A run is a `Case`. Its result is kept under a hash of the case, so that a comparison that was interrupted goes on where
-it stopped, and one that grows computes what is new alone.
+A run is a `Case`. Its result is kept under a hash of the case, so that an interrupted comparison continues where it
+stopped, and an extended one computes only what is new.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What ftopt costs, beside what does the same without it: one module a benchmark, all measured in one run.
+"""What ftopt costs, compared with other ways to do the same: one module per benchmark, all measured in one run.
 
-A module has ``ABOUT`` (what is compared, a paragraph), ``GOALS`` (what is to be reached), ``run(quick) -> rows``, and
-either ``DRAWN`` (the column that is drawn as bars; ``SCALE = "log"`` for bars of unlike size) or ``draw(rows, path)``.
-What is compared is measured in turns, so that a busy machine is busy for both, and given as ratios.
+A module has ``ABOUT`` (what is compared, a paragraph), ``GOALS`` (the targets), ``run(quick) -> rows``, and
+either ``DRAWN`` (the column that is drawn as bars; ``SCALE = "log"`` for bars of very different size) or ``draw(rows,
+path)``. The things compared are measured in turns, so that load on the machine affects both, and reported as ratios.
 """
 
 NAMES = (

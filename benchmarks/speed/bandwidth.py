@@ -21,10 +21,10 @@ RATES = (3, 10, 30, 100, 300, 1000, 3000)
 ABOUT = (
     "Two replicas in network namespaces, each behind a link of the given rate (`tc tbf`), 1M parameters; an inner step "
     f"is a wait of {1000 * STEP_S:g} ms; a round every {EVERY} steps, {FRAGMENTS} fragments, a delay of {DELAY} steps. "
-    "Compute utilization: the time in inner steps by all the time. *ideal*: the same bytes at that rate with nothing "
-    "else to pay for, as in the simulation of Streaming DiLoCo (arXiv 2501.18512): a reduction keeps the trainer for "
-    "bytes / rate, less what the delay hides. With a delay ftopt may be above it: a result that is late is not waited "
-    "for before the next round. *90 %*: the least rate for 90 %, interpolated. Left out: rates at which the ideal is "
+    "Compute utilization: the share of time spent in inner steps. *ideal*: the same bytes at that rate with no other "
+    "cost, as in the simulation of Streaming DiLoCo (arXiv 2501.18512): a reduction blocks the trainer for "
+    "bytes / rate, less what the delay hides. With a delay ftopt may exceed it: a late result is not waited for "
+    "before the next round. *90 %*: the lowest rate for 90 %, interpolated. Left out: rates at which the ideal is "
     "below a fifth."
 )
 GOALS = "to its ideal >= 0.9; the rate for 90 % of + fp4 <= a tenth of that of DiLoCo"

@@ -15,10 +15,10 @@ from benchmarks.speed.rounds import Way, timed
 from ftopt.codecs import codec_named
 
 ABOUT = (
-    "Bytes on the wire and GB/s of fp32 input a core (CPU time, the best of 9, 16 million values; fp32 is not "
-    "encoded), and whole outer steps of 2 replicas with 10M parameters: on loopback, and between network namespaces on "
-    "links of 1 Gbit/s and 100 Mbit/s (`tc tbf`). Times are to those of fp32 on the same network, in turns. *to its "
-    "bytes*: to what as many bytes take on such a link with nothing else to do."
+    "Bytes on the wire and GB/s of fp32 input per core (CPU time, the best of 9, 16 million values; fp32 is not "
+    "encoded), and whole outer steps of 2 replicas with 10M parameters: on loopback, and between network namespaces "
+    "on links of 1 Gbit/s and 100 Mbit/s (`tc tbf`). Times are relative to fp32 on the same network, in turns. *to "
+    "its bytes*: relative to the time that the bytes alone take on such a link."
 )
 GOALS = (
     "fp4: >= 7.5 times fewer bytes; any codec from 1 Gbit/s down, to fp32 < 1; fp4 at 100 Mbit/s, to its bytes <= "

@@ -18,13 +18,15 @@ from benchmarks.speed.swarm import swarm
 from benchmarks.speed.theirs import NoPeerError, lighthouse
 
 ABOUT = (
-    "A round from a replica's proposal to its commit, all proposing as soon as they have the last one: the real `ftopt "
-    "coordinator` with a journal, real replica machines on real sockets, an empty payload. Up to 32 replicas have a "
-    "process each, more share four: they and the coordinator share this machine's cores, and the coordinator's own "
-    "part is its CPU time (`/proc`). *heartbeats*: its CPU time while all of them do nothing but tell of themselves "
-    "once a second. torchft: its quorum and its vote (`start_quorum`, `should_commit`), no reduction either."
+    "The time from a replica's proposal to its commit, with all replicas proposing as soon as they have the last "
+    "commit: the real `ftopt coordinator` with a journal, real replica machines on real sockets, an empty payload. Up "
+    "to 32 replicas have a process each; more share four. They and the coordinator share this machine's cores; the "
+    "coordinator's own part is its CPU time (`/proc`). *heartbeats*: its CPU time while the replicas only send a "
+    "heartbeat per second. torchft: its quorum and its vote (`start_quorum`, `should_commit`), also without a "
+    "reduction."
 )
-GOALS = "a round of 3 <= 2 ms, of 1,000 <= 250 ms; heartbeats of 2,000 <= 25 % of a core; ms a replica flat from 200 on"
+GOALS = "a round of 3 <= 2 ms, of 1,000 <= 250 ms; heartbeats of 2,000 <= 25 % of a core; ms per replica constant "
+        "from 200 on"
 ALONE = (3, 8, 32)
 MANY = (200, 1000, 2000)
 _PROCESSES = 4

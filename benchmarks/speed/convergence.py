@@ -1,4 +1,4 @@
-"""What is learnt from as many tokens, and in as much time: held-out loss by method, on links of a given rate."""
+"""Convergence after equal tokens and in equal time: held-out loss by method, on links of a given rate."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def ways(every: int, steps: int, points: int) -> dict[str, Case]:
 
 ABOUT = (
     f"The byte GPT of `diloco_bytes` (131,000 parameters) on Python's own library source, {_REPLICAS} replicas of "
-    f"batch 16, {STEPS} inner steps of each, AdamW, the rates of docs/methods.md, one seed; in turns, {STEPS // PARTS} "
+    f"batch 16, {STEPS} inner steps of each, AdamW, the learning rates of docs/methods.md, one seed; in turns, "
+    f"{STEPS // PARTS} "
     f"steps at a time. Each replica is a process in a network namespace behind a link of {MBIT} Mbit/s (`tc tbf`): "
     f"seconds are measured on it, not computed. SyncSGD sends after every step, the others every {EVERY} steps; "
-    "Streaming in 3 fragments, its delay is 5 steps. Loss: of the committed parameters, in nats a byte, after equal "
-    "tokens. *when the first is done*: the loss that each has by then."
+    "Streaming in 3 fragments, its delay is 5 steps. Loss: of the committed parameters, in nats per byte, after equal "
+    "tokens. *when the first is done*: each method's loss at the time when the first is done."
 )
-GOALS = "to SyncSGD, as in docs/methods.md: LocalSGD <= 1.17, DiLoCo and the ways of Streaming <= 1.175"
+GOALS = "to SyncSGD, as in docs/methods.md: LocalSGD <= 1.17, DiLoCo and the Streaming variants <= 1.175"
 _QUICK = "SyncSGD", "DiLoCo", "+ fp4"
 
 

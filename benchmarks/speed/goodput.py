@@ -1,4 +1,4 @@
-"""What a job keeps of its work while replicas die and come back all the time; beside torchft."""
+"""How much of its work a job keeps while replicas die and come back all the time; compared with torchft."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ THEIRS = TimeOuts(heartbeat_s=SYNC.dead_after_s, join_s=2.0, operation_s=10.0)
 ABOUT = (
     "Four replicas, real processes, whose inner step is a wait of 50 ms (so that a death does not make the others "
     "faster), a round every 20 steps; ftopt and torchft 0.2.0 at the same time, with the same deaths. In turns: "
-    "nothing happens, and somebody is killed every 10 s on average, at times drawn at random (the seed is fixed), and "
-    f"is started again after 3 s. torchft: heartbeat time-out {THEIRS.heartbeat_s:g} s, stragglers waited for "
-    f"{THEIRS.join_s:g} s (two periods). *kept*: of the inner steps of those that live, the part that is in the model "
-    "or pending. *rate*: inner steps for each second that a replica is there (from its welcome to its death), beside "
-    "the same without faults. *in the model*: of all inner steps, those of the dead too."
+    "no faults, and a replica is killed every 10 s on average, at times drawn at random (the seed is fixed), and "
+    f"is restarted after 3 s. torchft: heartbeat time-out {THEIRS.heartbeat_s:g} s, stragglers waited for "
+    f"{THEIRS.join_s:g} s (two periods). *kept*: the part of the living replicas' inner steps that is in the model "
+    "or pending. *rate*: inner steps per second of a replica's presence (from its welcome to its death), relative to "
+    "the same without faults. *in the model*: the part of all inner steps, dead replicas' included."
 )
 GOALS = "kept 100 %; rate >= 97 %"
 DRAWN = "rate, %"

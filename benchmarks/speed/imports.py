@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, Row, Spread
 
-ABOUT = "Cumulative time of `python -X importtime` in fresh processes, after a first one. Torch is imported first."
+ABOUT = "Cumulative time of `python -X importtime` in fresh processes, after a warm-up. Torch is imported first."
 GOALS = "`import ftopt` <= 60 ms"
 DRAWN = "ms"
 

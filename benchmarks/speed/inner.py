@@ -15,10 +15,10 @@ from benchmarks.speed.figures import Row, Spread, in_turns
 from benchmarks.speed.models import BYTE_GPT, FIFTY, byte_gpt, fifty_million
 
 ABOUT = (
-    "`step()` of a wrapped optimizer between two outer steps, beside that of one that is not wrapped, on the same "
-    "tensors, in turns in one process, one torch thread. CPU time of the thread."
+    "`step()` of a wrapped optimizer between two outer steps, compared with an unwrapped one on the same tensors, in "
+    "turns in one process with one torch thread. CPU time of the thread."
 )
-GOALS = "ratio <= 1.01, or 20 µs more"
+GOALS = "ratio <= 1.01, or at most 20 µs added"
 DRAWN = "more, µs"
 _MODELS = {BYTE_GPT: byte_gpt, FIFTY: fifty_million}
 _INNER: dict[str, Callable[..., torch.optim.Optimizer]] = {

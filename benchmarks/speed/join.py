@@ -1,4 +1,4 @@
-"""How long a replica takes from its process' start to its first contribution, and what that costs the others."""
+"""The time from a replica's process start to its first contribution, and what that costs the others."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SYNC = ftopt.Sync(start_replicas=2, grace_s=5.0, dead_after_s=30.0, heartbeat_s=
 STEP_S = 0.02
 EVERY = 25
 ABOUT = (
-    "Two replicas train (an inner step is a wait of 20 ms, a round every 25 steps); a third one is started as a new "
-    "process, joins, contributes once and is killed, again and again. *committed*: from the process' start to the "
-    "commit of its first contribution. In it: *imports* (python, torch, ftopt, aiohttp), *model* (made, on the "
-    "newcomer), *transfer* of the committed state (anchor and momentum, fp32) for the last time, *before*: in vain, "
-    "since a round was faster, and *the rest*: mostly the others' round, which comes every half a second. *others*: "
-    "how much longer than without it the others' inner steps take, from the newcomer's start to its first commit, "
-    "rounds left out; *their wait*: how much longer than the usual one their longest outer step takes meanwhile."
+    "Two replicas train (an inner step is a wait of 20 ms, a round every 25 steps); a third is started as a new "
+    "process, joins, contributes once and is killed, again and again. *committed*: from the start of the process to "
+    "the commit of its first contribution. This includes *imports* (python, torch, ftopt, aiohttp), *model* (built on "
+    "the newcomer), *transfer*: the last transfer of the committed state (anchor and momentum, fp32), *before*: "
+    "earlier transfers that a round overtook, and *the rest*: mostly the others' round, which comes every half "
+    "second. *others*: by how much the others' inner steps are slower from the newcomer's start to its first commit, "
+    "without rounds; *their wait*: by how much their longest outer step meanwhile exceeds the usual one."
 )
 GOALS = "committed <= imports + transfer + 0.5 s; transfer >= 500 MB/s; others, their wait: 0"
 MILLION = 1_000_000

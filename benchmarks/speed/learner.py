@@ -1,4 +1,5 @@
-"""A replica of the benchmark of convergence, as a program: it trains all ways in turns, and tells the loss by time."""
+"""A replica of the benchmark of convergence, as a program: it trains all variants in turns and reports the loss over
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica of the benchmark of link rates, as a program: it trains by each method in turn, and tells the time."""
+"""A replica of the benchmark of link rates, as a program: it trains with each method in turn and reports the time."""
 
 from __future__ import annotations
 

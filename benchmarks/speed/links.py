@@ -1,4 +1,4 @@
-"""Replicas behind links of a given rate: each in a network namespace of its own, with `tc tbf` in its way."""
+"""Replicas behind links of a given rate: each in its own network namespace, limited by `tc tbf`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On what, and with what, it was measured."""
+"""The machine and the versions that a measurement used."""
 
 from __future__ import annotations
 

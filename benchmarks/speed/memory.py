@@ -19,11 +19,12 @@ from benchmarks.speed.models import of_size
 from benchmarks.speed.theirs import NoPeerError, diloco, lighthouse, manager
 
 ABOUT = (
-    "Peak resident memory of a process above what it has after its imports, divided by the bytes of its parameters: "
+    "Peak resident memory of a process above its memory after the imports, divided by the bytes of its parameters: "
     "fp32 parameters, gradients (cleared by `zero_grad()` after each step) and inner state included. 2 processes, 3 "
-    "outer steps of each fragment, 8 inner steps apart, so that each of 8 fragments has its own; the larger of the two "
-    "counts. Bare: the inner optimizer alone. On disk: with `state_dir`. For all alike glibc gives what is freed back "
-    "to the kernel at once, from 1 MB on (`MALLOC_MMAP_THRESHOLD_`): otherwise it keeps a gradient more in some runs."
+    "outer steps of each fragment, 8 inner steps apart, so that each of 8 fragments has its own; the larger of the "
+    "two counts. Bare: the inner optimizer alone. On disk: with `state_dir`. In all variants glibc returns freed "
+    "memory to the kernel at once, from 1 MB on (`MALLOC_MMAP_THRESHOLD_`): otherwise it keeps one more gradient in "
+    "some runs."
 )
 GOALS = "SGD, 1 fragment <= 5.5, 8 fragments <= 4.5"
 DRAWN = "peak"

@@ -1,4 +1,4 @@
-"""The models that are measured."""
+"""The models used in the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that take orders, one a line, and answer each with a line of JSON: what they do is measured in turns."""
+"""Processes that read one order per line and answer each with a line of JSON, so that they can be measured in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an outer step costs beside a bare all-reduce of as many bytes, and what it takes from the training thread."""
+"""The cost of an outer step compared with a bare all-reduce of as many bytes, and the time it takes from training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.speed.theirs import NoPeerError, diloco, lighthouse, manager
 
 ABOUT = (
     "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
-    "processes of one torch thread each, beside Gloo's all-reduce of one flat fp32 tensor of that size in the same "
-    "processes, in turns behind a barrier; the slowest process counts. *delay*: what the steps of a whole period take "
-    "from the training thread, the round itself being hidden behind them. The *floor* is the all-reduce and the sweeps "
-    "over memory that cannot be had for less, at the rate of a plain copy in the same turn. Peers: torchft's DiLoCo, "
-    "and torch's own PeriodicModelAverager, which only averages."
+    "processes of one torch thread each, compared with Gloo's all-reduce of one flat fp32 tensor of that size in the "
+    "same processes, in turns behind a barrier; the slowest process counts. *delay*: the time that a whole period "
+    "takes from the training thread, the round itself being hidden behind its steps. The *floor* is the all-reduce "
+    "plus the unavoidable sweeps over memory, at the rate of a plain copy in the same turn. Compared with torchft's "
+    "DiLoCo, and torch's own PeriodicModelAverager, which only averages."
 )
 GOALS = "to bare Gloo: DiLoCo, 1M <= 3.5, 10M and 50M <= 2.2; bf16 <= 1.6; delay <= 0.3"
 DRAWN = "to bare Gloo"

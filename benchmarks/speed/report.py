@@ -1,4 +1,4 @@
-"""Results on disk, and ``docs/performance.md`` from them: its tables are written anew, the text around them stays."""
+"""Results on disk, and ``docs/performance.md`` from them: the tables are rewritten, the text around them stays."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from benchmarks.speed.figures import FEWER_REPETITIONS, QUICK_REPETITIONS, Row, 
 from benchmarks.speed.rounds import timed
 
 ABOUT = (
-    "One outer step of all fragments at once (streaming DiLoCo, fp32, no delay), loopback, one torch thread a process. "
-    "With parameters it should grow in proportion, beyond a constant; with fragments of the same bytes in all not at "
-    "all: these are measured in turns, *to the first* is to one fragment. More replicas than cores share them. Sizes "
-    "that the memory does not hold are left out."
+    "One outer step of all fragments at once (Streaming DiLoCo, fp32, no delay), loopback, one torch thread per "
+    "process. The time should be proportional to the parameters, beyond a constant, and independent of the number of "
+    "fragments for the same total bytes: these are measured in turns, and *to the first* is relative to one fragment. "
+    "Replicas share the cores when there are more of them. Sizes that do not fit into memory are left out."
 )
-GOALS = "ns a parameter alike from 10M on; 64 fragments to the first <= 1.5"
+GOALS = "ns per parameter constant from 10M on; 64 fragments to the first <= 1.5"
 MILLION = 1_000_000
 _SCALES: dict[str, pictures.Scale] = {"parameters": "log", "replicas": "linear", "fragments": "log"}
 _COPIES = 10

@@ -30,14 +30,15 @@ THEIRS = TimeOuts(heartbeat_s=SYNC.dead_after_s, join_s=1.0, operation_s=10.0)
 DEFAULTS = TimeOuts()
 ABOUT = (
     "Three replicas, real processes, with inner steps of 20 ms and a round every 20 of them; *delay*: one every 60, "
-    "its result taken up 40 steps (0.8 s) later. One is killed (SIGKILL), hangs (its training thread; heartbeats go "
-    "on) or stops (SIGSTOP: all of it), and comes back later. ftopt: "
+    "its result applied 40 steps (0.8 s) later. One is killed (SIGKILL), hangs (its training thread; heartbeats "
+    "continue) or stops (SIGSTOP, the whole process), and comes back later. ftopt: "
     f"grace_s={SYNC.grace_s:g}, dead_after_s={SYNC.dead_after_s:g}. torchft 0.2.0 does the same work: heartbeat "
     f"time-out {THEIRS.heartbeat_s:g} s, stragglers waited for {THEIRS.join_s:g} s (if that is less than a period, "
-    f"replicas that are out of step never meet again), all else {THEIRS.operation_s:g} s; and once at its defaults, "
+    f"replicas that are out of step never meet again), everything else {THEIRS.operation_s:g} s; and once at its "
+    f"defaults, "
     f"{DEFAULTS.heartbeat_s:g}, {DEFAULTS.join_s:g} and {DEFAULTS.operation_s:g} s. How long outer steps keep the "
     "training threads of the other two: *usual*, and in the rounds after the fault the longest and the second longest "
-    "(it is to be paid for once); the worse of the two. *lost*: inner steps of one of the others, for each fault."
+    "(the price should be paid once); the worse of the two. *lost*: inner steps lost by one of the others, per fault."
 )
 GOALS = (
     "kill: blocking <= 0.3 s; hang or stop: blocking <= grace_s + half a second (or two steps) + a reduction = "

@@ -1,8 +1,8 @@
 """Replicas without a trainer: the real replica machine on a real WebSocket, many in a process, with empty payloads.
 
-As a program (``python -m benchmarks.speed.swarm ARGUMENTS``, JSON) it takes orders on stdin, one a line, and answers
-each with a line of JSON. What a replica computes from the member list alone is computed once a process: in truth each
-has a machine of its own for it.
+As a program (``python -m benchmarks.speed.swarm ARGUMENTS``, JSON) it reads one order per line on stdin and answers
+each with a line of JSON. What replicas compute from the member list alone is computed once per process; in a real job
+each has a machine of its own for it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A whole job of torchft's: its lighthouse, and replicas that train the tiny model while they die, hang and come back.
 
-It is asked the same things as `tests.sync.processes.job.TinyJob`, and its replicas do the same work.
+It has the same interface as `tests.sync.processes.job.TinyJob`, and its replicas do the same work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchft 0.2.0 as a peer: its lighthouse, its manager and its DiLoCo, with all that the benchmarks set of them."""
+"""torchft 0.2.0 for comparison: its lighthouse, its manager and its DiLoCo, with all settings the benchmarks use."""
 
 from __future__ import annotations
 
