@@ -25,8 +25,10 @@ ABOUT = (
     "heartbeat per second. torchft: its quorum and its vote (`start_quorum`, `should_commit`), also without a "
     "reduction."
 )
-GOALS = "a round of 3 <= 2 ms, of 1,000 <= 250 ms; heartbeats of 2,000 <= 25 % of a core; ms per replica constant "
-        "from 200 on"
+GOALS = (
+    "a round of 3 <= 2 ms, of 1,000 <= 250 ms; heartbeats of 2,000 <= 25 % of a core; "
+    "ms per replica constant from 200 on"
+)
 ALONE = (3, 8, 32)
 MANY = (200, 1000, 2000)
 _PROCESSES = 4
