@@ -24,7 +24,6 @@ killed peer is noticed by all of 3 to 5 members in 10-30 ms on an idle machine; 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,50 +34,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ftopt.codecs.codec import Codec
-from ftopt.transport.background import in_background
+from ftopt.errors import UserError
 from ftopt.transport.encoded import Buffers, EncodedMean, Exchange, alone
+from ftopt.transport.gloo_group import GlooGroup, first_line
 from ftopt.transport.interface import Carry, Owed, StoreOps, Summed
-from ftopt.transport.sockets import rank_of, shut_down, unreachable
 from ftopt.transport.staging import Staging, ahead, staging_for
-from ftopt.transport.store import RendezvousStore
 
-_SLICE = timedelta(milliseconds=5)
 _THREADS = 2
 """Pieces that Gloo works on at a time: one is added up while the other is on the wire."""
 _DEPTH = 4
 """Pieces handed to Gloo and not waited for yet, so that its threads never run dry."""
-_OPEN_MARGIN_S = 0.5
-"""`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
-
-_PROBE_S = 0.5
-"""After a time-out, who does not answer within so long is named."""
-_WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
-"""Who reaches everybody waits so much longer with its complaint: those who are cut from each other name the peer."""
-
-
-class PeerLost(ConnectionError):
-    """A member of the group is gone, or has dropped the group.
-
-    Args:
-        message: what happened.
-        rank: the member that this one lost its connection to, if Gloo's message tells. Not always the first
-            to fail: a living neighbour of a dead member drops its group, too.
-    """
-
-    def __init__(self, message: str, *, rank: int | None = None) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-
-class PeerSilent(TimeoutError):
-    """Nothing moves, and the host of the member ``rank`` does not answer."""
-
-    def __init__(self, message: str, *, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 class GlooTransport:
@@ -94,7 +62,7 @@ class GlooTransport:
         staging: how payloads on a device get to the host and back. Default: `staging_for`.
 
     Raises:
-        ValueError: ``host`` is no address of this machine, or a number is out of range.
+        ftopt.errors.UserError: ``host`` is no address of this machine, or a number is out of range.
     """
 
     def __init__(
@@ -106,9 +74,9 @@ class GlooTransport:
         staging: Callable[[torch.device], Staging] = staging_for,
     ) -> None:
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s}; must be a number of seconds above 0")
+            raise UserError(f"timeout_s={timeout_s}; must be a number of seconds above 0")
         if piece_bytes < 8:
-            raise ValueError(f"piece_bytes={piece_bytes}; must be at least 8, some MiB are sensible")
+            raise UserError(f"piece_bytes={piece_bytes}; must be at least 8, some MiB are sensible")
         self.host = host
         self.timeout_s = timeout_s
         self.piece_bytes = piece_bytes
@@ -116,9 +84,9 @@ class GlooTransport:
         try:
             self._device()
         except RuntimeError as error:
-            raise ValueError(
+            raise UserError(
                 f"host={host!r} is no address of this machine; give the name or address by which peers "
-                f"reach it ({_first_line(error)})"
+                f"reach it ({first_line(error)})"
             ) from None
 
     def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> GlooCollective:
@@ -139,16 +107,8 @@ class GlooTransport:
         options._threads = _THREADS
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
-        return GlooCollective(
-            key,
-            rank,
-            size,
-            ops,
-            options=options,
-            timeout_s=self.timeout_s,
-            piece_bytes=self.piece_bytes,
-            staging=self._staging,
-        )
+        group = GlooGroup(key, rank, size, ops, options=options, timeout_s=self.timeout_s)
+        return GlooCollective(group, piece_bytes=self.piece_bytes, staging=self._staging)
 
     def _device(self) -> Any:
         """A device is a listening port. Each group has its own: it tells the group's sockets from others'."""
@@ -170,63 +130,34 @@ class GlooCollective:
     it is corrupted: a piece may still be written to.
     """
 
-    def __init__(
-        self,
-        key: str,
-        rank: int,
-        size: int,
-        ops: StoreOps,
-        *,
-        options: Any,
-        timeout_s: float,
-        piece_bytes: int,
-        staging: Callable[[torch.device], Staging],
-    ) -> None:
-        self.rank = rank
-        self.size = size
+    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: Callable[[torch.device], Staging]) -> None:
+        self.rank = group.rank
+        self.size = group.size
         self.sent_bytes = 0
-        self._timeout_s = timeout_s
+        self._group = group
         self._piece_bytes = piece_bytes
         self._staging = cache(staging)
         self._buffers = cache(Buffers)
-        self._telling: deque[Work] = deque()
         self._rows = torch.empty(0, 0, dtype=torch.int64)
-        self._lock = threading.Lock()  # guards _group and _closed
-        self._group: Any = None
-        self._closed = False
-        self._stopped = threading.Event()
-        self._opened = threading.Event()  # built, failed to build, or stopped
-        self._failure: BaseException | None = None
-        self._store = RendezvousStore(ops, key, timeout_s=timeout_s, stopped=self._stopped.is_set)
-        if size == 1:
-            self._opened.set()
-        else:
-            in_background(lambda: self._build(options), f"ftopt-connect-{key}")
 
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
-        built = self._opened.wait(self._timeout_s + _OPEN_MARGIN_S)
-        self._check()
-        failure, self._failure = self._failure, None
-        try:
-            if not built:
-                failure = self._blame(f"a peer came to the group but did not connect within {self._timeout_s:g} s")
-            elif isinstance(failure, TimeoutError):
-                failure = self._blame(str(failure))
-            if failure is not None:
-                self.close()
-                raise failure
-        finally:
-            failure = None  # its traceback holds this frame, thus the collective
+        self._group.open()
+
+    def stop(self) -> None:
+        """Ends a call in progress within milliseconds, `open` too; later calls raise InterruptedError."""
+        self._group.stop()
+
+    def close(self) -> None:
+        """Puts the group away without blocking, also when a peer hangs. Idempotent; includes `stop`."""
+        self._group.close()
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
-        """Sums ``flat`` over the members, in place, in pieces. The result is bit-equal on all members.
+        """As `ftopt.transport.interface.Collective` says; fp32 or int64.
 
-        Args:
-            flat: 1-D, contiguous, fp32 or int64; the same length and dtype on all members. On a CUDA device the sum is
-                there for what is queued on the current stream from here on.
-            summed: is told which elements are there, while others are on the wire: what is done to them then costs no
-                time of its own as long as the wire is slower, and finds them in the cache. On the CPU.
+        On a CUDA device the sum is there for what is queued on the current stream from here on. ``summed`` is called on
+        the CPU only: what it does costs no time of its own as long as the wire is slower, and finds the elements in the
+        cache.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         self.open()
@@ -244,25 +175,9 @@ class GlooCollective:
         carry: Carry | None = None,
         summed: Summed | None = None,
     ) -> Owed | None:
-        """The weighted mean over the members, in place; what travels is encoded, in both hops. See `EncodedMean`.
+        """As `ftopt.transport.interface.Collective` says, by `EncodedMean`; the bits are those of `LocalCollective`.
 
-        The result is bit-equal on all members, and the one that `LocalCollective` gives. One member alone keeps its
-        ``flat`` as it is: nothing travels, nothing is lost.
-
-        Args:
-            flat: 1-D, contiguous, fp32; the same length on all members. What this member offers, not multiplied by its
-                share. It is encoded and decoded where it lies; only what travels goes to the host.
-            codec: the same on all members.
-            shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
-            owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
-            carry: its error feedback. A payload that is not looked at has none.
-            summed: as in `all_reduce_`.
-
-        Returns:
-            What it owes now.
-
-        Raises:
-            FloatingPointError: this member's payload is not finite, or the mean is not; the collective is closed.
+        The payload is encoded and decoded where it lies; only what travels goes to the host.
         """
         assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, (
             "a flat, contiguous fp32 tensor"
@@ -284,7 +199,7 @@ class GlooCollective:
         )
         under_way: deque[tuple[Exchange, Tensor]] = deque()
         staging = self._staging(flat.device)
-        with self._works() as (box, pending), _joined(staging):
+        with self._group.works() as (box, pending), _joined(staging):
 
             def start(hop: Exchange) -> None:
                 sent, received = staging.begin(hop.sent)(), staging.room(hop.received)
@@ -293,7 +208,7 @@ class GlooCollective:
                 pending.append(box[0].alltoall_base(received, sent, hop.received_sizes, hop.sent_sizes))
 
             def finish() -> Exchange:
-                self._finish(pending, time.monotonic())
+                self._group.finish(pending, time.monotonic())
                 hop, received = under_way.popleft()
                 staging.back(received, hop.received)
                 staging.join()
@@ -303,20 +218,19 @@ class GlooCollective:
         return mean.owed
 
     def tell(self, row: Sequence[int]) -> None:
-        """Begins to exchange a row of int64 (the same length everywhere): it is on its way while what follows is, and
-        costs no turn of its own on a network that is far."""
+        """Begins to exchange a row. It is on its way while what follows is: no round trip of its own."""
         self.open()
         self._rows = self._row(row)
         if self.size > 1:
-            with self._works() as (box, _):
-                self._telling.append(box[0].allreduce([self._rows.view(-1)]))
+            with self._group.works() as (box, _):
+                self._group.told.append(box[0].allreduce([self._rows.view(-1)]))
 
     def told(self) -> list[list[int]]:
         """The rows that all members have told, in rank order; waits for them."""
-        if self._telling:
-            with self._works():
-                self._finish(self._telling, time.monotonic())
-        self._check()
+        if self._group.told:
+            with self._group.works():
+                self._group.finish(self._group.told, time.monotonic())
+        self._group.check()
         return cast(list[list[int]], self._rows.tolist())
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
@@ -331,46 +245,14 @@ class GlooCollective:
         rows[self.rank] = torch.tensor(list(row), dtype=torch.int64)
         return rows
 
-    def stop(self) -> None:
-        """Ends a call in progress within milliseconds, `open` too; later calls raise InterruptedError."""
-        self._stopped.set()
-        self._opened.set()
-
-    def close(self) -> None:
-        """Puts the group away without blocking, also when a peer hangs. Idempotent; includes `stop`."""
-        self.stop()  # first: a reduction that finds no group must find itself stopped
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            box, self._group = [self._group], None
-        self._telling.clear()  # a work keeps the group's connections
-        self._put_away(box)
-
-    def _build(self, options: Any) -> None:
-        group: Any = None
-        try:
-            group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
-        except (OSError, InterruptedError) as error:  # the store's own: named and typed already
-            self._failure = _bare(error)
-        except RuntimeError as error:
-            self._failure = self._explain(error, "could not be connected")
-        except BaseException as error:
-            self._failure = _bare(error)
-        with self._lock:
-            if not self._closed:
-                self._group = group
-        self._opened.set()
-        # A group that comes after close() is dropped here, on this daemon thread.
-
     def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Summed | None) -> None:
         under_way: deque[tuple[Tensor, Tensor]] = deque()
-        with self._works() as (box, pending), _joined(staging):
+        with self._group.works() as (box, pending), _joined(staging):
             since_s, done = time.monotonic(), 0
 
             def finish() -> None:
                 nonlocal since_s, done
-                since_s = self._finish(pending, since_s)
+                since_s = self._group.finish(pending, since_s)
                 piece, host = under_way.popleft()
                 staging.back(host, piece)
                 if summed is not None and pending:
@@ -386,73 +268,6 @@ class GlooCollective:
             while pending:
                 finish()
 
-    @contextmanager
-    def _works(self) -> Iterator[tuple[list[Any], deque[Work]]]:
-        """The group, in a box, and the works under way, oldest first; both are let go of if anything fails."""
-        pending: deque[Work] = deque()
-        with self._lock:
-            box = [self._group]  # in a box: whoever lets go of the group last waits for its works
-        try:
-            self._check()
-            yield box, pending
-        except BaseException:
-            pending.clear()  # a work keeps the group's connections
-            self.close()
-            in_background(box.clear, "ftopt-drop-group")
-            raise
-
-    def _finish(self, pending: deque[Work], since_s: float) -> float:
-        """Waits for the oldest piece; returns the time. (No local name for it: a traceback would keep it.)"""
-        while True:
-            self._check()
-            try:
-                done = pending[0].is_completed()
-                pending[0].wait(_SLICE)
-                pending.popleft()
-                return time.monotonic()
-            except IndexError:  # what was told, when the collective is closed by another thread
-                raise InterruptedError("the reduction was stopped") from None
-            except RuntimeError as error:
-                if done:  # then it is the work's own error, not the end of the slice
-                    raise self._explain(error, "was lost in a reduction") from None
-            if time.monotonic() - since_s > self._timeout_s:
-                raise self._blame(
-                    f"no piece was reduced for {self._timeout_s:g} s: a peer hangs or is cut off, or the "
-                    f"network is too slow for pieces of {self._piece_bytes} bytes"
-                )
-
-    def _blame(self, message: str) -> BaseException:
-        """The error of a time-out, with the member that cannot be reached from here; if all can, it comes late."""
-        silent = unreachable(dict(self._store.values), self.rank, _PROBE_S)
-        if silent:
-            return PeerSilent(f"{message}; the host of rank {silent[0]} does not answer", rank=silent[0])
-        if self._stopped.wait(_WORD_S):
-            return InterruptedError("the reduction was stopped")
-        return TimeoutError(message)
-
-    def _put_away(self, box: list[Any]) -> None:
-        """Ends the connections and drops the group in ``box``, to which the caller holds no other reference."""
-        if self.size == 1:
-            return
-
-        def work() -> None:
-            shut_down(dict(self._store.values))
-            box.clear()
-
-        in_background(work, "ftopt-drop-group")
-
-    def _check(self) -> None:
-        if self._stopped.is_set():
-            raise InterruptedError("the reduction was stopped")
-
-    def _explain(self, error: RuntimeError, what: str) -> OSError:
-        line = _first_line(error)
-        rank = rank_of(str(error), dict(self._store.values), self.rank)
-        who = "a peer" if rank is None else f"rank {rank}"
-        if "imed out" in line or "imeout" in line:
-            return TimeoutError(f"{who} {what} in time: {line}")
-        return PeerLost(f"{who} {what}: {line}", rank=rank)
-
 
 @contextmanager
 def _joined(staging: Staging) -> Iterator[None]:
@@ -460,13 +275,3 @@ def _joined(staging: Staging) -> Iterator[None]:
         yield
     finally:
         staging.join()
-
-
-def _bare(error: BaseException) -> BaseException:
-    """Without the frames it came through: kept with them it keeps the group's listening port and Gloo's thread."""
-    error.__cause__ = error.__context__ = None
-    return error.with_traceback(None)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0].partition(" This is typically")[0]

@@ -76,7 +76,7 @@ class Collective(Protocol):
         alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
         ``carry`` is told of each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
 
-        Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf.
+        Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf; the collective is then closed.
         """
 
     def tell(self, row: Sequence[int]) -> None:

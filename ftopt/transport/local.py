@@ -130,22 +130,8 @@ class LocalCollective:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
 
         ``flat <- decode(encode(sum over m of shares[m] * decode(encode(flat_m)) + owed))``, the sum in fp32, in rank
-        order, encoded with ``codec.for_sum``. One member alone keeps its ``flat``, but for what it owes.
-
-        Args:
-            flat: 1-D, contiguous, fp32; the same length on all members. What this member offers, not multiplied by its
-                share.
-            codec: the same on all members.
-            shares: of all members in rank order; their sum is 1. The payload of a member of share 0 is not looked at.
-            owed: what this member owes of earlier sums, is not changed; None: it keeps no account.
-            carry: its error feedback. A payload that is not looked at has none.
-            summed: is told of the third quarter of the elements, then of the first, as if the others were on the wire.
-
-        Returns:
-            What it owes now.
-
-        Raises:
-            FloatingPointError: this member's payload is not finite, or the mean is not; the collective is closed.
+        order, encoded with ``codec.for_sum``. ``summed`` is called for the third quarter of the elements, then for the
+        first, as if the others were on the wire. See `ftopt.transport.interface.Collective`.
         """
         assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, (
             "a flat, contiguous fp32 tensor"

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ftopt.transport.gloo import GlooCollective, GlooTransport, PeerLost
+from ftopt.transport.gloo import GlooCollective, GlooTransport
+from ftopt.transport.gloo_group import PeerLost
 from ftopt.transport.sockets import _address
 from ftopt.transport.staging import CopyStaging, staging_for
 
@@ -192,7 +193,7 @@ def test_what_was_told_and_never_asked_for_keeps_no_group() -> None:
     with pytest.raises(ConnectionError):
         idle.exchange([0])  # members do the same things in the same order
         idle.all_reduce_(torch.zeros(1_000_000))
-    assert not collective._telling
+    assert not collective._group.told
 
 
 def test_a_peer_that_brings_no_piece_is_a_timeout() -> None:

@@ -1,0 +1,207 @@
+"""One Gloo process group that can be stopped at any moment, and put away without waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
+
+from ftopt.transport.background import in_background
+from ftopt.transport.interface import StoreOps
+from ftopt.transport.sockets import rank_of, shut_down, unreachable
+from ftopt.transport.store import RendezvousStore
+
+_SLICE = timedelta(milliseconds=5)
+_OPEN_MARGIN_S = 0.5
+"""`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
+
+_PROBE_S = 0.5
+"""After a time-out, who does not answer within so long is named."""
+_WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
+"""Who reaches everybody waits so much longer with its complaint: those who are cut from each other name the peer."""
+
+
+class PeerLost(ConnectionError):
+    """A member of the group is gone, or has dropped the group.
+
+    Args:
+        message: what happened.
+        rank: the member that this one lost its connection to, if Gloo's message tells. Not always the first
+            to fail: a living neighbour of a dead member drops its group, too.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class PeerSilent(TimeoutError):
+    """Nothing moves, and the host of the member ``rank`` does not answer."""
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class GlooGroup:
+    """The process group of one attempt; the blocking calls raise what `ftopt.transport.gloo.GlooCollective` says.
+
+    Args:
+        key: names the group.
+        rank: this member's place.
+        size: members.
+        ops: the coordinator's store. Called on a background thread.
+        options: Gloo's.
+        timeout_s: seconds without any piece, or without a peer's coming, after which a call fails.
+    """
+
+    def __init__(self, key: str, rank: int, size: int, ops: StoreOps, *, options: Any, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.told: deque[Work] = deque()
+        """Works that outlast a call; let go of at the end, since a work keeps the group's connections."""
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # guards _group and _closed
+        self._group: Any = None
+        self._closed = False
+        self._stopped = threading.Event()
+        self._opened = threading.Event()  # built, failed to build, or stopped
+        self._failure: BaseException | None = None
+        self._store = RendezvousStore(ops, key, timeout_s=timeout_s, stopped=self._stopped.is_set)
+        if size == 1:
+            self._opened.set()
+        else:
+            in_background(lambda: self._build(options), f"ftopt-connect-{key}")
+
+    def open(self) -> None:
+        """Waits until all members are connected; free of charge afterwards."""
+        built = self._opened.wait(self._timeout_s + _OPEN_MARGIN_S)
+        self.check()
+        failure, self._failure = self._failure, None
+        try:
+            if not built:
+                failure = self._blame(f"a peer came to the group but did not connect within {self._timeout_s:g} s")
+            elif isinstance(failure, TimeoutError):
+                failure = self._blame(str(failure))
+            if failure is not None:
+                self.close()
+                raise failure
+        finally:
+            failure = None  # its traceback holds this frame, thus the collective
+
+    def stop(self) -> None:
+        """Ends a call in progress within milliseconds, `open` too; later calls raise InterruptedError."""
+        self._stopped.set()
+        self._opened.set()
+
+    def close(self) -> None:
+        """Puts the group away without blocking, also when a peer hangs. Idempotent; includes `stop`."""
+        self.stop()  # first: a reduction that finds no group must find itself stopped
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            box, self._group = [self._group], None
+        self.told.clear()
+        self._put_away(box)
+
+    @contextmanager
+    def works(self) -> Iterator[tuple[list[Any], deque[Work]]]:
+        """The group, in a box, and the works under way, oldest first; both are let go of if anything fails."""
+        pending: deque[Work] = deque()
+        with self._lock:
+            box = [self._group]  # in a box: whoever lets go of the group last waits for its works
+        try:
+            self.check()
+            yield box, pending
+        except BaseException:
+            pending.clear()  # a work keeps the group's connections
+            self.close()
+            in_background(box.clear, "ftopt-drop-group")
+            raise
+
+    def finish(self, pending: deque[Work], since_s: float) -> float:
+        """Waits for the oldest piece; returns the time. (No local name for it: a traceback would keep it.)"""
+        while True:
+            self.check()
+            try:
+                done = pending[0].is_completed()
+                pending[0].wait(_SLICE)
+                pending.popleft()
+                return time.monotonic()
+            except IndexError:  # what was told, when the collective is closed by another thread
+                raise InterruptedError("the reduction was stopped") from None
+            except RuntimeError as error:
+                if done:  # then it is the work's own error, not the end of the slice
+                    raise self._explain(error, "was lost in a reduction") from None
+            if time.monotonic() - since_s > self._timeout_s:
+                raise self._blame(
+                    f"no piece was reduced for {self._timeout_s:g} s: a peer hangs or is cut off, or the "
+                    "network is too slow for pieces of this size"
+                )
+
+    def check(self) -> None:
+        """Raises InterruptedError once the group is stopped."""
+        if self._stopped.is_set():
+            raise InterruptedError("the reduction was stopped")
+
+    def _build(self, options: Any) -> None:
+        group: Any = None
+        try:
+            group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
+        except (OSError, InterruptedError) as error:  # the store's own: named and typed already
+            self._failure = _bare(error)
+        except RuntimeError as error:
+            self._failure = self._explain(error, "could not be connected")
+        except BaseException as error:
+            self._failure = _bare(error)
+        with self._lock:
+            if not self._closed:
+                self._group = group
+        self._opened.set()
+        # A group that comes after close() is dropped here, on this daemon thread.
+
+    def _blame(self, message: str) -> BaseException:
+        """The error of a time-out, with the member that cannot be reached from here; if all can, it comes late."""
+        silent = unreachable(dict(self._store.values), self.rank, _PROBE_S)
+        if silent:
+            return PeerSilent(f"{message}; the host of rank {silent[0]} does not answer", rank=silent[0])
+        if self._stopped.wait(_WORD_S):
+            return InterruptedError("the reduction was stopped")
+        return TimeoutError(message)
+
+    def _put_away(self, box: list[Any]) -> None:
+        """Ends the connections and drops the group in ``box``, to which the caller holds no other reference."""
+        if self.size == 1:
+            return
+
+        def work() -> None:
+            shut_down(dict(self._store.values))
+            box.clear()
+
+        in_background(work, "ftopt-drop-group")
+
+    def _explain(self, error: RuntimeError, what: str) -> OSError:
+        line = first_line(error)
+        rank = rank_of(str(error), dict(self._store.values), self.rank)
+        who = "a peer" if rank is None else f"rank {rank}"
+        if "imed out" in line or "imeout" in line:
+            return TimeoutError(f"{who} {what} in time: {line}")
+        return PeerLost(f"{who} {what}: {line}", rank=rank)
+
+
+def _bare(error: BaseException) -> BaseException:
+    """Without the frames it came through: kept with them it keeps the group's listening port and Gloo's thread."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
+
+
+def first_line(error: BaseException) -> str:
+    """What Gloo says, without its advice."""
+    return str(error).partition("\n")[0].partition(" This is typically")[0]
