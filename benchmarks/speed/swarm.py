@@ -18,8 +18,11 @@ from typing import Any
 
 from benchmarks.speed.orders import Crew, answer, crew
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as p
-from ftopt.sync.protocol.replica.fragment import agree
+from ftopt.sync.protocol.replica import effects as p
+from ftopt.sync.protocol.replica import machine
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.protocol.replica.prepared import agree
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.link import Channel
 from ftopt.sync.replica.websocket import WebSocketLink
@@ -33,7 +36,7 @@ class Soldier:
     def __init__(self, swarm: Swarm, name: str, sync: Sync) -> None:
         settings = asdict(sync)
         lines = {f"sync.{key}": str(value) for key, value in settings.items()}
-        self.machine = p.Replica(p.Identity("swarm", name, lines, settings, initial="0"))
+        self.machine = Replica(Identity("swarm", name, lines, settings, initial="0"))
         self._swarm = swarm
         self._channel: Channel | None = None
         self._proposed_s = 0.0
@@ -45,7 +48,7 @@ class Soldier:
 
     def propose(self) -> None:
         """One inner step towards the next version."""
-        record = self.machine.record(0)
+        record = self.machine.fragments[0].record
         assert record is not None
         self._proposed_s = time.monotonic()
         step = self.machine.counted_step(record) + 1
@@ -181,7 +184,7 @@ def _once(agree: Callable[..., tuple[str, m.Record]]) -> Callable[..., tuple[str
 
 def main() -> None:
     """Takes orders until stdin ends."""
-    p.agree = _once(agree)
+    machine.agree = _once(agree)
     asyncio.run(_obey(json.loads(sys.argv[1])))
 
 

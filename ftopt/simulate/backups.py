@@ -21,7 +21,7 @@ class SimBackup:
     def begin(self) -> None:
         """A round of its own is taken up: training thread."""
         process = self._process
-        if process.loader is None or not self._world.knobs.replay or process.machine.reset:
+        if process.loader is None or not self._world.knobs.replay or any(f.reset for f in process.machine.fragments):
             return
         taken = [shard.taken for shard in process.shards]
         if any(shard.reset for shard in process.shards):

@@ -82,7 +82,7 @@ class Shares:
             return
         self._take_over()
         self._sync()
-        if p.leaving and (not self._outstanding or p.machine.released(0)):
+        if p.leaving and (not self._outstanding or p.machine.fragments[0].released):
             p.goodbye()
             return
         planned = portion.plan > 0 and shard.taken is not None and portion.version == shard.taken.version + 1
@@ -100,7 +100,7 @@ class Shares:
 
     @property
     def _outstanding(self) -> bool:
-        return self._under_way > 0 or self._process.machine.outstanding(0)
+        return self._under_way > 0 or self._process.machine.fragments[0].outstanding
 
     def _wait(self, limit_s: float, *, again: bool) -> None:
         self._turn += 1

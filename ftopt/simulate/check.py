@@ -55,7 +55,7 @@ class Checks:
 
     def moved(self, process: Process, fragment: int, parent: str) -> None:
         """A replica has taken up another committed state, made from that of chain ``parent`` ("": fetched)."""
-        shard, record = process.shards[fragment], process.machine.record(fragment)
+        shard, record = process.shards[fragment], process.machine.fragments[fragment].record
         assert record is not None
         if shard.record != record:
             raise Violation("I1", f"{process.name}'s optimizer holds {shard.record}, its protocol {record}")
@@ -92,9 +92,9 @@ class Checks:
         if not self.counts(process):
             return
         for other in self.world.processes.values():
-            if other is process or not self.counts(other) or other.machine.reset_in(fragment):
+            if other is process or not self.counts(other) or other.machine.fragments[fragment].reset:
                 continue
-            theirs = other.machine.record(fragment)
+            theirs = other.machine.fragments[fragment].record
             if (theirs is not None and not theirs.version and not other.machine.ready) or not process.machine.ready:
                 continue  # half of a cold start, not trained from yet, may be begun anew
             if theirs is not None and not self.one_history(fragment, record.chain, theirs.chain):
@@ -152,7 +152,7 @@ class Checks:
         if not self.counts(process):
             return
         for fragment, shard in enumerate(process.shards):
-            if shard.record is None or shard.reset or process.machine.reset_in(fragment):
+            if shard.record is None or shard.reset or process.machine.fragments[fragment].reset:
                 continue
             key = (fragment, process.incarnation_id)
             inside = shard.content.steps.get(process.incarnation_id, self.world.floor.get((*key, process.life), 0))
@@ -228,7 +228,7 @@ class Checks:
             if conn is None or not conn.works or conn.process.conn is not conn:
                 continue
             held = union(conn.granted, conn.process.machine.lease.held)
-            record = conn.process.machine.record(0)
+            record = conn.process.machine.fragments[0].record
             if record is not None and (missing := subtract(subtract(lease, held), record.done)):
                 raise Violation("I3", f"{incarnation_id[0]} is taken to hold {missing}, and does not")
 
@@ -241,18 +241,18 @@ class Checks:
             return  # it follows another coordinator by now, and this one has not noticed
         if conn.life != process.life:
             return  # it has died, and come back as it was in a checkpoint: likewise
-        record = process.machine.record(quorum.fragment)
+        record = process.machine.fragments[quorum.fragment].record
         if machine is None or not self.counts(process):
             return
         at = machine.rounds[quorum.fragment].at
-        if record is None or record.position != at or process.machine.fetching(quorum.fragment):
+        if record is None or record.position != at or process.machine.fragments[quorum.fragment].fetching:
             held = record.position if record else None
             raise Violation("I5", f"{process.name} is a member on {at}, and holds {held}")
 
     def served(self, source: Process, fragment: int) -> None:
         """A source of state holds a state that nobody doubts."""
         shard = source.shards[fragment]
-        if shard.record is None or source.machine.reset_in(fragment):
+        if shard.record is None or source.machine.fragments[fragment].reset:
             raise Violation("I5", f"{source.name} serves a state that it does not hold")
         known = self.versions.get((fragment, shard.record.chain))
         if known is None or known.content.digest != shard.content.digest:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from ftopt.simulate.knobs import Knobs
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
-from ftopt.sync.protocol.replica.machine import Replica, ReplicaEffect
+from ftopt.sync.protocol.replica.effects import ReplicaEffect
+from ftopt.sync.protocol.replica.machine import Replica
 
 
 class Loader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ftopt.simulate.host import Payload, reduce
 from ftopt.simulate.world import Process, World
-from ftopt.sync.protocol.replica.machine import StartReduce
+from ftopt.sync.protocol.replica.effects import StartReduce
 
 WORD_S = 1.5
 

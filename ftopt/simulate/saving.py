@@ -18,7 +18,7 @@ def give(process: Process) -> None:
         return
     (attempt, members), shard.made = shard.made, None
     kept = tuple(x.kept() for x in process.shards)
-    if any(x.reset for x in process.shards) or process.machine.reset:
+    if any(x.reset for x in process.shards) or any(f.reset for f in process.machine.fragments):
         return
     offered = tuple(x.snapshot.contribution for x in kept if x.snapshot is not None)
     used, queue = process.loader.unit_queue.kept() if process.loader is not None else ((), ())

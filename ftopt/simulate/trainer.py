@@ -20,7 +20,9 @@ from ftopt.simulate.training import InnerSteps
 from ftopt.simulate.world import Conn, Process, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import subtract
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 
 
 class Trainer(Process):
@@ -54,7 +56,7 @@ class Trainer(Process):
         if self.alive or self.barred:
             return
         knobs = self.world.knobs
-        identity = r.Identity(
+        identity = Identity(
             job=JOB,
             replica=self.name,
             lines={"model": "m"},
@@ -66,7 +68,7 @@ class Trainer(Process):
         )
         self.life += 1
         self.alive = True
-        self.machine = r.Replica(identity)
+        self.machine = Replica(identity)
         self.shares = Shares(self) if knobs.global_batch else None
         lends = knobs.samples is not None and self.shares is None
         self.loader = Loader(self.machine, knobs, self.world.coverage, self.act) if lends else None
@@ -325,13 +327,13 @@ class Trainer(Process):
         self.act(self.machine.reduce_failed(fragment, attempt, reason="stopped"))
 
     def _fetch(self, fragment: int, failed: tuple[str, ...]) -> None:
-        fetch = self.machine.latest_fetch(fragment)
+        fetch = self.machine.fragments[fragment].wanted
         for name in fetch.sources if fetch else ():
             source = self.world.processes.get(name)
             cut = frozenset((name, self.name)) in self.world.cuts
             if name in failed or source is None or not source.alive or source.frozen or cut:
                 continue
-            record = source.machine.serves(fragment)
+            record = source.machine.fragments[fragment].serves()
             if record is None:
                 continue
             self._checks.served(source, fragment)
@@ -346,7 +348,7 @@ class Trainer(Process):
         if not source.alive or source.life != life:
             self._fetch(fragment, (*failed, name))
             return
-        reset = self.machine.reset_in(fragment)
+        reset = self.machine.fragments[fragment].reset
         if not self.machine.install(record):
             self.act(self.machine.fetch_failed(fragment))
             return

@@ -66,8 +66,8 @@ class InnerSteps:
                 pending, self._spent_s = True, self._world.now
             if (
                 loader.waits
-                and not self._process.machine.outstanding(fragment)
-                and (pending or self._process.machine.called_in(fragment))
+                and not self._process.machine.fragments[fragment].outstanding
+                and (pending or self._process.machine.fragments[fragment].called_in)
             ):
                 self._propose(fragment, now=False)
         if not self._process.alive:
@@ -90,8 +90,8 @@ class InnerSteps:
             now = self._world.knobs.hasty > 0 and self._world.chance(self._world.knobs.hasty)
             rest = self._process.leaving and not self._offered and self._process.local_steps > shard.base_step
             if (
-                due or now or rest or self._process.machine.called_in(fragment)
-            ) and not self._process.machine.outstanding(fragment):
+                due or now or rest or self._process.machine.fragments[fragment].called_in
+            ) and not self._process.machine.fragments[fragment].outstanding:
                 self._offered = self._offered or rest
                 self._propose(fragment, now=now)
             if (due or now or self._process.leaving) and self._waiting(fragment):
@@ -106,7 +106,8 @@ class InnerSteps:
             self._process.later(self._process.step_s * self._world.between(0.8, 1.2), self._step)
 
     def _waiting(self, fragment: int) -> bool:
-        return self._process.machine.outstanding(fragment) and not self._process.machine.released(fragment)
+        f = self._process.machine.fragments[fragment]
+        return f.outstanding and not f.released
 
     def _take_over(self, fragment: int) -> None:
         shard = self._process.shards[fragment]
@@ -143,6 +144,6 @@ class InnerSteps:
             if not self._process.alive:
                 return
         effects = self._process.machine.propose(contribution, now=now)
-        if self._process.loader is not None and self._process.machine.contribution(0) is contribution:
+        if self._process.loader is not None and self._process.machine.fragments[0].contribution is contribution:
             self._process.check_offered(before, contribution)
         self._process.act(effects)

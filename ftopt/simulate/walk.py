@@ -301,7 +301,7 @@ def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> b
         return False
     for fragment in sorted(left):
         at = machine.rounds[fragment].at
-        records = [p.machine.record(fragment) for p in living]
+        records = [p.machine.fragments[fragment].record for p in living]
         loose = world.knobs.global_batch and not ends
         good = [x is not None and (x.position == at or (loose and (fragment, x.chain) not in old)) for x in records]
         if all(good) and (ends or (fragment, at.chain) not in old):

@@ -24,7 +24,8 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, union
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.machine import Replica
 
 
 class Violation(AssertionError):
@@ -196,7 +197,7 @@ class Conn:
 class Process(ABC):
     """One replica id, and the process that runs under it at present, as the other parts of a world see it."""
 
-    machine: r.Replica
+    machine: Replica
     shards: list[Shard]
     loader: Loader | None
     leaving: bool

@@ -18,8 +18,9 @@ from ftopt.optimizer.tensors.flat import FlatView, parameters
 from ftopt.outer import SGD
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import check_message
-from ftopt.sync.protocol.replica.fragment import Identity
-from ftopt.sync.protocol.replica.machine import Replica, Send
+from ftopt.sync.protocol.replica.effects import Send
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import together
 from tests.problems import problem

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, in_order
-from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
 from ftopt.transport.interface import Meta, StateTransfer
 
@@ -30,14 +31,14 @@ class Owner(Protocol):
     """What it asks of the client."""
 
     @property
-    def machine(self) -> p.Replica:
+    def machine(self) -> Replica:
         """The machine."""
 
     @property
     def replica(self) -> str:
         """This replica's id."""
 
-    def run(self, effects: list[p.ReplicaEffect]) -> None:
+    def run(self, effects: list[e.ReplicaEffect]) -> None:
         """Performs what the machine asks for."""
 
     def inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:

@@ -27,7 +27,9 @@ from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, union
 from ftopt.sync.protocol.limits import MAX_READING, MAX_STEP_S, MAX_WANTS, MAX_WORD
-from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.backup import Backup
@@ -82,7 +84,7 @@ class Client:
         self._network = network
         self._on_event = on_event
         self._connect_s = connect_s
-        self._machine: p.Replica | None = None
+        self._machine: Replica | None = None
         self._host: Host | None = None
         self._changed = threading.Condition()
         self._failure: FtoptError | None = None
@@ -329,7 +331,7 @@ class Client:
         address = await self._fetcher.start()
         settings = asdict(self.sync)
         lines = dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()}
-        identity = p.Identity(
+        identity = Identity(
             job=self._job,
             replica=self.replica,
             lines=lines,
@@ -339,7 +341,7 @@ class Client:
             address=address,
             samples=self.samples,
         )
-        self._machine = p.Replica(identity)
+        self._machine = Replica(identity)
         if self._resumed is not None:
             self._machine.resume(self._resumed)
         self._want()
@@ -489,53 +491,53 @@ class Client:
         if self._machine is not None:
             self.run(self._machine.leave())
 
-    def run(self, effects: list[p.ReplicaEffect]) -> None:
+    def run(self, effects: list[e.ReplicaEffect]) -> None:
         """Performs what the machine asks for. Network thread."""
         for effect in effects:
             self._perform(effect)
         self._mirror()
 
-    def _perform(self, effect: p.ReplicaEffect) -> None:
+    def _perform(self, effect: e.ReplicaEffect) -> None:
         match effect:
-            case p.Send(message=message):
+            case e.Send(message=message):
                 self._send(message)
-            case p.StartReduce(quorum=q):
+            case e.StartReduce(quorum=q):
                 if q.outlier:
                     data = {"reason": q.outlier}
                     self.emit("outlier", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
-                record = self.machine.record(q.fragment)
+                record = self.machine.fragments[q.fragment].record
                 self._reducer.begin(effect, record.inner_step if record is not None else 0)
-            case p.StopReduce(fragment=fragment, attempt=attempt):
+            case e.StopReduce(fragment=fragment, attempt=attempt):
                 self._reducer.abort(attempt)
                 self.host.discard(fragment)
                 with self._changed:
                     self._failed[fragment] += 1
-            case p.CommitPrepared(attempt=attempt, record=record):
+            case e.CommitPrepared(attempt=attempt, record=record):
                 started = self._reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
                 self.host.commit(started, self.committed(record))
-            case p.Begin(record=record, reset=reset):
+            case e.Begin(record=record, reset=reset):
                 if reset:  # otherwise the host begins with its own state anyway
                     digest, tensors = self.host.state(record.fragment)
                     self.host.install(self.committed(record), digest, tensors, reset=True)
-            case p.RestoreCheckpoint():
+            case e.RestoreCheckpoint():
                 with self._changed:
                     self._restoring, self._welcomed = True, False
                 self._hang_up()
-            case p.Fetch():
+            case e.Fetch():
                 self._fetcher.begin(effect, self._on_task_end)
-            case p.Granted(ranges=ranges, out_of_units=out_of_units) if self.units is not None:
+            case e.Granted(ranges=ranges, out_of_units=out_of_units) if self.units is not None:
                 self.units.grant(ranges, out_of_units=out_of_units)
-            case p.Settled(done=done, own=own) if self.units is not None:
+            case e.Settled(done=done, own=own) if self.units is not None:
                 if twice := self.units.settle(done, own):
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
-            case p.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
+            case e.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
                 self.global_batch.assign(version, plan, units, ended=ended)
-            case p.KeepCopy(order=order):
+            case e.KeepCopy(order=order):
                 self.backup.keep(order, self._on_task_end)
-            case p.InheritWork(order=order):
+            case e.InheritWork(order=order):
                 self.backup.inherit(order, time.monotonic, self._on_task_end)
-            case p.Reset(reason=reason):
+            case e.Reset(reason=reason):
                 self._inherited = None
                 if self.units is not None:
                     self.units.reset()
@@ -543,12 +545,12 @@ class Client:
                     self.global_batch.reset()
                 self.emit("reset", data={"reason": reason})
                 self._hang_up()
-            case p.GiveUp(reason=reason):
+            case e.GiveUp(reason=reason):
                 self._fail(Refused(reason))
-            case p.Disconnect(reason=reason):
+            case e.Disconnect(reason=reason):
                 self.emit("epoch", data={"reason": reason})
                 self._hang_up()
-            case p.Notice(text=text) if text != self._notice:
+            case e.Notice(text=text) if text != self._notice:
                 self._notice = text
                 self.emit("hold", data={"text": text})
 
@@ -575,10 +577,10 @@ class Client:
         machine = self.machine
         with self._changed:
             for f in range(len(self._outstanding)):
-                self._outstanding[f] = machine.outstanding(f)
-                self._released[f] = machine.released(f)
-                self._called_in[f] = machine.called_in(f)
-                self._means[f] = machine.means(f)
+                self._outstanding[f] = machine.fragments[f].outstanding
+                self._released[f] = machine.fragments[f].released
+                self._called_in[f] = machine.fragments[f].called_in
+                self._means[f] = machine.fragments[f].means
             if machine.incarnation:
                 self._incarnation = machine.incarnation
             self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
@@ -603,7 +605,7 @@ class Client:
         self._mirror()
 
     @property
-    def machine(self) -> p.Replica:
+    def machine(self) -> Replica:
         """The replica machine; there from `start` on."""
         assert self._machine is not None
         return self._machine
@@ -616,13 +618,13 @@ class Client:
 
     def _records(self) -> list[m.Record]:
         machine = self.machine
-        records = [machine.record(f) for f in range(machine.identity.fragments)]
+        records = [machine.fragments[f].record for f in range(machine.identity.fragments)]
         return [r for r in records if r is not None]
 
     def committed(self, record: m.Record) -> Committed:
         """``record`` as the host sees it."""
         machine = self.machine
-        first = record if record.fragment == 0 else machine.record(0)
+        first = record if record.fragment == 0 else machine.fragments[0].record
         inner_step = first.inner_step if first is not None else record.inner_step
         return Committed(record.fragment, record.version, inner_step, machine.counted_step(record), record)
 

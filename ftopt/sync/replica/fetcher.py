@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ftopt.sync.group import Committed, Contribution, Host
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.replica.backup import Backup
 from ftopt.transport.interface import Meta, StateTransfer
 
@@ -31,7 +32,7 @@ class Owner(Protocol):
         """Whether nothing reaches anybody, by fault injection."""
 
     @property
-    def machine(self) -> p.Replica:
+    def machine(self) -> Replica:
         """The machine."""
 
     @property
@@ -45,7 +46,7 @@ class Owner(Protocol):
     def committed(self, record: m.Record) -> Committed:
         """``record`` as the host sees it."""
 
-    def run(self, effects: list[p.ReplicaEffect]) -> None:
+    def run(self, effects: list[e.ReplicaEffect]) -> None:
         """Performs what the machine asks for."""
 
     def accept(self, contribution: Contribution) -> None:
@@ -95,7 +96,7 @@ class Fetcher:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._transfer.stop()
 
-    def begin(self, effect: p.Fetch, on_end: Callable[[asyncio.Task[None]], None]) -> None:
+    def begin(self, effect: e.Fetch, on_end: Callable[[asyncio.Task[None]], None]) -> None:
         """Starts a fetch; the machine asks for one at a time a fragment."""
         task = asyncio.create_task(self._fetch(effect))
         self._tasks[effect.position.fragment] = task
@@ -117,7 +118,7 @@ class Fetcher:
         machine, fragment = self._owner.machine, int(name)
         if not 0 <= fragment < machine.identity.fragments:
             raise KeyError(fragment)
-        record = machine.serves(fragment)
+        record = machine.fragments[fragment].serves()
         if record is None:
             raise LookupError("no committed state yet")
         digest, tensors = self._owner.host.state(fragment)
@@ -128,10 +129,10 @@ class Fetcher:
         if kind == "state":
             self._owner.emit("serve", fragment=int(name), version=_record(meta).version)
 
-    async def _fetch(self, effect: p.Fetch) -> None:
+    async def _fetch(self, effect: e.Fetch) -> None:
         machine = self._owner.machine
         fragment = effect.position.fragment
-        target = machine.latest_fetch(fragment) or effect
+        target = machine.fragments[fragment].wanted or effect
         at = target.position
         self._owner.emit("fetch", fragment=fragment, version=at.version)
 
@@ -180,7 +181,7 @@ class Fetcher:
         if self._owner.cut_off or not machine.install(record):
             raise ConnectionError(f"version {record.version} is not wanted any more")
         self._installing.add(fragment)
-        committed, reset = self._owner.committed(record), machine.reset_in(fragment)
+        committed, reset = self._owner.committed(record), machine.fragments[fragment].reset
         await asyncio.to_thread(self._owner.host.install, committed, meta["digest"], tensors, reset=reset)
         return record
 

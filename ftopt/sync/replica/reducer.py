@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ftopt.sync.group import AttemptView, Collective, Damaged, Host, bits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.protocol.replica import effects as e
 from ftopt.transport.interface import Transport
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Reducer:
     def __init__(self, owner: Owner, transport: Transport) -> None:
         self._owner = owner
         self._transport = transport
-        self._jobs: queue.SimpleQueue[p.StartReduce | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[e.StartReduce | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._attempts: dict[int, AttemptView] = {}
         self._aborted: set[int] = set()
@@ -78,7 +78,7 @@ class Reducer:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
-    def begin(self, start: p.StartReduce, inner_step: int) -> None:
+    def begin(self, start: e.StartReduce, inner_step: int) -> None:
         """Network thread. ``inner_step``: the fragment's committed one."""
         q, c = start.quorum, start.contribution
         attempt = AttemptView(
@@ -124,7 +124,7 @@ class Reducer:
             self._reduce(start)
             del start
 
-    def _reduce(self, start: p.StartReduce) -> None:
+    def _reduce(self, start: e.StartReduce) -> None:
         owner, q = self._owner, start.quorum
         with self._lock:
             attempt = self._attempts.get(q.attempt)

@@ -70,7 +70,7 @@ def stale_shares(patch: Patch) -> None:
     quorum = Replica._quorum
 
     def mutant(self: Replica, q: m.Quorum) -> Any:
-        c = self.contribution(q.fragment)
+        c = self.fragments[q.fragment].contribution
         return quorum(self, replace(q, plan=c.plan) if c is not None else q)
 
     patch.setattr(Replica, "_quorum", mutant)
@@ -80,10 +80,10 @@ def frozen_under_a_plan(patch: Patch) -> None:
     """A newer plan leaves a contribution outstanding"""
 
     def mutant(self: Replica, plan: m.Plan) -> Any:
-        f = self._fragments[0]
+        f = self.fragments[0]
         if f.record is None or plan.version != f.record.version + 1:
             return []
-        self.plan = plan
+        self.lease.plan = plan
         return [Planned(plan.version, plan.plan, plan.units, plan.ended)]
 
     patch.setattr(Replica, "_take_plan", mutant)

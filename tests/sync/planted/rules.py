@@ -31,7 +31,9 @@ from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
-from ftopt.sync.protocol.replica.machine import CommitPrepared, Replica, Send, StartReduce
+from ftopt.sync.protocol.replica.effects import CommitPrepared
+from ftopt.sync.protocol.replica.fragment import FragmentState, State
+from ftopt.sync.protocol.replica.machine import Replica
 from tests.sync.planted import copies, plans
 
 LIMIT = 10_000
@@ -76,9 +78,10 @@ def freeze_off(patch: Patch) -> None:
     disconnect = Replica.disconnect
 
     def mutant(self: Replica) -> Any:
-        for f in self._fragments:
-            f.contribution = None
-        return disconnect(self)
+        effects = disconnect(self)
+        for f in self.fragments:
+            f.free()
+        return effects
 
     patch.setattr(Replica, "disconnect", mutant)
     patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
@@ -89,23 +92,18 @@ def changed_retry(patch: Patch) -> None:
     receive = Replica.receive
 
     def mutant(self: Replica, message: m.FromCoordinator) -> Any:
+        effects = receive(self, message)
         if isinstance(message, m.Abort) and self.welcomed:
-            self._fragments[message.fragment].contribution = None
-        return receive(self, message)
+            self.fragments[message.fragment].free()
+        return effects
 
-    def quorum(self: Replica, q: m.Quorum) -> Any:
-        f = self._fragments[q.fragment]
-        f.prepared = None
-        f.members = tuple(sorted((set(f.members) - set(q.left)) | set(q.joined)))
-        own = (self.identity.replica, self.incarnation)
-        fits = len(f.members) == q.size and f.members[q.rank : q.rank + 1] == (own,)
-        if not fits or f.contribution is None or f.record is None or q.version != f.record.version + 1 or f.fetching:
-            return [Send(m.Failed(q.fragment, q.attempt, "misfit", "")), *self._lacks(q.fragment)]
-        f.quorum, f.called_in, f.released = q, False, False
-        return [StartReduce(q, f.members, f.contribution)]
+    def fits(self: FragmentState, quorum: m.Quorum, own: m.IncarnationId) -> bool:
+        if self.state is not State.OFFERED or self.record is None or quorum.version != self.record.version + 1:
+            return False
+        return len(self.members) == quorum.size and self.members[quorum.rank : quorum.rank + 1] == (own,)
 
     patch.setattr(Replica, "receive", mutant)
-    patch.setattr(Replica, "_quorum", quorum)
+    patch.setattr(FragmentState, "fits", fits)
 
 
 def count_off(patch: Patch) -> None:
@@ -143,13 +141,14 @@ def count_of_the_prepared(patch: Patch) -> None:
     reduced, counted_step = Replica.reduced, Replica.counted_step
 
     def note(self: Replica, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> Any:
-        c = self.contribution(fragment)
+        c = self.fragments[fragment].contribution
         if c is not None:
             vars(self).setdefault("seen", set()).add((fragment, c.last_step))
         return reduced(self, fragment, attempt, digest, rows)
 
     def mutant(self: Replica, record: m.Record) -> int:
-        step, c, held = counted_step(self, record), self.contribution(record.fragment), self.record(record.fragment)
+        f, step = self.fragments[record.fragment], counted_step(self, record)
+        c, held = f.contribution, f.record
         if c is None or held is None or step != c.last_step or (record.fragment, step) in vars(self).get("seen", ()):
             return step
         return counted_step(self, held)
@@ -174,11 +173,11 @@ def any_digest(patch: Patch) -> None:
     patch.setattr(Decide, "_commit", commit)
 
     def mutant(self: Replica, message: m.Commit) -> Any:
-        f = self._fragments[message.fragment]
+        f = self.fragments[message.fragment]
         p = f.prepared
         if p is None or p.attempt != message.attempt:
             return []
-        f.record, f.prepared, f.contribution = p.record, None, None
+        f.become_holding(p.record)
         return [CommitPrepared(p.attempt, p.record)]
 
     patch.setattr(Replica, "_commit", mutant)
@@ -273,18 +272,13 @@ def stale_proposal(patch: Patch) -> None:
 def stale_state(patch: Patch) -> None:
     """A fetched state is installed whatever it is: another version's, another moment's."""
 
-    def mutant(self: Replica, record: m.Record) -> bool:
-        f = self._fragments[record.fragment]
-        f.installing = f.fetching is not None
-        return f.installing
-
-    patch.setattr(Replica, "install", mutant)
+    patch.setattr(FragmentState, "may_install", lambda self, record: self.fetching)
     patch.setattr(Replica, "_is_mine", lambda self, f, record: True)
 
 
 def unhealed_source(patch: Patch) -> None:
     """A replica whose own state is in doubt is a source of it."""
-    patch.setattr(Replica, "serves", lambda self, fragment: self.record(fragment))
+    patch.setattr(FragmentState, "serves", lambda self: self.record)
 
 
 def unhealed_votes(patch: Patch) -> None:

@@ -11,7 +11,7 @@ from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.plans import Portion
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
 
@@ -37,7 +37,7 @@ class Worker:
 
     @property
     def frozen_now(self) -> m.Contribution | None:
-        return self.seat.machine.contribution(0)
+        return self.seat.machine.fragments[0].contribution
 
     def take(self) -> None:
         """What has arrived; the plans in it reach the training thread, reductions begin with what is frozen."""
@@ -68,7 +68,7 @@ class Worker:
 
     def offer(self) -> None:
         """Offers the sum if the share is done and nothing is outstanding."""
-        record, p = self.seat.machine.record(0), self.portion
+        record, p = self.seat.machine.fragments[0].record, self.portion
         self._empty()
         if record is None or self.frozen_now is not None or p.version != record.version + 1 or p.kept != p.units:
             return
@@ -131,9 +131,9 @@ class Batches:
         if not wanted:
             return False
         for x in self.workers.values():
-            record = x.seat.machine.serves(0)
+            record = x.seat.machine.fragments[0].serves()
             if x is not worker and x.seat.conn is not None and record is not None:
-                latest = worker.seat.machine.latest_fetch(0)
+                latest = worker.seat.machine.fragments[0].wanted
                 if latest is not None and record.position == latest.position:
                     worker.seat.asked.remove(wanted[-1])
                     worker.seat.end_fetch(record)

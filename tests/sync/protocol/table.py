@@ -13,7 +13,9 @@ from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 
 SETTINGS: dict[str, float | int | str | None] = {
@@ -29,8 +31,8 @@ class Seat:
     def __init__(self, table: Table, name: str, initial: str = "init") -> None:
         self.table = table
         self.name = name
-        self.machine = r.Replica(
-            r.Identity(
+        self.machine = Replica(
+            Identity(
                 job="j",
                 replica=name,
                 lines={"model": "m"},
@@ -63,7 +65,7 @@ class Seat:
 
     def held(self, fragment: int) -> m.Record:
         """The record of the committed state."""
-        record = self.machine.record(fragment)
+        record = self.machine.fragments[fragment].record
         assert record is not None
         return record
 
@@ -177,7 +179,7 @@ class Seat:
         """Does the fetch that the machine has asked for, from ``source``."""
         self.take()
         self.pop_fetch(fragment)
-        record = source.machine.serves(fragment)
+        record = source.machine.fragments[fragment].serves()
         assert record is not None
         self.end_fetch(record)
 

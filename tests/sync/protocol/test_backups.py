@@ -6,7 +6,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import in_order
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.replica.inheritance import ReplicaCopy
 from tests.sync.protocol.table import Seat
 from tests.sync.protocol.test_ledger_scenarios import commit, job
@@ -135,10 +135,10 @@ def test_an_heir_is_waited_for_like_its_predecessor() -> None:
     a.propose(4)
     table.wait(1.0)
     new.take()
-    assert not new.machine.called_in(0)
+    assert not new.machine.fragments[0].called_in
     table.wait(1.5)  # the grace
     new.take()
-    assert new.machine.called_in(0)
+    assert new.machine.fragments[0].called_in
 
 
 def test_the_units_come_in_the_order_in_which_they_were_granted() -> None:

@@ -196,10 +196,10 @@ def test_the_end_of_the_data_is_told_to_all_and_to_who_comes_late() -> None:
         job.reduce("ab")
     assert job.version == 2
     assert [len(job.table.events(x)) for x in ("epoch_done", "data_ended")] == [1, 1]
-    assert job["a"].seat.machine.plan.ended
+    assert job["a"].seat.machine.lease.plan.ended
     d = job.join("d")
     assert job.fetch(d)
-    assert d.seat.machine.plan.ended
+    assert d.seat.machine.lease.plan.ended
 
 
 def test_a_quorum_that_names_another_plan_is_refused() -> None:
@@ -302,12 +302,12 @@ def _keep_the_sum(self: Portion) -> None:
 
 
 def _offer_whatever_was_frozen(self: Replica, plan: m.Plan) -> list[ReplicaEffect]:
-    f = self._fragments[0]
+    f = self.fragments[0]
     if f.record is None or plan.version != f.record.version + 1:
         return []
-    self.plan = plan
-    if f.contribution is not None:
-        f.contribution = replace(f.contribution, plan=plan.plan, ranges=plan.units)
+    self.lease.plan = plan
+    if f.offer is not None:
+        f.offer.contribution = replace(f.offer.contribution, plan=plan.plan, ranges=plan.units)
     return [Planned(plan.version, plan.plan, plan.units, plan.ended)]
 
 

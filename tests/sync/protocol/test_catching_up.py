@@ -16,7 +16,7 @@ from ftopt.methods import LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.sync.local import LocalState
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import together
 from tests.problems import problem
@@ -45,7 +45,7 @@ def overtaken(fetch_s: float) -> tuple[Table, Seat, Seat, Seat]:
     c.open()
     c.take()
     c.pop(r.Fetch)
-    served = a.machine.serves(0)
+    served = a.machine.fragments[0].serves()
     assert served is not None
     table.tick(fetch_s / 2)
     commit(a, b, step=5)
@@ -64,7 +64,7 @@ def test_a_newcomer_has_half_a_second_from_when_it_holds_the_version() -> None:
     c.say(m.Heartbeat("fetching", 0, 0.0))
     table.wait(1.9)
     c.end_fetch(a.record)
-    assert c.machine.called_in(0)
+    assert c.machine.fragments[0].called_in
     table.wait(0.4)
     assert not a.got(m.Quorum)
     c.propose(1)
@@ -79,15 +79,15 @@ def test_a_round_is_held_open_for_a_fetch_that_takes_longer_than_the_grace_and_t
     b.propose(10)
     a.take()
     b.take()
-    assert a.machine.released(0)
-    assert b.machine.released(0)
+    assert a.machine.fragments[0].released
+    assert b.machine.fragments[0].released
     table.tick(fetch_s)
     assert not table.events("quorum")[1:]
     c.end_fetch(a.record)
     c.propose(1)
     for seat in (a, b, c):
         assert seat.reduce().quorum.size == 3
-        assert not seat.machine.released(0)
+        assert not seat.machine.fragments[0].released
     assert [tell.data for tell in table.events("held_open")] == [{"for": ["c"]}]
 
 

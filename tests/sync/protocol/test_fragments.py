@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import HISTORY
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 
 
@@ -28,7 +28,7 @@ def test_21_a_joiner_fetches_each_fragment_at_a_moment_of_its_own_and_mixes_none
     c.open()
     c.take()
     fetches = [c.pop_fetch(f) for f in (0, 1)]
-    served = [a.machine.serves(f) for f in (0, 1)]
+    served = [a.machine.fragments[f].serves() for f in (0, 1)]
     assert [x.position for x in served if x] == [x.position for x in fetches]
     assert served[0] is not None and served[1] is not None
 
@@ -63,7 +63,7 @@ def test_a_fragment_that_lags_behind_keeps_nobody_from_the_others_rounds() -> No
     a.reduce()
     a.take()
     b.take()
-    assert b.machine.fetching(1) and not b.machine.fetching(0)
+    assert b.machine.fragments[1].fetching and not b.machine.fragments[0].fetching
     b.say(m.Heartbeat("training", 9, 0.1))
     for seat in (a, b):
         seat.propose(10, 0)
@@ -78,7 +78,7 @@ def test_an_offer_never_crosses_the_start_that_voids_it() -> None:
     table = Table(fragments=2, start_replicas=1)
     (a,) = table.start("a")
     table.restart(journal=False)
-    a.machine._fragments[1].unhealed = True
+    a.machine.fragments[1].doubt()
     a.open()
     a.propose(7, 0)  # between its hello and the welcome
     assert table.coordinator.running
@@ -94,11 +94,11 @@ def test_what_was_held_back_is_offered_once_it_is_known_that_no_start_comes() ->
     table = Table(fragments=2)
     a, b = table.start("a", "b")
     a.cut()
-    a.machine._fragments[1].unhealed = True
+    a.machine.fragments[1].doubt()
     a.propose(5, 0)
     a.open()
     a.take()
-    assert a.machine.fetching(1)
+    assert a.machine.fragments[1].fetching
     assert list(table.coordinator.rounds[0].proposals) == ["a"]
     b.propose(5, 0)
     assert b.got(m.Quorum)[0].size == 2
@@ -114,12 +114,12 @@ def test_states_that_were_named_are_kept_no_longer_than_a_fetch_needs_them() -> 
     a.do(a.machine.receive(m.Behind(named[0], ("b",), False)))
     for at in named[1:]:
         a.do(a.machine.receive(m.Behind(at, ("b",), False)))
-    told = a.machine._fragments[0].told
+    told = a.machine.fragments[0].named
     assert told == named[-HISTORY:]
     state = replace(a.record, version=told[0].version, chain=told[0].chain)
     assert a.machine.install(state)  # the fetch that is under way may bring any of them
     a.do(a.machine.fetched(state))
-    assert a.machine._fragments[0].told == named[-1:]
+    assert a.machine.fragments[0].named == named[-1:]
 
 
 def test_a_fetch_of_an_earlier_connection_that_fails_leaves_the_attempt_alone_that_runs_by_now() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 
 PATIENCE_S = 2.0 + 3.0
@@ -24,7 +24,7 @@ def hung() -> tuple[Table, Seat, Seat, Seat, r.StartReduce]:
     for seat in (a, b, c):
         seat.propose(5)
     stuck = hang(c)
-    offered = a.machine.contribution(0), b.machine.contribution(0), c.machine.contribution(0)
+    offered = [seat.machine.fragments[0].contribution for seat in (a, b, c)]
     a.reduce()
     b.reduce()
     table.tick(PATIENCE_S - 1.0)
@@ -33,12 +33,12 @@ def hung() -> tuple[Table, Seat, Seat, Seat, r.StartReduce]:
     assert "c: no result" in table.events("abort")[0].data["reason"]
     starts = [a.reduce(), b.reduce()]  # at once, without C
     assert [x.quorum.size for x in starts] == [2, 2]
-    assert [x.contribution for x in starts] == list(offered[:2])  # FREEZE
+    assert [x.contribution for x in starts] == offered[:2]  # FREEZE
     a.take()
     b.take()
     assert a.record.version == 1
     assert a.record.counted == (("a", 1, 5), ("b", 1, 5))  # COUNT
-    assert c.machine.contribution(0) == offered[2]
+    assert c.machine.fragments[0].contribution == offered[2]
     return table, a, b, c, stuck
 
 

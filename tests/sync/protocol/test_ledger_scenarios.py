@@ -7,7 +7,7 @@ from typing import Any
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import intersect
 from ftopt.sync.protocol.ledger.ledger import STRIDE
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
@@ -213,7 +213,7 @@ def test_source_nobody_takes_up_done_marks_of_a_history_that_was_rolled_back() -
     table.tick(3.0)  # B and C hang
     a.reduce()
     a.take()
-    served = a.machine.serves(0)
+    served = a.machine.fragments[0].serves()
     assert served is not None and served.done == ((0, 5),)
     a.cut()
     for seat in (b, c):

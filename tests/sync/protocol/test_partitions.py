@@ -9,7 +9,7 @@ from ftopt.simulate.simulation import Simulation
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.partitions import PAUSES, Membership, Partitions
 from ftopt.sync.protocol.coordinator.roster import Roster
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import SETTINGS, Seat, Table
 
 DEAD_AFTER_S = 3.0

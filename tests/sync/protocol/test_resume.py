@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
@@ -17,7 +17,7 @@ from tests.sync.protocol.table import Seat, Table
 def held(seat: Seat) -> Held:
     """What a checkpoint keeps of a replica."""
     machine = seat.machine
-    contribution = machine.contribution(0)
+    contribution = machine.fragments[0].contribution
     return Held(
         seat.name,
         machine.incarnation,
@@ -58,7 +58,7 @@ def at_version_1(*names: str) -> tuple[Table, list[Seat]]:
 def round_of(seats: Sequence[Seat], last_step: int) -> None:
     """A round of all of them."""
     for seat in seats:
-        if not seat.machine.outstanding(0):
+        if not seat.machine.fragments[0].outstanding:
             seat.propose(last_step)
     for seat in seats:
         seat.reduce()
@@ -85,7 +85,7 @@ def test_a_contribution_under_way_is_offered_again_and_counted_once(coordinator:
     there = [held(a), held(b)]
     lose_all(table, (a, b), coordinator)
     a, b = resume(table, there, "a", "b")
-    assert a.machine.welcomed and a.record == there[0].records[0] and a.machine.contribution(0) == offered
+    assert a.machine.welcomed and a.record == there[0].records[0] and a.machine.fragments[0].contribution == offered
     round_of((a, b), 10)
     assert a.record.counted == b.record.counted == (("a", 1, 10), ("b", 1, 10))
     assert a.record.version == 2
@@ -146,9 +146,9 @@ def test_one_that_was_saved_a_version_behind_learns_that_it_was_counted() -> Non
     there = [held(a), behind]
     lose_all(table, (a, b), "new")
     a, b = resume(table, there, "a", "b")
-    assert b.machine.outstanding(0)
+    assert b.machine.fragments[0].outstanding
     b.fetch(a)
-    assert b.record == a.record and not b.machine.outstanding(0)
+    assert b.record == a.record and not b.machine.fragments[0].outstanding
     assert b.machine.counted_step(b.record) == 5
 
 

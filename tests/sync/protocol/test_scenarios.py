@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 
 
@@ -23,7 +23,7 @@ def test_1_a_replica_that_was_counted_while_away_does_not_count_its_steps_again(
     a.connect()
     assert a.record == b.record
     assert a.machine.counted_step(a.record) == 5
-    assert not a.machine.outstanding(0)
+    assert not a.machine.fragments[0].outstanding
 
 
 def test_1_also_when_the_job_has_moved_on_and_it_must_fetch() -> None:
@@ -40,10 +40,10 @@ def test_1_also_when_the_job_has_moved_on_and_it_must_fetch() -> None:
     b.take()
     assert table.version == 2
     a.open()
-    assert a.machine.contribution(0) is not None  # FREEZE: until it knows
+    assert a.machine.fragments[0].contribution is not None  # FREEZE: until it knows
     a.fetch(b)
     assert a.machine.counted_step(a.record) == 5
-    assert not a.machine.outstanding(0)
+    assert not a.machine.fragments[0].outstanding
 
 
 def test_2_an_outstanding_contribution_is_frozen_through_disconnects_and_aborts() -> None:
@@ -53,7 +53,7 @@ def test_2_an_outstanding_contribution_is_frozen_through_disconnects_and_aborts(
     offered = a.propose(5)
     a.cut()
     a.propose(8)  # the trainer went on; this one is dropped
-    assert a.machine.contribution(0) == offered
+    assert a.machine.fragments[0].contribution == offered
     a.connect()
     b.propose(5)
     start = a.reduce()
@@ -62,7 +62,7 @@ def test_2_an_outstanding_contribution_is_frozen_through_disconnects_and_aborts(
     b.do(b.machine.reduce_failed(0, start.quorum.attempt, reason="cable", peer=""))
     a.take()
     assert table.events("abort")
-    assert a.machine.contribution(0) == offered
+    assert a.machine.fragments[0].contribution == offered
     table.tick(1.0)
     assert a.reduce().contribution == offered
     b.reduce()
@@ -327,14 +327,14 @@ def test_17_losing_the_coordinator_ends_the_wait() -> None:
     table = Table()
     a, b = table.start("a", "b")
     a.propose(5)
-    assert a.machine.outstanding(0)
-    assert not a.machine.released(0)
+    assert a.machine.fragments[0].outstanding
+    assert not a.machine.fragments[0].released
     a.cut()
-    assert a.machine.released(0)
-    assert a.machine.outstanding(0)  # FREEZE: the contribution is offered again
+    assert a.machine.fragments[0].released
+    assert a.machine.fragments[0].outstanding  # FREEZE: the contribution is offered again
     b.propose(5)
     a.connect()
-    assert a.machine.contribution(0) is not None
+    assert a.machine.fragments[0].contribution is not None
 
 
 def test_15_a_slow_trainer_is_waited_for_two_of_its_steps() -> None:
@@ -363,7 +363,7 @@ def test_16_a_joiner_that_missed_a_version_is_waited_for_once() -> None:
     c.open()
     c.take()
     fetch = c.pop(r.Fetch)
-    served = a.machine.serves(0)
+    served = a.machine.fragments[0].serves()
     assert served is not None and served.position == fetch.position
     a.propose(5)
     b.propose(5)
@@ -408,7 +408,7 @@ def test_19_members_without_weight_form_no_attempt() -> None:
     a.take()
     assert table.events("void")
     assert table.version == 0
-    assert not a.machine.outstanding(0)
+    assert not a.machine.fragments[0].outstanding
 
 
 def test_19_a_newcomer_without_steps_has_no_weight() -> None:
@@ -514,7 +514,7 @@ def test_who_lacks_the_newest_version_may_still_hold_the_one_before() -> None:
     anew.connect()
     table.tick(60.0)
     anew.take()
-    assert anew.machine.record(0) is None
+    assert anew.machine.fragments[0].record is None
     b.connect()
     anew.take()
     anew.fetch(b)

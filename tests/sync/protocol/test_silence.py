@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as r
+from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
 
 QUIET_S = 1.0 + 1.0
@@ -18,7 +18,7 @@ def frozen(**settings: float) -> tuple[Table, Seat, Seat, Seat, m.Contribution]:
         seat.propose(5)
     c.take()
     c.frozen = c.hangs = True
-    offered = c.machine.contribution(0)
+    offered = c.machine.fragments[0].contribution
     assert offered is not None
     return table, a, b, c, offered
 
@@ -34,7 +34,7 @@ def test_a_member_that_stops_in_the_reduction_costs_the_others_a_heartbeat_and_t
     b.take()
     assert a.record.counted == (("a", 1, 5), ("b", 1, 5))
     assert not table.events("lost")
-    assert c.machine.contribution(0) == offered  # FREEZE
+    assert c.machine.fragments[0].contribution == offered  # FREEZE
 
 
 def thaw(c: Seat, source: Seat) -> None:

@@ -16,7 +16,7 @@ def _calls(*seats: Seat) -> list[bool]:
     """Who is called in; messages are taken in."""
     for seat in seats:
         seat.take()
-    return [seat.machine.called_in(0) for seat in seats]
+    return [seat.machine.fragments[0].called_in for seat in seats]
 
 
 def _read(seat: Seat, *values: float, version: int | None = None, fragment: int = 0) -> None:
@@ -134,8 +134,9 @@ def test_each_reading_is_answered_with_the_means_of_all() -> None:
     _read(seats[0], 4.0, -4.0)
     for seat in seats:
         seat.take()
-    assert seats[0].machine.means(0) == m.Means(0, 0, 3, (4.0, -4.0))
-    assert seats[1].machine.means(0) is not None and seats[1].machine.means(0) != seats[0].machine.means(0)
+    first, second = (seat.machine.fragments[0].means for seat in seats[:2])
+    assert first == m.Means(0, 0, 3, (4.0, -4.0))
+    assert second is not None and second != first
 
 
 def test_without_readings_nobody_is_told_anything() -> None:
@@ -143,7 +144,7 @@ def test_without_readings_nobody_is_told_anything() -> None:
     a, b = table.start("a", "b")
     table.tick(5.0)
     assert not a.inbox and not b.inbox
-    assert a.machine.means(0) is None
+    assert a.machine.fragments[0].means is None
 
 
 def test_readings_of_another_version_count_for_nothing_and_means_end_with_theirs() -> None:
@@ -151,9 +152,9 @@ def test_readings_of_another_version_count_for_nothing_and_means_end_with_theirs
     a, b = table.start("a", "b")
     _read(a, 9.0)
     a.take()
-    assert a.machine.means(0) == m.Means(0, 0, 1, (9.0,))
+    assert a.machine.fragments[0].means == m.Means(0, 0, 1, (9.0,))
     _meet(a, b, step=5)
-    assert a.machine.means(0) is None
+    assert a.machine.fragments[0].means is None
     table.wait(0.1)
     _read(a, 9.0, version=0)
     assert not a.got(m.Means)
@@ -162,7 +163,7 @@ def test_readings_of_another_version_count_for_nothing_and_means_end_with_theirs
     table.wait(0.1)
     _read(a, 4.0)
     a.take()
-    assert a.machine.means(0) == m.Means(0, 1, 2, (3.0,))
+    assert a.machine.fragments[0].means == m.Means(0, 1, 2, (3.0,))
 
 
 def test_who_is_away_is_not_in_the_means() -> None:
@@ -173,7 +174,7 @@ def test_who_is_away_is_not_in_the_means() -> None:
     c.cut()
     _read(a, 1.0)
     a.take()
-    assert a.machine.means(0) == m.Means(0, 0, 2, (1.5,))
+    assert a.machine.fragments[0].means == m.Means(0, 0, 2, (1.5,))
 
 
 def test_means_have_as_many_numbers_as_everybody_has_told() -> None:
@@ -184,7 +185,7 @@ def test_means_have_as_many_numbers_as_everybody_has_told() -> None:
     table.wait(0.1)
     _read(a, 1.0, 5.0)
     a.take()
-    assert a.machine.means(0) == m.Means(0, 0, 2, (2.0,))
+    assert a.machine.fragments[0].means == m.Means(0, 0, 2, (2.0,))
 
 
 def test_fragments_have_their_own() -> None:
@@ -192,7 +193,7 @@ def test_fragments_have_their_own() -> None:
     a, _ = table.start("a", "b")
     a.say(m.Heartbeat("training", 1, 0.1, (m.Reading(0, 0, (1.0,)), m.Reading(1, 0, (2.0,)), m.Reading(7, 0, (3.0,)))))
     a.take()
-    assert [a.machine.means(f) for f in (0, 1)] == [m.Means(0, 0, 1, (1.0,)), m.Means(1, 0, 1, (2.0,))]
+    assert [a.machine.fragments[f].means for f in (0, 1)] == [m.Means(0, 0, 1, (1.0,)), m.Means(1, 0, 1, (2.0,))]
 
 
 def test_four_thousand_replicas_ask_for_few_sums() -> None:
@@ -202,11 +203,11 @@ def test_four_thousand_replicas_ask_for_few_sums() -> None:
     _read(a, 1.0)
     _read(b, 9.0)
     b.take()
-    assert b.machine.means(0) == m.Means(0, 0, 1, (1.0,))
+    assert b.machine.fragments[0].means == m.Means(0, 0, 1, (1.0,))
     table.wait(0.05)
     _read(b, 9.0)
     b.take()
-    assert b.machine.means(0) == m.Means(0, 0, 2, (5.0,))
+    assert b.machine.fragments[0].means == m.Means(0, 0, 2, (5.0,))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftopt.sync.group import AttemptView, Collective, Host
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica import machine as p
+from ftopt.sync.protocol.replica import effects as p
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.transport.interface import StoreOps
 

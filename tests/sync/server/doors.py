@@ -15,7 +15,9 @@ import aiohttp
 
 from ftopt.net.token import authorization
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica.machine import Identity, Replica, Send
+from ftopt.sync.protocol.replica.effects import Send
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.server.coordinator import CoordinatorServer
 
@@ -69,7 +71,7 @@ class Scripted:
 
     async def outer_step(self) -> int:
         """Proposes, prepares and waits for the commit, alone; returns the version."""
-        record = self.machine.record(0)
+        record = self.machine.fragments[0].record
         assert record is not None
         last = record.counted_step(self.machine.identity.replica, self.machine.incarnation) + 5
         contribution = m.Contribution(0, record.version, 5, last, 5.0)

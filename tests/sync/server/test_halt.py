@@ -14,7 +14,9 @@ import pytest
 from ftopt.events import Event, ignore
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Decided, Epoch, Journalled, Known
-from ftopt.sync.protocol.replica.machine import Identity, Replica, Send
+from ftopt.sync.protocol.replica.effects import Send
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.server import job as job_module
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.job import Job, Peer

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.replica.machine import GiveUp, Identity, Notice, Replica
+from ftopt.sync.protocol.replica.effects import GiveUp, Notice
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
 
 
 def _answer(incarnation: int) -> list[object]:

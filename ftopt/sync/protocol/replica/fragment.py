@@ -1,146 +1,384 @@
-"""What a replica holds of one fragment, and what a reduction makes of it."""
+"""One fragment of a replica: what it holds, what it is at, and the transitions between these states.
+
+The state diagram is in ``docs/protocol.md``, under "States". A transition is a method; each says what holds afterwards.
+They are the only writers of what a state carries: `FragmentState.quorum` is set exactly in `State.REDUCING`,
+`FragmentState.prepared` in `State.PREPARED`, `FragmentState.wanted` in `State.FETCHING`.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import Ranges, union
-from ftopt.sync.protocol.replica.effects import Fetch
-from ftopt.sync.protocol.replica.lease import Lease
-from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.protocol.intervals import contains
+from ftopt.sync.protocol.limits import HISTORY
+from ftopt.sync.protocol.replica.effects import Fetch, ReplicaEffect, StopReduce
+from ftopt.sync.protocol.replica.prepared import PreparedResult
+
+
+class State(Enum):
+    """What a replica is at with one fragment."""
+
+    NOTHING = auto()
+    """It has no committed state, and has not been told where to get one."""
+    HOLDS = auto()
+    """It has a committed state; no contribution is outstanding."""
+    OFFERED = auto()
+    """A contribution for the next version is outstanding (FREEZE)."""
+    REDUCING = auto()
+    """The reduction of an attempt runs, with the outstanding contribution in it."""
+    PREPARED = auto()
+    """The attempt's result is there, and waits for its decision, also across connections."""
+    FETCHING = auto()
+    """Another state is wanted. A record and an outstanding contribution stay until it is installed."""
+
+
+class Soundness(Enum):
+    """How far the held state can be relied on. Apart from `State`: a state in doubt may be held, offered or fetched."""
+
+    FIRM = auto()
+    TENTATIVE = auto()
+    """Sound, but a cold start may still replace it, since other fragments are not held: nothing is offered on it."""
+    IN_DOUBT = auto()
+    """It may be damaged: until a fetch is complete it is served to nobody and nothing is proposed."""
+    RESET = auto()
+    """It is a dead incarnation's: pending work on it is void."""
+
+
+class Transfer(Enum):
+    """What the shell does about fetches. Apart from `State`: a fetch outlives the connection on which it was wanted."""
+
+    NONE = auto()
+    RUNNING = auto()
+    """The shell answers with `fetched` or `fetch_failed`."""
+    INSTALLING = auto()
+    """A fetched state is being installed: what is held is not known before that has ended."""
+
+
+class Call(Enum):
+    """What the trainer is to do about the round. Apart from `State`: it changes nothing that the replica holds."""
+
+    NONE = auto()
+    CALL_IN = auto()
+    """Nothing is outstanding, and the others wait for a contribution: propose."""
+    TRAIN_ON = auto()
+    """Do not wait for the outstanding contribution: cut off, or too few replicas."""
 
 
 @dataclass(slots=True)
-class PreparedResult:
-    attempt: int
-    digest: str
-    record: m.Record
+class Offer:
+    """The outstanding contribution. ``now``: its trigger means now. ``known``: it was told on this connection."""
+
+    contribution: m.Contribution
+    now: bool = False
+    known: bool = False
 
 
 @dataclass(slots=True)
 class FragmentState:
-    """One fragment's variables in a replica; ``docs/protocol.md`` has the state diagram."""
+    """One fragment's variables in a replica. Others read; `ftopt.sync.protocol.replica.machine` calls transitions."""
 
+    index: int
+    state: State = State.NOTHING
     record: m.Record | None = None
-    contribution: m.Contribution | None = None
+    """Of the committed state; None in `State.NOTHING`, and in `State.FETCHING` before the first state."""
+    offer: Offer | None = None
+    """Set in `State.OFFERED`, `State.REDUCING` and `State.PREPARED`; maybe in `State.FETCHING`."""
     quorum: m.Quorum | None = None
     prepared: PreparedResult | None = None
+    wanted: Fetch | None = None
+    """The fetch to do now: its target and sources may have moved on since the shell was asked."""
+    soundness: Soundness = Soundness.FIRM
+    transfer: Transfer = Transfer.NONE
+    call: Call = Call.NONE
+    named: list[m.Position] = field(default_factory=list)
+    """States that the coordinator named on this connection since the transfer began: only these are installed."""
     members: tuple[m.IncarnationId, ...] = ()
-    fetching: Fetch | None = None
-    told: list[m.Position] = field(default_factory=list)
-    """States that the coordinator named on this connection since the fetch under way began: only these are taken up."""
-    unhealed: bool = False
-    """The held state is in doubt, until a fetch is complete."""
-    under_way: bool = False
-    """The shell is fetching: it answers with `fetched` or `fetch_failed`."""
-    installing: bool = False
-    """A fetched state is being installed: what is held is not known before that has ended."""
-    reset: bool = False
-    """The held state is a dead incarnation's: pending work on it is void."""
-    offered: bool = False
-    """The outstanding contribution is known on this connection."""
-    unsure: bool = False
-    """A cold start may still replace what is held, since not all fragments are: nothing is offered on it."""
-    called_in: bool = False
-    now: bool = False
-    """The outstanding contribution's trigger means now."""
-    means: m.Means | None = None
-    """Of the replicas' readings, the last that were told."""
-    released: bool = False
-    """Don't wait for the outstanding contribution: cut off, or too few replicas."""
+    """Of the last quorum on this connection: the next one tells the changes."""
+    last_means: m.Means | None = None
+    """Of the replicas' readings, the last that were told, of whatever version."""
 
+    # ------------------------------------------------------------ questions
 
-@dataclass(frozen=True)
-class Identity:
-    """What a replica says of itself in each hello."""
+    @property
+    def position(self) -> m.Position | None:
+        """Of the committed state."""
+        return self.record.position if self.record is not None else None
 
-    job: str
-    replica: str
-    lines: dict[str, str]
-    settings: dict[str, int | float | str | None]
-    initial: str
-    fragments: int = 1
-    address: str = ""
-    rank: int = 0
-    size: int = 1
-    samples: Samples | None = None
+    @property
+    def contribution(self) -> m.Contribution | None:
+        """The outstanding contribution."""
+        return self.offer.contribution if self.offer is not None else None
 
+    @property
+    def outstanding(self) -> bool:
+        """Whether a contribution waits for its fate."""
+        return self.offer is not None
 
-def greeting(
-    identity: Identity,
-    held: Sequence[FragmentState],
-    *,
-    incarnation: int,
-    epoch: int,
-    fresh: bool,
-    inner_step: int,
-    roster: Mapping[str, int],
-    gone: Mapping[str, int],
-    adopted_by: Mapping[str, str],
-    lease: Lease,
-    done: Ranges,
-    share: m.Plan,
-    checkpoint: m.Position | None,
-) -> m.Hello:
-    """The hello of a replica that holds ``held`` soundly; ``fresh``: it has held nothing yet."""
-    return m.Hello(
-        protocol=m.PROTOCOL,
-        job=identity.job,
-        replica=identity.replica,
-        incarnation=incarnation,
-        rank=identity.rank,
-        size=identity.size,
-        epoch=epoch,
-        address=identity.address,
-        initial=identity.initial if fresh else "",
-        fragments=identity.fragments,
-        lines=identity.lines,
-        settings=identity.settings,
-        positions=tuple(f.record.position for f in held if f.record),
-        contributions=tuple(f.contribution for f in held if f.contribution),
-        prepared=tuple(
-            m.PreparedAttempt(p.record.fragment, p.attempt, p.record.version, p.digest)
-            for p in (f.prepared for f in held)
-            if p
-        ),
-        roster=tuple(sorted(roster.items())),
-        gone=tuple(sorted(gone.items())),
-        adopted_by=tuple(sorted(adopted_by.items())),
-        inner_step=inner_step,
-        samples=identity.samples,
-        claim=lease.held,
-        done=done,
-        cursor=lease.cursor,
-        wants=lease.wants,
-        plan=share.plan,
-        units=share.units,
-        checkpoint=checkpoint,
-    )
+    @property
+    def called_in(self) -> bool:
+        """Whether the others wait for a contribution of this replica."""
+        return self.call is Call.CALL_IN
 
+    @property
+    def released(self) -> bool:
+        """Whether the trainer shall not wait for the outstanding contribution."""
+        return self.call is Call.TRAIN_ON
 
-def agree(
-    record: m.Record, quorum: m.Quorum, members: Sequence[m.IncarnationId], rows: list[list[int]], digest: str
-) -> tuple[str, m.Record]:
-    """The digest that members report, and the record that a commit of ``quorum`` makes current (COUNT, CHAIN, DONE).
+    @property
+    def fetching(self) -> bool:
+        """Whether another state is wanted (I5: no replica votes on a state that it does not hold)."""
+        return self.state is State.FETCHING
 
-    Args:
-        record: the current one.
-        quorum: the attempt.
-        members: its members, in rank order.
-        rows: each member's last step, in rank order.
-        digest: of the reduced result.
-    """
-    dropped = dict(quorum.drop)
-    counted = {(r, i): step for r, i, step in record.counted if not m.is_gone((r, i), dropped)}
-    counted |= {incarnation_id: row[0] for incarnation_id, row in zip(members, rows, strict=True)}
-    table = tuple(sorted((replica, life, step) for (replica, life), step in counted.items()))
-    inner_step = record.inner_step + quorum.advance
-    done = union(record.done, quorum.ranges) if quorum.ranges else record.done
-    text = f"{digest}|{table}|{inner_step}" + (f"|{done}" if done else "")
-    agreed = hashlib.sha256(text.encode()).hexdigest()[:32]
-    chain = m.next_chain(record.chain, record.fragment, quorum.version, agreed)
-    made = replace(record, version=quorum.version, chain=chain, inner_step=inner_step, counted=table, done=done)
-    return agreed, made
+    @property
+    def installing(self) -> bool:
+        """Whether a fetched state is being installed, so that it is not known what is held."""
+        return self.transfer is Transfer.INSTALLING
+
+    @property
+    def sound(self) -> bool:
+        """Whether the held state, if there is one, is the job's as far as this replica knows."""
+        return self.soundness in (Soundness.FIRM, Soundness.TENTATIVE)
+
+    @property
+    def reset(self) -> bool:
+        """Whether pending work on the held state is void: pass it on when a fetched state is installed."""
+        return self.soundness is Soundness.RESET
+
+    @property
+    def to_offer(self) -> Offer | None:
+        """The contribution that the coordinator is to be told of now (step 1)."""
+        offer = self.offer if self.state is State.OFFERED and self.soundness is Soundness.FIRM else None
+        return offer if offer is not None and not offer.known else None
+
+    @property
+    def means(self) -> m.Means | None:
+        """The replicas' means of what triggers go by, None when none was told of the held version."""
+        means, record = self.last_means, self.record
+        return means if means is not None and record is not None and means.version == record.version else None
+
+    def serves(self) -> m.Record | None:
+        """The record to serve to a peer that fetches; None when this replica is no source (I5)."""
+        return self.record if self.sound and not self.installing else None
+
+    def fits(self, quorum: m.Quorum, own: m.IncarnationId) -> bool:
+        """Whether ``quorum`` is about what this replica, ``own``, holds and has offered."""
+        c, members = self.contribution, self.members
+        if self.state is not State.OFFERED or c is None or self.record is None:
+            return False
+        if len(members) != quorum.size or members[quorum.rank : quorum.rank + 1] != (own,):
+            return False
+        meant = (quorum.version, quorum.last_step, quorum.plan) == (self.record.version + 1, c.last_step, c.plan)
+        return meant and (bool(quorum.outlier) or contains(quorum.ranges, c.ranges))
+
+    # ------------------------------------------------------------ transitions
+
+    def _become(
+        self,
+        state: State,
+        *,
+        quorum: m.Quorum | None = None,
+        prepared: PreparedResult | None = None,
+        wanted: Fetch | None = None,
+    ) -> None:
+        self.state, self.quorum, self.prepared, self.wanted = state, quorum, prepared, wanted
+
+    def become_holding(self, record: m.Record) -> None:
+        """HOLDS, from any state: Start, Commit, a fetched state, a checkpoint.
+
+        ``record`` is the committed state and sound. Nothing is outstanding: what was is in it, or void, or the state
+        tells (COUNT). The trainer is told nothing about a round until the coordinator speaks of this version.
+        """
+        self.record, self.offer, self.soundness, self.call = record, None, Soundness.FIRM, Call.NONE
+        self._become(State.HOLDS)
+
+    def become_offered(self, contribution: m.Contribution, *, now: bool = False) -> None:
+        """OFFERED, from HOLDS: the trainer proposes.
+
+        The contribution is immutable from now on, and stays until `become_holding` or `free` (FREEZE): an abort, a lost
+        connection and a new coordinator leave it as it is. The coordinator has not been told yet.
+        """
+        assert self.state is State.HOLDS
+        self.offer, self.call = Offer(contribution, now), Call.NONE
+        self._become(State.OFFERED)
+
+    def become_reducing(self, quorum: m.Quorum) -> None:
+        """REDUCING, from OFFERED: the quorum `fits`. The trainer waits for the decision."""
+        assert self.state is State.OFFERED
+        self.call = Call.NONE
+        self._become(State.REDUCING, quorum=quorum)
+
+    def become_prepared(self, result: PreparedResult) -> None:
+        """PREPARED, from REDUCING.
+
+        All that a commit needs is here; a lost connection leaves it as it is. It ends by the Commit that names it, by
+        Abort, and by the next Quorum or Behind.
+        """
+        assert self.state is State.REDUCING
+        self._become(State.PREPARED, prepared=result)
+
+    def become_fetching(self, wanted: Fetch) -> None:
+        """FETCHING, from any state: the committed state is another one than what is held, or that is in doubt.
+
+        No attempt is under way (`stop` it first); nothing is proposed. The record and the outstanding contribution stay
+        as they are until the wanted state, or a newer one, is installed.
+        """
+        self._become(State.FETCHING, wanted=wanted)
+
+    def become_reset(self) -> None:
+        """HOLDS or NOTHING, from any state: the incarnation is gone.
+
+        Nothing is outstanding; what is held is only what the process starts its next incarnation from.
+        """
+        self.offer, self.call = None, Call.NONE
+        self.soundness = Soundness.RESET if self.record is not None else Soundness.FIRM
+        self.named = []
+        self._rest()
+
+    def end_fetch(self) -> None:
+        """FETCHING to what it was before: OFFERED, HOLDS or NOTHING. Nothing is wanted; a transfer may still run."""
+        if self.state is State.FETCHING:
+            self._rest()
+
+    def end_attempt(self) -> None:
+        """REDUCING or PREPARED to OFFERED: the attempt is over, and its contribution stays outstanding (FREEZE)."""
+        if self.state in (State.REDUCING, State.PREPARED):
+            self._become(State.OFFERED)
+
+    def free(self) -> None:
+        """OFFERED to HOLDS: the contribution is in no attempt and never will be (Void, PLAN). FETCHING stays."""
+        self.offer, self.call = None, Call.NONE
+        if self.state is not State.FETCHING:
+            self._rest()
+
+    def renumber(self, plan: int) -> None:
+        """PLAN: the outstanding contribution, which is in no attempt, is one of this plan; it is told anew."""
+        assert self.offer is not None
+        self.offer = Offer(replace(self.offer.contribution, plan=plan), self.offer.now)
+
+    def stop(self) -> list[ReplicaEffect]:
+        """`end_attempt`, and what the reducer has to know."""
+        attempt = self.quorum or self.prepared
+        self.end_attempt()
+        return [StopReduce(self.index, attempt.attempt)] if attempt is not None else []
+
+    def _rest(self) -> None:
+        held = State.HOLDS if self.record is not None else State.NOTHING
+        self._become(held if self.offer is None else State.OFFERED)
+
+    # ------------------------------------------------------------ soundness
+
+    def doubt(self) -> None:
+        """The held state is in doubt, if it is not even void."""
+        if self.soundness is not Soundness.RESET:
+            self.soundness = Soundness.IN_DOUBT
+
+    def tell(self, *, held: bool, all_held: bool) -> None:
+        """A hello tells of what is ``held`` here, with its contribution; ``all_held``: and of all other fragments."""
+        if self.offer is not None:
+            self.offer.known = held
+        if self.sound:
+            self.soundness = Soundness.FIRM if all_held else Soundness.TENTATIVE
+
+    def confirm(self) -> None:
+        """No cold start will replace what is held."""
+        if self.soundness is Soundness.TENTATIVE:
+            self.soundness = Soundness.FIRM
+
+    def untold(self) -> None:
+        """The coordinator is to be told of the outstanding contribution anew."""
+        if self.offer is not None:
+            self.offer.known = False
+
+    # ------------------------------------------------------------ the connection, and calls
+
+    def connected(self) -> None:
+        """A connection is open. Its coordinator may be another one, on another branch: what is wanted it says anew."""
+        self.end_fetch()
+        self.named = []
+
+    def disconnected(self) -> list[ReplicaEffect]:
+        """The connection is lost: a reduction ends; a contribution and a prepared result stay; the trainer goes on."""
+        self.members, self.call = (), Call.TRAIN_ON if self.offer is not None else Call.NONE
+        return self.stop() if self.state is State.REDUCING else []
+
+    def hush(self) -> None:
+        """Nothing that the trainer was told about a round holds any longer."""
+        self.call = Call.NONE
+
+    def receive(self, message: m.CallIn | m.Means | m.TrainOn | m.Void | m.Abort) -> list[ReplicaEffect]:
+        """A message about this fragment that depends on nothing else."""
+        match message:
+            case m.CallIn(version=version):
+                self.call_in(version)
+            case m.Means():
+                self.last_means = message
+            case m.TrainOn():
+                self.train_on()
+            case m.Void():
+                effects = self.stop()
+                self.free()
+                return effects
+            case m.Abort(attempt=attempt):
+                under_way = self.quorum or self.prepared
+                return self.stop() if under_way is not None and under_way.attempt == attempt else []
+        return []
+
+    def call_in(self, version: int) -> None:
+        """The others wait for a contribution to ``version``; passed over if it crossed a proposal or a commit."""
+        if self.offer is None:
+            fits = self.record is not None and self.record.version == version - 1
+            self.call = Call.CALL_IN if fits else Call.NONE
+
+    def train_on(self) -> None:
+        """The trainer shall not wait for the outstanding contribution."""
+        if self.offer is not None:
+            self.call = Call.TRAIN_ON
+
+    # ------------------------------------------------------------ fetches
+
+    def name(self, position: m.Position) -> None:
+        """The coordinator names the state to fetch: before it is here nobody waits for a contribution."""
+        if self.called_in:
+            self.hush()
+        self.named = [*self.named[1 - HISTORY :], position] if self.transfer is not Transfer.NONE else [position]
+
+    def start_transfer(self) -> list[ReplicaEffect]:
+        """Has the shell fetch what is wanted, unless it does so already or there are no sources."""
+        if self.wanted is None or self.transfer is not Transfer.NONE or not self.wanted.sources:
+            return []
+        self.transfer = Transfer.RUNNING
+        return [self.wanted]
+
+    def may_install(self, record: m.Record) -> bool:
+        """Whether a fetched state is named on this connection, and the one wanted or news.
+
+        Another one may be of another branch, or older than what is held.
+        """
+        if self.wanted is None or record.position not in self.named:
+            return False
+        return record.position == self.wanted.position or self.record is None or record.version > self.record.version
+
+    def install(self, record: m.Record) -> bool:
+        """Whether a fetched state `may_install`; if so it is being installed from now on."""
+        if not self.may_install(record):
+            return False
+        self.transfer = Transfer.INSTALLING
+        return True
+
+    def installed(self, record: m.Record) -> None:
+        """HOLDS; or FETCHING still, when another state has come to be wanted meanwhile."""
+        assert self.installing
+        later = self.wanted if self.wanted is not None and self.wanted.position != record.position else None
+        self.transfer, self.named = Transfer.NONE, []
+        self.become_holding(record)
+        if later is not None:
+            self.named = [later.position]
+            self.become_fetching(later)
+
+    def not_fetched(self) -> bool:
+        """The transfer came to nothing; whether its state was still wanted."""
+        wanted, self.transfer = self.state is State.FETCHING, Transfer.NONE
+        self.end_fetch()
+        return wanted

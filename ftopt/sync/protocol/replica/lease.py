@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, size, subtract, union
 from ftopt.sync.protocol.replica.effects import Granted, ReplicaEffect, Send, Settled
+from ftopt.sync.protocol.samples import Samples
+
+NO_PLAN = m.Plan(0, 0, ())
 
 
 @dataclass
@@ -18,12 +21,14 @@ class Lease:
         held: all that was granted and is not done (TOTAL): queued, or used by steps that are not counted.
         cursor: the highest that was told; whoever is reborn keeps it (CURSOR).
         asked: a question is not answered yet.
+        plan: of the global batch, the newest; in a job with one, in place of a lease.
     """
 
     wants: int = 0
     held: Ranges = ()
     cursor: int = 0
     asked: bool = False
+    plan: m.Plan = NO_PLAN
 
     def granted(self, grant: m.Grant) -> list[ReplicaEffect]:
         """More units, or the answer that there are none."""
@@ -53,6 +58,19 @@ class Lease:
         self.asked = True
         return [Send(m.Ask(max(self.wants, size(self.held))))]
 
-    def covers(self, ranges: Ranges) -> bool:
-        """Whether all that is held: what is not, another incarnation's or a counted step's, can't be offered."""
-        return contains(self.held, ranges)
+    def may_offer(self, c: m.Contribution, samples: Samples | None) -> bool:
+        """Whether the units that ``c`` has used are held: no other incarnation's, no counted step's.
+
+        COVER: of a global batch they are the newest plan's share.
+        """
+        if c.fragment or samples is None or samples.global_batch is None:
+            return contains(self.held, c.ranges)
+        return (c.version + 1, c.plan, c.ranges) == (self.plan.version, self.plan.plan, self.plan.units)
+
+    def share(self, record: m.Record | None) -> m.Plan:
+        """The newest plan if it is for the version after ``record``."""
+        return self.plan if record is not None and self.plan.version == record.version + 1 else NO_PLAN
+
+    def reset(self) -> None:
+        """The incarnation is gone, and all that it held."""
+        self.held, self.plan = (), NO_PLAN
