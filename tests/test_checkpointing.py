@@ -93,7 +93,7 @@ def run(
             checkpoints.include(scheduler=scheduler)
             first = optimizer._core.started().fragments[-1]
             assert is_mapped(first.state.anchor) == is_mapped(first.start) == (state_dir is not None)
-            pending = first.view.read(first.view.empty()) - first.base
+            pending = first.view.read(first.view.empty()) - first.base.params
             began = optimizer.committed.inner_step, optimizer.pending_by_fragment
             end = steps if more is None else optimizer.local_steps + more
             while optimizer.local_steps < end:
@@ -177,7 +177,7 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
                 optimizer.step()
                 for fragment in core.fragments:
                     group.wait(fragment.index)
-                untaken = [fragment.index for fragment in core.fragments if fragment.state is not fragment.taken]
+                untaken = [fragment.index for fragment in core.fragments if fragment.state is not fragment.applied]
                 seen.append(untaken)
                 if untaken and not captured and optimizer.local_steps > 18:
                     captured.append(_resume_of(optimizer))

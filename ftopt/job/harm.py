@@ -45,7 +45,7 @@ class Harm:
         if fault.aim in GRADIENT_KINDS:
             corrupt(self._gradients(), fault.aim, fault.size or 0.0, self._chance)
             return
-        flip_bit(_target(self._fragment(event), fault.aim))
+        flip_bit(self._target(self._core.started().fragments[event.fragment or 0], fault.aim))
 
     @torch.no_grad()
     def _nan(self, fault: Fault, event: Event) -> None:
@@ -65,8 +65,17 @@ class Harm:
         assert model is not None
         return [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
 
-    def _fragment(self, event: Event) -> Fragment:
-        return self._core.started().fragments[event.fragment or 0]
+    def _target(self, fragment: Fragment, what: str) -> Tensor:
+        if what == "anchor":
+            return fragment.state.anchor
+        if what == "outer":
+            return max(fragment.state.outer.values(), key=lambda t: float(t.abs().max()))
+        if what == "sum":
+            reduced = self._core.started().reduction.reduced
+            assert reduced is not None
+            return reduced
+        assert fragment.result is not None
+        return fragment.result.anchor
 
 
 def flip_bit(flat: Tensor) -> None:
@@ -90,15 +99,3 @@ def corrupt(tensors: Sequence[Tensor], how: str, size: float, chance: torch.Gene
     for tensor in tensors:
         noise = torch.randn(tensor.shape, generator=chance) * math.sqrt(size) if how == "noise" else size
         tensor.add_(noise)
-
-
-def _target(fragment: Fragment, what: str) -> Tensor:
-    if what == "anchor":
-        return fragment.state.anchor
-    if what == "outer":
-        return max(fragment.state.outer.values(), key=lambda t: float(t.abs().max()))
-    if what == "sum":
-        assert fragment.work is not None
-        return fragment.work
-    assert fragment.result is not None
-    return fragment.result.anchor

@@ -21,7 +21,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.micro_batches import MicroBatches
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
-from ftopt.optimizer.recovery.replays import Replays
+from ftopt.optimizer.recovery.replay import Replays
 from ftopt.optimizer.recovery.restore import Fallback, Resume, check_replica, restore_replica
 from ftopt.optimizer.tensors.buffers import averaged, shared_out
 from ftopt.optimizer.tensors.flat import FlatView, check_covered, parameters
@@ -75,7 +75,7 @@ class Core:
         self._clock = clock
         self._memory = memory
         self._before_outer: list[list[Tensor]] | None = None
-        self._rounds_taken = 0
+        self._rounds_applied = self._nonfinite_drops = 0  # of the outer step's counters, as they were looked at last
         self._ended_at: float | None = None
         self._said_detached = False
         self._last = LastStep(inner.optimizers) if undo else None
@@ -113,9 +113,9 @@ class Core:
         tells = group.tells_steps
         if tells:
             group.emit("inner", inner_step=outer.inner_step() + 1)
-        if outer.freezer.under_way or outer.broken_off:
+        if outer.freezer.under_way or outer.freezer.in_place:
             self._joined(outer)
-        if outer.exchanges_gradients:
+        if outer.gradients is not None:
             loss = self.inner.evaluate(closure)
             outer.accumulate()
         elif (last := self._last) is None:
@@ -128,10 +128,9 @@ class Core:
         if loss is not None and self._loss is None and isinstance(loss, int | float | Tensor):
             self._loss = loss
         step_s = None if self._ended_at is None else ended - self._ended_at
-        outer.count(self.inner.largest_lr, self._loss, step_s)
-        outer.tokens += self._tokens
-        counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
-        self._tokens = self._samples = 0
+        tokens = self._tokens
+        counted = self._take_counted() if tokens or self._samples else None
+        outer.count(self.inner.largest_lr, self._loss, step_s, tokens=tokens)
         self._loss = None
         told = ended
         if tells:
@@ -168,7 +167,7 @@ class Core:
             raise RuntimeError(self._no_step_now().replace("step()", "undo_step()"))
         if outer is None:
             raise UserError("undo_step: there is no step to undo: none has been taken")
-        if outer.exchanges_gradients:
+        if outer.gradients is not None:
             raise UserError(
                 f"undo_step: the replicas of {self.method} take each inner step together; one alone cannot undo it; "
                 "restore a checkpoint, or leave and join anew"
@@ -194,15 +193,15 @@ class Core:
                 "`loader.global_batches()` gives, also those that are inherited"
             )
         began = self._clock()
-        outer.take_over()
+        outer.apply()
         self._after_outer_work(outer)
         stall_s = batch.waited_s + self._clock() - began
         outer.report("training")
         group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
 
-    def _take_counted(self) -> dict[str, int] | None:
-        counted = {"tokens": self._tokens, "samples": self._samples} if self._tokens or self._samples else None
-        self.started().tokens += self._tokens
+    def _take_counted(self) -> dict[str, int]:
+        """What the user has counted since the last step."""
+        counted = {"tokens": self._tokens, "samples": self._samples}
         self._tokens = self._samples = 0
         return counted
 
@@ -224,20 +223,21 @@ class Core:
     def _joined(self, outer: OuterStep) -> None:
         """Nothing is being frozen from here. Parameters that are not finite are given up, and with them the
         gradients at hand, which are theirs."""
-        if outer.freezer.under_way or outer.broken_off:
+        if outer.freezer.under_way or outer.freezer.in_place:
             outer.join()
-            if outer.nonfinite_drops:
+            if outer.counters.nonfinite_drops != self._nonfinite_drops:
                 self.inner.zero_grad(set_to_none=True)
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
         if self._last is not None:
             self._last.look_again()
-        if outer.nonfinite_drops:
-            outer.nonfinite_drops = 0
+        counters = outer.counters
+        if counters.nonfinite_drops != self._nonfinite_drops:
+            self._nonfinite_drops = counters.nonfinite_drops
             self.inner.forget_nonfinite_state()
-        if outer.rounds_taken != self._rounds_taken:
-            self._rounds_taken = outer.rounds_taken
+        if counters.rounds_applied != self._rounds_applied:
+            self._rounds_applied = counters.rounds_applied
             if self.method is not None and self.method.inner_state == "reset":
                 self.inner.reset_state()
             if self.replays is not None:
@@ -298,7 +298,7 @@ class Core:
 
     def _join(self, outer: OuterStep, model: nn.Module, group: ReplicaGroup) -> bool:
         """Starts, from a checkpoint if that was asked for, or if nobody holds the job's state any more."""
-        pending: list[int] = []
+        pending: tuple[int, ...] = ()
         resume, self.resume = self.resume, None
         if resume is not None:
             pending = self._put_in(outer, model, resume, group.resume)
@@ -312,15 +312,15 @@ class Core:
 
             group.fall_back(fallback.newest, go_on)
         fetched = outer.start()
-        if not outer.resumed:
+        if not outer.counters.resumed:
             return fetched
-        self._rounds_taken = outer.rounds_taken
-        group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": pending})
+        self._rounds_applied = outer.counters.rounds_applied
+        group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": list(pending)})
         return True
 
     def _put_in(
         self, outer: OuterStep, model: nn.Module, resume: Resume, tell: Callable[[Held], None]
-    ) -> list[int]:  # fmt: skip
+    ) -> tuple[int, ...]:  # fmt: skip
         """What a checkpoint holds; the inner steps of each fragment that are pending in it."""
         try:
             check_replica(outer, self.inner, model, resume)
@@ -332,7 +332,7 @@ class Core:
             raise resume.damaged(str(error)) from None
         except (AttributeError, KeyError, RuntimeError, TypeError) as error:
             raise resume.damaged(f"it holds no replica ({type(error).__name__}: {error})") from error
-        return [outer.pending_steps(fragment.index) for fragment in outer.fragments]
+        return outer.pending_by_fragment()
 
     def cut(self) -> Cut | None:
         """See `OuterOptimizer.cut`."""
@@ -363,7 +363,7 @@ class Core:
         if self.closed or self._before_outer is not None:
             return
         outer.report("out_of_units")
-        outer.take_over()
+        outer.apply()
         spent = self._clock() >= self._spent_at + _SPENT_S
         for fragment in outer.fragments:
             if outer.propose_pending(fragment.index, lr=self.inner.largest_lr(), spent=spent) and spent:
@@ -401,7 +401,7 @@ class Core:
             if flush:
                 self._flush(self.outer, self.group, deadline)
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
-            self.outer.take_over()
+            self.outer.apply()
             self._after_outer_work(self.outer)
         finally:
             self.group.close()
@@ -411,7 +411,7 @@ class Core:
         for fragment in outer.fragments:
             while group.outstanding(fragment.index) and self._clock() < deadline:
                 time.sleep(_POLL_S)
-            outer.take_over()
+            outer.apply()
             outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:

@@ -267,18 +267,18 @@ class OuterOptimizer(Optimizer):
     @property
     def local_steps(self) -> int:
         """Inner steps that this replica has executed in this life."""
-        return 0 if self._core.outer is None else self._core.outer.local_steps
+        return 0 if self._core.outer is None else self._core.outer.counters.local_steps
 
     @property
     def pending_steps(self) -> int:
         """Inner steps of this replica that are in no committed state yet."""
-        return 0 if self._core.outer is None else self._core.outer.pending_steps()
+        return 0 if self._core.outer is None else self._core.outer.fragments[0].pending_steps
 
     @property
     def pending_by_fragment(self) -> tuple[int, ...]:
         """`pending_steps` of each fragment; empty before the start."""
         outer = self._core.outer
-        return () if outer is None else tuple(outer.pending_steps(f.index) for f in outer.fragments)
+        return () if outer is None else outer.pending_by_fragment()
 
     @property
     def committed(self) -> Committed:

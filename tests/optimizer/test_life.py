@@ -51,7 +51,7 @@ def test_events_come_in_order_and_before_their_effect() -> None:
         if event.event in ("inner", "stepped", "propose", "apply", "stall"):
             told.append((event.event, event.inner_step))
         if event.event == "apply":
-            seen.append(optimizer._core.started().fragments[0].taken.meta.version)
+            seen.append(optimizer._core.started().fragments[0].applied.meta.version)
         if event.event == "stall":
             assert event.data["stall_s"] > 0
 
@@ -84,7 +84,7 @@ def test_counted_tokens_go_along() -> None:
         _step(optimizer, model, 1)
     counted = [event.data for event in told if event.event == "stepped"]
     assert counted == [{"tokens": 100, "samples": 2}, {"tokens": 50, "samples": 0}]
-    assert optimizer._core.started().fragments[0].base_tokens == 150
+    assert optimizer._core.started().fragments[0].base.tokens == 150
     with pytest.raises(ValueError, match="0 or more"):
         optimizer.count(tokens=-1)
 

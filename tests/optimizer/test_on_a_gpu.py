@@ -274,9 +274,9 @@ def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
         trained = torch.cuda.current_stream().record_event()
         outer.join()
         deadline = time.monotonic() + 20
-        while outer.fragments[0].state is outer.fragments[0].taken and time.monotonic() < deadline:
+        while outer.fragments[0].state is outer.fragments[0].applied and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert outer.fragments[0].state is not outer.fragments[0].taken
+        assert outer.fragments[0].state is not outer.fragments[0].applied
         assert not trained.query(), "it has waited for training"
 
 

@@ -1,232 +1,274 @@
-"""What an outer step holds for one fragment, and which thread may change it.
+"""What an outer step holds for one fragment, and the only code that writes it: one method a transition.
 
 ============  ================  ========================================================================
 ``state``     network, worker   the committed state; replaced as a whole, never changed
-``snapshot``  all, under lock   the frozen contribution with the parameters it was taken from (FREEZE)
-``result``    reducer           what `reduce` computed and no one has decided yet
-``taken``     training          the committed state that the model's parameters are based on
-``start``     training          ``cast(taken.anchor)``
-``base``      all, under lock   what the pending work is measured from: at every step boundary
-                                ``params - base`` is exactly the work of ``base_step + 1 .. local_steps``
+``result``    reducer           what `Reduction.reduce` computed and no one has decided yet
+``applied``   training          the committed state that the model's parameters are based on
+``start``     training          ``cast(applied.anchor)``
+``snapshot``  all               the frozen contribution with the parameters it was taken from (FREEZE)
+``base``      all               what the pending work is measured from, see `Base`
 ============  ================  ========================================================================
 
-``base`` moves in three cases: to the snapshot when that was counted, to ``cast(anchor)`` when a state is
-taken up (the parameters move by the same amount), and to ``cast(anchor)`` with the parameters when steps are
-dropped. What it was, until the training thread takes the newer state up, is in ``before``: seen from the
-parameters nothing has been counted yet, and that is how a checkpoint sees it (`ftopt.optimizer.recovery.capture`).
+``base`` moves in three cases: to the snapshot when that was counted, to ``cast(anchor)`` when a state is applied (the
+parameters move by the same amount), and to ``cast(anchor)`` with the parameters when steps are dropped. Until the
+training thread applies the newer state, ``params - base`` is still measured from the old one for that thread: nothing
+has been counted yet as far as the parameters go. `pending` gives that view, and a checkpoint saves it.
+
+Together with ``counters.py`` this file is all that an audit of I2 reads. While a newer state waits to be applied there
+is no snapshot, since `commit` and `install` free it, so nothing moves ``base`` while the training thread applies it.
+Tensors are never touched under the lock.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from torch import Tensor
 
 from ftopt.methods import Method
-from ftopt.methods.triggers import MemberStats
+from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
-from ftopt.optimizer.outer.trigger_metrics import StepTotals, TriggerMetrics
-from ftopt.optimizer.tensors.digest import damage, digest_and_sums
+from ftopt.optimizer.outer.state import Base, Pending, Result, Snapshot, State, check_fetched
+from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.optimizer.tensors.gradients import Fetched
-from ftopt.sync.group import AttemptView, Committed, Contribution
-
-_OUTER = "outer."
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A fragment's committed state. Immutable: peers may be reading it at any time.
-
-    Args:
-        meta: version, committed inner step, this replica's counted step.
-        anchor: flat fp32.
-        outer: the outer optimizer's state, flat fp32 tensors.
-        digest: of `tensors`.
-        sums: of the blocks of `tensors`, as they were when the digest was taken.
-        fetched: it came from a peer.
-        live: of a fragment of gradients, the model and inner state that came with it.
-        made: the attempt that made it, if this replica took part.
-    """
-
-    meta: Committed
-    anchor: Tensor
-    outer: Mapping[str, Tensor]
-    digest: str
-    sums: Mapping[str, Tensor]
-    fetched: bool = False
-    live: Fetched | None = None
-    made: AttemptView | None = None
-
-    def damage(self) -> list[str]:
-        """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""
-        found = [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
-        return [f"{name}[{part.start}:{part.stop}]" for name, part in found]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors by the names under which peers fetch them."""
-        return name_tensors(self.anchor, self.outer)
-
-
-def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``anchor`` and ``outer.<name>``."""
-    return {"anchor": anchor, **{_OUTER + name: tensor for name, tensor in outer.items()}}
-
-
-def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> State:
-    """A fetched state as a `State` on the devices of ``held``.
-
-    Args:
-        held: the fragment's state as it is, to tell names and shapes.
-        meta: of the fetched one.
-        claimed: its digest, as the source says.
-        tensors: taken over: where they are on their device already they are not copied, and nobody may change them.
-
-    Raises:
-        ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
-    """
-    expected = {name: (tuple(t.shape), t.dtype) for name, t in held.tensors().items()}
-    got = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    if expected != got:
-        wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
-        raise ValueError(
-            f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
-            + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
-        )
-    places = held.tensors()
-    own = {name: t.detach().to(places[name].device) for name, t in tensors.items()}
-    found, sums = digest_and_sums(own)
-    if found != claimed:
-        raise ValueError(
-            f"fetched state of fragment {meta.fragment}, version {meta.version} has digest {found[:12]}, "
-            f"expected {claimed[:12]}; it was damaged on the way; fetch it again"
-        )
-    outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
-    return State(meta, own["anchor"], outer, found, sums, fetched=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A frozen contribution: what the protocol knows of it, and the tensors to compute its payload from.
-
-    Args:
-        contribution: as proposed.
-        params: the parameters at ``contribution.last_step``.
-        start: ``cast(anchor)`` that they started from.
-        tokens: all tokens counted by then.
-        lr: the inner optimizer's largest rate.
-        tally: the sums for triggers by then.
-        seen: what the other members are told for triggers.
-    """
-
-    contribution: Contribution
-    params: Frozen
-    start: Tensor
-    tokens: int
-    lr: float
-    totals: StepTotals
-    seen: MemberStats
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one attempt made, until it is decided."""
-
-    attempt: int
-    anchor: Tensor
-    outer: Mapping[str, Tensor]
-    digest: str
-    sums: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """Where the pending work begins, by this replica's counters, and the contribution that is frozen beyond it."""
-
-    step: int
-    tokens: int
-    totals: StepTotals
-    version: int
-    snapshot: Snapshot | None
-    residuals: Mapping[str, Residual]
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.sync.group import AttemptView, Committed
 
 
 class Fragment:
-    """The variables of one fragment; the module's table says who writes them.
+    """The variables of one fragment. Everybody reads them; whoever is not this class calls a method to change them.
 
     Args:
         view: its parameters.
         method: what is computed for it.
-        gauge: measures what its trigger wants.
+        trigger_metrics: measures what its trigger uses.
         state: its initial committed state, of the parameters as they are.
+        counters: of the replica.
+        by_job: triggers count the job's inner steps, not this replica's.
+
+    Attributes:
+        carries_over: pending work can be moved to a newer version; if not, it is dropped then.
+        keeps_still: its values change in no other way than by an inner step.
+        residuals: error feedback, by the payload's units: what the codec left out of all that was counted.
+        reset: the pending work is to be dropped when the state is applied: this replica had been declared gone.
+        assumed: what the last round said of the payload.
+        trigger_from_step, trigger_from_s: when triggers began to count: at the last proposal, or when a state was
+            applied that counts nothing of this replica.
+        ask_from: before this local step it cannot be time.
+        snapshot_step: the local step of the last snapshot.
+        apply_step: the local step at which the result of the last snapshot is waited for and applied.
+        pace: inner steps a second over the last contribution.
     """
 
-    def __init__(self, view: FlatView, method: Method, trigger_metrics: TriggerMetrics, state: State) -> None:
+    carries_over = True
+    keeps_still = True
+
+    def __init__(
+        self,
+        view: FlatView,
+        method: Method,
+        trigger_metrics: TriggerMetrics,
+        state: State,
+        counters: Counters,
+        *,
+        by_job: bool = False,
+    ) -> None:
         self.view = view
         self.method = method
         self.trigger_metrics = trigger_metrics
         self.index = state.meta.fragment
         self.timing = method.timing
         self.overlap = method.overlap
-        self.period = method.timing.fixed_period  # None: `timing.due` goes by more than steps
-        self.state = state
+        self.state = self.applied = state
+        self.start = view.cast(state.anchor)
+        self.base = Base(self.start, 0, 0, counters.totals, state.meta.version)
         self.snapshot: Snapshot | None = None
         self.result: Result | None = None
-        self.taken = state
-        # Of gradients: the state whose gradient the inner optimizers took, under the lock of `Live`. Else `taken`.
-        self.applied = state
-        self.start = view.cast(state.anchor)
-        self.base = self.start
-        self.base_step = 0
-        self.base_tokens = 0
-        self.base_totals = StepTotals()
-        self.base_version = state.meta.version
-        # Error feedback, by the payload's units: what the codec left out of all that was counted, and what it will have
-        # left out when that on its way is. Under the lock.
         self.residuals: Mapping[str, Residual] = {}
-        self.left_out: Mapping[str, Residual] | None = None
         self.reset = False
-        # As it was when `taken` was the newest, while it is not. Under the lock.
-        self.before: Base | None = None
-        # The version that a result was made for last: for a retry of it the state is looked over. Reducer thread.
-        self.tried = 0
-        # The local step that triggers count from: the last proposal's, or that of a take-over of something else; when.
-        self.trigger_from_step = 0
-        self.trigger_from_s = 0.0
-        # The local step at which the last snapshot was taken. Training thread.
-        self.snapshot_step = 0
-        # Inner steps a second over the last contribution. Training thread.
-        self.pace: float | None = None
-        # The frozen parameters that are read in place, until the training thread goes on; its own.
-        self.in_place: Frozen | None = None
-        # What the last round said of the payload. Reducer thread.
         self.assumed = Assumed()
-        # Of the mean that an attempt has just reduced, what nothing has been made of yet, for whoever hears of it.
-        # Reducer thread.
-        self.work: Tensor | None = None
+        self.pace: float | None = None
+        self._counters = counters
+        self._lock = threading.Lock()
+        self.by_job = by_job
+        self._period = None if by_job else self.timing.fixed_period
+        self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
+        self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
+        self.restart_trigger(0, 0.0)
+        self.note_snapshot()
 
-    def advance(self, state: State) -> None:
-        """A newer committed state. The snapshot has learnt its fate: counted (it is the new base), or not.
-        Under lock."""
-        if self.state is self.taken:
-            self.before = self.seen()
+    # Looking. Any thread.
+
+    @property
+    def pending_steps(self) -> int:
+        """Inner steps of this replica that no committed state has counted (dropped ones left out)."""
+        return self.steps_since(self.base)
+
+    def steps_since(self, base: Base) -> int:
+        """Inner steps of this replica after ``base``."""
+        return self._counters.local_steps - base.step
+
+    def inner_step(self) -> int:
+        """The committed inner step plus the pending ones."""
+        with self._lock:
+            return self.state.meta.inner_step + self.pending_steps
+
+    def applied_inner_step(self) -> int:
+        """The same, as the training thread sees it: a newer state counts when it is applied."""
+        with self._lock:
+            return self.applied.meta.inner_step + self.steps_since(self._pending().base)
+
+    def pending(self) -> Pending:
+        """The pending work as the training thread sees it, on ``applied``."""
+        with self._lock:
+            return self._pending()
+
+    def to_apply(self) -> tuple[State, Base, bool]:
+        """The newest state, what the pending work is measured from, and whether that work is to be dropped."""
+        with self._lock:
+            return self.state, self.base, self.reset
+
+    def waits_for(self, frozen: Frozen) -> bool:
+        """Whether the contribution of these parameters is undecided."""
+        with self._lock:
+            return self.snapshot is not None and self.snapshot.params is frozen
+
+    def serve(self) -> tuple[str, dict[str, Tensor]]:
+        """The committed state for a peer: digest and tensors. Raises LookupError when there is none at the moment."""
+        return self.state.digest, self.state.tensors()
+
+    def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> State:
+        """A peer's answer as a state, in ``memory``. Raises ValueError: it is damaged, or not of this model."""
+        return check_fetched(self.state, committed, digest, tensors).placed(memory)
+
+    def _pending(self) -> Pending:
+        if self.state is not self.applied and self._before is not None:
+            return self._before
+        return Pending(self.base, self.snapshot, self.residuals)
+
+    # Steps 3 to 5, on the reducer and the network thread.
+
+    def begin_attempt(self) -> tuple[State, Snapshot | None]:
+        """Drops the result of the attempt before; what the new one is computed from."""
+        with self._lock:
+            self.result = None
+            return self.state, self.snapshot
+
+    def assume(self, assumed: Assumed) -> None:
+        """Notes what the round says of the payload; the next one probably says the same."""
+        self.assumed = assumed
+
+    def leave_out(self, units: str, residual: Residual) -> None:
+        """Notes what the codec leaves out of the contribution that is being reduced."""
+        with self._lock:
+            if self.snapshot is not None:
+                self._left_out = {**self.residuals, units: residual}
+
+    def prepare(self, result: Result, on: State) -> None:
+        """Keeps the result that was computed from ``on``, unless a newer state has come."""
+        with self._lock:
+            if self.state is on:
+                self.result = result
+
+    def discard_result(self) -> None:
+        """The attempt came to nothing: its result goes, the snapshot stays (FREEZE)."""
+        with self._lock:
+            self.result = None
+
+    def commit(self, attempt: AttemptView, committed: Committed) -> None:
+        """The result of ``attempt`` becomes the committed state."""
+        with self._lock:
+            result = self.result
+            if result is None or result.attempt != attempt.attempt:
+                assert self.state.meta.version >= committed.version, "a commit without its result"
+                return
+            self._advance(State(committed, result.anchor, result.outer, result.digest, result.sums, made=attempt))
+
+    def install(self, state: State, *, reset: bool) -> None:
+        """A fetched state becomes the committed one."""
+        with self._lock:
+            self._advance(state)
+            self.reset = self.reset or reset
+
+    def _advance(self, state: State) -> None:
+        """A newer state decides the snapshot: it is counted and becomes the base, or it is not."""
+        if self.state is self.applied:
+            self._before = self._pending()
         snapshot, self.snapshot, self.result = self.snapshot, None, None
         if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
             # In place: the training thread waits, nothing is pending, and nobody looks at what it is measured from.
-            self.base = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
-            self.base_step = snapshot.contribution.last_step
-            self.base_tokens = snapshot.tokens
-            self.base_totals = snapshot.totals
-            self.base_version = state.meta.version
-            if self.left_out is not None:
-                self.residuals, self.left_out = self.left_out, None
+            params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
+            self.base = Base(
+                params, snapshot.contribution.last_step, snapshot.tokens, snapshot.totals, state.meta.version
+            )
+            if self._left_out is not None:
+                self.residuals, self._left_out = self._left_out, None
         self.state = state
 
-    def seen(self) -> Base:
-        """The pending work as the training thread sees it, on ``taken``. Under lock."""
-        if self.state is not self.taken and self.before is not None:
-            return self.before
-        totals, version = self.base_totals, self.base_version
-        return Base(self.base_step, self.base_tokens, totals, version, self.snapshot, self.residuals)
+    # Steps 1 and 6, on the training thread (`offer`: also on the freezing one).
+
+    def offer(self, snapshot: Snapshot, on: State) -> bool:
+        """Keeps the snapshot that was taken on ``on``; False when a newer state has come: it is void then."""
+        with self._lock:
+            if self.state is not on:
+                return False
+            self.snapshot = snapshot
+            return True
+
+    def note_snapshot(self, pace: float | None = None) -> None:
+        """A snapshot is taken at this step."""
+        self.restore_schedule(self._counters.local_steps, pace or self.pace)
+
+    def restart_trigger(self, step: int, now_s: float) -> None:
+        """Triggers count from this step and this second on."""
+        self.trigger_from_step, self.trigger_from_s = step, now_s
+        self.ask_from = 0 if self._period is None else step + self._period
+
+    def discard(self, steps: int) -> None:
+        """Drops the oldest ``steps`` pending steps."""
+        with self._lock:
+            step, counters = self.base.step + steps, self._counters
+            self.base = replace(self.base, step=step)
+            if step == counters.local_steps:
+                self.base = replace(self.base, tokens=counters.tokens, totals=counters.totals)
+
+    def apply(self, state: State, start: Tensor, *, nothing_pending: bool) -> None:
+        """The parameters are based on ``state`` now; ``start`` is its anchor, cast."""
+        version = state.meta.version if nothing_pending else self.base.version
+        self.start = start
+        with self._lock:
+            self.base = replace(self.base, params=start, version=version)
+            self.applied, self._before = state, None
+            if self.state is state:
+                self.reset = False
+
+    def follow(self, state: State) -> None:
+        """Does what else comes with a state that is being applied. Here: nothing."""
+
+    # At the start. Training thread, before others look, unless said otherwise.
+
+    def start_at(self, meta: Committed) -> None:
+        """The initial state is that of ``meta``, unless the reducer is at work on another. Any thread."""
+        with self._lock:
+            if self.state is self.applied:
+                self.state = self.applied = replace(self.state, meta=meta)
+
+    def stand_on(self, state: State) -> None:
+        """``state`` is the committed one and the one that the parameters are based on; nothing is frozen."""
+        self.state = self.applied = state
+        self.start = self.view.cast(state.anchor)
+        self.base, self.snapshot = replace(self.base, params=self.start), None
+
+    def restore(self, pending: Pending) -> None:
+        """Takes the place of what was pending; the parameters hold that work already. Any thread."""
+        with self._lock:
+            self.base, self.snapshot, self.residuals = pending.base, pending.snapshot, pending.residuals
+            if self._before is not None:
+                self._before = pending
+
+    def restore_schedule(self, snapshot_step: int, pace: float | None) -> None:
+        """The last snapshot was taken at this step, and its result is applied ``delay`` steps later."""
+        self.snapshot_step, self.apply_step, self.pace = snapshot_step, snapshot_step + self.overlap.delay, pace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,8 +11,9 @@ from ftopt.codecs import Codec
 from ftopt.methods import ReplicaView, Round
 from ftopt.methods.method import reads_tensors
 from ftopt.optimizer.outer.error_feedback import Feedback, Residual
-from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State
-from ftopt.optimizer.outer.frozen import Assumed
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.frozen import Assumed, Frozen
+from ftopt.optimizer.outer.state import Snapshot, State
 from ftopt.optimizer.outer.trigger_metrics import pack, seen_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import of, part, payload_with_buffers
@@ -28,14 +28,12 @@ class Mean:
     Args:
         codec: wire precision.
         beta: of the error feedback; 0: none.
-        lock: guards what a fragment holds of it.
         memory: for flat tensors.
     """
 
-    def __init__(self, codec: Codec, beta: float, lock: threading.Lock, memory: Memory) -> None:
+    def __init__(self, codec: Codec, beta: float, memory: Memory) -> None:
         self._codec = codec
         self._beta = beta
-        self._lock = lock
         self._memory = memory
 
     @property
@@ -57,57 +55,73 @@ class Mean:
         ``begin`` is given what is going to be the mean; what it returns is told, while the rest is on the wire, which
         elements of it are there.
         """
-        method, layout, view = fragment.method, fragment.view.layout, fragment.view
-        frozen = snapshot.params
-        mine = ReplicaView(
-            anchor=state.anchor,
-            start=snapshot.start,
-            params=frozen.flat() if frozen.copy is not None else state.anchor.new_empty(0),
-            layout=layout,
-            steps=snapshot.contribution.steps,
-            lr=snapshot.lr,
-            alone=attempt.contributors == 1,
-            lossy=self.lossy,
-            averages=attempt.inner_step < method.average_until_step,
-        )
-        at = Round(attempt.fragment, attempt.version, attempt.inner_step, layout, lossy=mine.lossy)
-        scalars = method.scalars(of(mine, slice(0, view.trained)) if reads_tensors(method) else mine)
-        shares = list[float]()
-        if scalars or mine.lossy:
-            shares = [floats(row)[1] / attempt.total_weight for row in collective.told()]
-            rows = [floats(row) for row in collective.exchange(bits(scalars))] if scalars else [()] * len(shares)
-            taken = [(share, row) for share, row in zip(shares, rows, strict=True) if share > 0]
-            at = replace(at, shares=tuple(share for share, _ in taken), scalars=tuple(row for _, row in taken))
-        share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not mine.alone else None
-        fragment.assumed = Assumed(None if mine.lossy else share, mine.alone, mine.averages)
-        work = frozen.take(fragment.assumed) if attempt.weight > 0 else None
-        if work is None:
-            work = self._memory.take(view.numel, view.device)
-            if attempt.weight <= 0:
-                work.zero_()
-            elif in_pieces(fragment):
-                with frozen.parts(piece_of(work)) as parts:
-                    pieces.payload(method, mine, parts, work, fragment.assumed.share)
-            else:
-                payload_with_buffers(method, mine, work, trained=view.trained)
-                if fragment.assumed.share is not None:
-                    work.mul_(fragment.assumed.share)
+        method, view = fragment.method, fragment.view
+        own = self._replica_view(attempt, fragment, state, snapshot)
+        scalars = method.scalars(of(own, slice(0, view.trained)) if reads_tensors(method) else own)
+        at, shares = self._round(attempt, collective, own, scalars)
+        share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not own.alone else None
+        fragment.assume(Assumed(None if own.lossy else share, own.alone, own.averages))
+        work = self._payload(attempt, fragment, own, snapshot.params)
         exact, summed = work, begin(work, at)
-        if mine.lossy:
-            trained = slice(0, fragment.view.trained)
-            units = method.aggregation.units(mine) if method.aggregation is not None else ""
-            self._encoded(attempt, fragment, collective, part(work, trained), shares, units, summed)
-            exact = work[fragment.view.trained :]  # What is no direction of descent but a statistic is not rounded.
+        if own.lossy:
+            trained = part(work, slice(0, view.trained))
+            units = method.aggregation.units(own) if method.aggregation is not None else ""
+            self._encoded(attempt, fragment, collective, trained, shares, units, summed)
+            exact = work[view.trained :]  # What is no direction of descent but a statistic is not rounded.
         if exact.numel():
-            if share is not None and mine.lossy:
+            if share is not None and own.lossy:
                 exact.mul_(share)
             collective.all_reduce_(exact, summed if exact is work else None)
         if fragment.trigger_metrics.learns:
-            distance = fragment.trigger_metrics.distance(method, mine, work) if attempt.weight > 0 else None
+            distance = fragment.trigger_metrics.distance(method, own, work) if attempt.weight > 0 else None
             told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
             found = [seen_of(floats(row)) for row in collective.exchange(bits(pack(told)))]
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))
         return work, at
+
+    def _replica_view(self, attempt: AttemptView, fragment: Fragment, state: State, snapshot: Snapshot) -> ReplicaView:
+        """This replica's own side of the round."""
+        frozen = snapshot.params
+        return ReplicaView(
+            anchor=state.anchor,
+            start=snapshot.start,
+            params=frozen.flat() if frozen.copy is not None else state.anchor.new_empty(0),
+            layout=fragment.view.layout,
+            steps=snapshot.contribution.steps,
+            lr=snapshot.lr,
+            alone=attempt.contributors == 1,
+            lossy=self.lossy,
+            averages=attempt.inner_step < fragment.method.average_until_step,
+        )
+
+    def _round(
+        self, attempt: AttemptView, collective: Collective, own: ReplicaView, scalars: Sequence[float]
+    ) -> tuple[Round, list[float]]:
+        """What all members know alike of the round, and the shares of all, if anybody needs them."""
+        at = Round(attempt.fragment, attempt.version, attempt.inner_step, own.layout, lossy=own.lossy)
+        shares = list[float]()
+        if scalars or own.lossy:
+            shares = [floats(row)[1] / attempt.total_weight for row in collective.told()]
+            rows = [floats(row) for row in collective.exchange(bits(scalars))] if scalars else [()] * len(shares)
+            present = [(share, row) for share, row in zip(shares, rows, strict=True) if share > 0]
+            at = replace(at, shares=tuple(share for share, _ in present), scalars=tuple(row for _, row in present))
+        return at, shares
+
+    def _payload(self, attempt: AttemptView, fragment: Fragment, own: ReplicaView, frozen: Frozen) -> Tensor:
+        """What this replica sends; it may have been computed when the parameters were frozen."""
+        method, view, assumed = fragment.method, fragment.view, fragment.assumed
+        work = frozen.take(assumed) if attempt.weight > 0 else None
+        if work is not None:
+            return work
+        work = self._memory.take(view.numel, view.device)
+        if attempt.weight <= 0:
+            return work.zero_()
+        if in_pieces(fragment):
+            with frozen.parts(piece_of(work)) as parts:
+                pieces.payload(method, own, parts, work, assumed.share)
+            return work
+        payload_with_buffers(method, own, work, trained=view.trained)
+        return work if assumed.share is None else work.mul_(assumed.share)
 
     def _encoded(
         self,
@@ -132,9 +146,8 @@ class Mean:
         first, values = before.owed
         paid = first, values if self._beta == 1.0 else values * self._beta
         owed = collective.mean_encoded_(payload, self._codec, shares, paid, feedback, summed)
-        with self._lock:
-            if fragment.snapshot is not None and owed is not None:
-                fragment.left_out = {**fragment.residuals, units: Residual(after, owed)}
+        if owed is not None:
+            fragment.leave_out(units, Residual(after, owed))
 
 
 def in_pieces(fragment: Fragment) -> bool:

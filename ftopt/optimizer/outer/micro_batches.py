@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.step import OuterStep, ShareOffer
+from ftopt.optimizer.outer.freeze import ShareOffer
+from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
 
@@ -21,11 +22,11 @@ class MicroBatches:
         outer: the outer step.
         inner: the inner optimizers.
         group: who takes part.
-        counted: takes what the user has counted since the last step: tokens and samples.
+        counted: takes what the user has counted since the last step: ``tokens`` and ``samples``.
     """
 
     def __init__(
-        self, outer: OuterStep, inner: Inner, group: ReplicaGroup, counted: Callable[[], dict[str, int] | None]
+        self, outer: OuterStep, inner: Inner, group: ReplicaGroup, counted: Callable[[], dict[str, int]]
     ) -> None:
         self._outer = outer
         self._inner = inner
@@ -34,7 +35,7 @@ class MicroBatches:
 
     @property
     def version(self) -> int:
-        return self._outer.fragments[0].taken.meta.version + 1
+        return self._outer.fragments[0].applied.meta.version + 1
 
     @property
     def whole(self) -> bool:
@@ -45,7 +46,7 @@ class MicroBatches:
         return self._group.outstanding(0)
 
     def catch_up(self) -> None:
-        self._outer.take_over()
+        self._outer.apply()
 
     def clear(self) -> None:
         self._inner.zero_grad(set_to_none=True)
@@ -58,15 +59,19 @@ class MicroBatches:
         self._group.emit("micro_batch", version=self.version, inner_step=self._outer.inner_step(), data=data)
 
     def empty(self) -> None:
-        self._outer.empty()
+        assert self._outer.gradients is not None
+        self._outer.gradients.clear()
 
     def offer(self, plan: int, units: tuple[tuple[int, int], ...], samples: int) -> None:
-        if not self._outer.pending_steps():  # otherwise it is the same step, with more in it
+        if not self._outer.fragments[0].pending_steps:  # otherwise it is the same step, with more in it
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
-            self._outer.count(self._inner.largest_lr, None, None)
-            self._group.emit("stepped", inner_step=self._outer.inner_step(), data=self._counted())
+            counted = self._counted()
+            self._outer.count(self._inner.largest_lr, None, None, tokens=counted["tokens"])
+            self._group.emit(
+                "stepped", inner_step=self._outer.inner_step(), data=counted if any(counted.values()) else None
+            )
         self._outer.propose_share(ShareOffer(plan, units, samples), lr=self._inner.largest_lr())
 
     def report(self, state: str, *, unit_s: float) -> None:
-        self._outer.step_s = unit_s
+        self._outer.counters.set_step_s(unit_s)
         self._outer.report(state)

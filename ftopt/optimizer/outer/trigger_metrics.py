@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ftopt.methods import Method, ReplicaView
 from ftopt.methods.triggers import AT_ROUNDS, MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
+from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.tensors.buffers import of
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Means as Told
@@ -36,36 +36,6 @@ def dot(a: Tensor, b: Tensor) -> float:
         wide = x.double()
         total += torch.dot(wide, wide if a is b else y.double())
     return float(total)
-
-
-class StepTotals(NamedTuple):
-    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
-    ``seconds`` over ``timed`` ones."""
-
-    losses: float | Tensor = 0.0
-    counted: int = 0
-    rates_square: float = 0.0
-    seconds: float = 0.0
-    timed: int = 0
-
-    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
-        """With one step more; its loss, and how long it took, when that is known."""
-        losses, counted = self.losses, self.counted
-        if loss is not None:
-            losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
-        seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
-        return StepTotals(losses, counted, self.rates_square + lr * lr, seconds, timed)
-
-    def pace(self, since: StepTotals) -> float | None:
-        """Steps a second after ``since``; None when no time was measured."""
-        seconds = self.seconds - since.seconds
-        return (self.timed - since.timed) / seconds if seconds > 0 else None
-
-    def mean_loss(self, since: StepTotals) -> float | None:
-        """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""
-        counted = self.counted - since.counted
-        mean = float(self.losses - since.losses) / counted if counted else math.nan
-        return mean if math.isfinite(mean) else None
 
 
 class TriggerMetrics:
@@ -107,7 +77,7 @@ class TriggerMetrics:
         return Reading(fragment, version, (own.square,) if own.along is None else (own.square, own.along))
 
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
-        """Another anchor is taken up, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
+        """Another anchor is applied, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
         if Measurement.ALONG not in self._uses or not versions:
             return
         self.direction = None
@@ -123,14 +93,18 @@ class TriggerMetrics:
         pace = now.pace(base) if Measurement.PACE in self._uses else None
         return MemberStats(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
 
+    def restore(self, direction: Tensor | None) -> None:
+        """Puts ``xi`` back; None: it is not known."""
+        self.direction = direction
+
     # At an outer step. Reducer thread.
 
-    def distance(self, method: Method, mine: ReplicaView, mean: Tensor) -> float | None:
+    def distance(self, method: Method, view: ReplicaView, mean: Tensor) -> float | None:
         """The squared distance between what this replica sends and the mean; None when nobody asks."""
         if Measurement.DISTANCE not in self._uses:
             return None
-        mine, mean = of(mine, slice(0, self._view.trained)), self._trained(mean)
-        apart = method.payload(mine, torch.empty_like(mean)).sub_(mean)
+        view, mean = of(view, slice(0, self._view.trained)), self._trained(mean)
+        apart = method.payload(view, torch.empty_like(mean)).sub_(mean)
         return dot(apart, apart)
 
     def _trained(self, flat: Tensor) -> Tensor:

@@ -1,18 +1,20 @@
-"""What a replica takes over that is there after a checkpoint of others that are not: their pending work.
+"""Taking in pending work: that of replicas that do not come back, and that of a former life.
 
-Their work is added to its own on the newest anchor, as a rebase would move it, and goes out with its next contribution.
+Work is added on the committed state as a rebase would move it, and goes out with the next contribution. The counters go
+on so far that every fragment finds room for its steps between what was counted and now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ftopt.optimizer.outer.error_feedback import Residual
-from ftopt.optimizer.outer.fragment import Fragment, State, check_fetched
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.state import Pending, State, check_fetched
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.flat import FlatView
@@ -21,28 +23,84 @@ from ftopt.tree import Tree
 
 
 @dataclass(frozen=True)
-class _AdoptedWork:
-    """Pending work of one replica on one fragment: ``delta``, by which it has moved the parameters since."""
+class PendingWork:
+    """Pending work of one replica on one fragment.
 
-    delta: Tensor
-    steps: int
-    tokens: int
+    Args:
+        params: its parameters, flat; None: nothing is pending.
+        base: what the work is measured from.
+        steps: inner steps in it.
+        tokens: in these.
+        residuals: what a codec has left out of its payloads.
+    """
+
+    params: Tensor | None = None
+    base: Tensor | None = None
+    steps: int = 0
+    tokens: int = 0
+    residuals: Tree | None = None
+
+    def delta(self) -> Tensor | int:
+        """By how much it has moved the parameters."""
+        return 0 if self.params is None or self.base is None else self.params - self.base
 
 
-def _work(view: FlatView, saved: SavedReplica, index: int, newest: CommittedVersion) -> _AdoptedWork:
-    """What the newest version in the checkpoint does not count of it."""
-    own, part = saved.own, saved.own["fragments"][index]
-    if part["params"] is None:
-        return _AdoptedWork(torch.zeros(view.numel, device=view.device), 0, 0)
-    frozen = part["snapshot"]
-    step, tokens = part["base_step"], part["base_tokens"]
-    base = view.cast(saved.committed[index].tensors["anchor"].to(view.device))
-    if (
-        frozen is not None
-        and newest.record.counted_step(*saved.held.incarnation_id) >= frozen["contribution"]["last_step"]
-    ):
-        step, tokens, base = frozen["contribution"]["last_step"], frozen["tokens"], frozen["params"].to(view.device)
-    return _AdoptedWork(part["params"].to(view.device) - base, own["local_steps"] - step, own["tokens"] - tokens)
+def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_step: int = 0) -> PendingWork:
+    """A captured replica's work on a fragment that a version does not count.
+
+    Args:
+        view: the fragment's parameters here.
+        own: what was captured of the replica.
+        index: of the fragment.
+        base: what its work is measured from, unless the version counts what it had frozen.
+        counted_step: that replica's last inner step in the version.
+    """
+    part = own["fragments"][index]
+    if part is None or part["params"] is None or base is None:
+        return PendingWork(residuals=part and part["residuals"])
+    step, tokens, frozen = part["base_step"], part["base_tokens"], part.get("snapshot")
+    if frozen is not None and counted_step >= frozen["contribution"]["last_step"]:
+        step, tokens, base = frozen["contribution"]["last_step"], frozen["tokens"], frozen["params"]
+    params, base = part["params"].to(view.device), base.to(view.device)
+    return PendingWork(params, base, own["local_steps"] - step, own["tokens"] - tokens, part["residuals"])
+
+
+def take_in(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own: int) -> None:
+    """Puts works onto the committed state.
+
+    Args:
+        outer: of a replica whose fragments stand on that state, with nothing frozen.
+        works: of each fragment.
+        own: so many of each are this replica's, and in its counters and residuals already.
+    """
+    others = [found[own:] for found in works]
+    outer.counters.take_in(
+        max(sum(work.steps for work in found) for found in others),
+        max(sum(work.tokens for work in found) for found in others),
+    )
+    counters = outer.counters
+    for fragment, found in zip(outer.fragments, works, strict=True):
+        fragment.view.write(_moved(fragment, found))
+        step = counters.local_steps - sum(work.steps for work in found)
+        tokens = counters.tokens - sum(work.tokens for work in found)
+        residuals = fragment.residuals
+        for work in found[own:]:
+            residuals = _with(residuals, fragment.view, work.residuals or {})
+        fragment.restore(Pending(replace(fragment.base, step=step, tokens=tokens), None, residuals))
+
+
+def _moved(fragment: Fragment, works: Sequence[PendingWork]) -> Tensor:
+    """The parameters with all that work; buffers are the first replica's."""
+    start, trained = fragment.start, slice(0, fragment.view.trained)
+    first, *others = works
+    if first.params is not None and first.base is not None and torch.equal(first.base, start):
+        moved = first.params.clone()
+    else:
+        moved = start + first.delta()
+    for work in others:
+        if work.params is not None and work.base is not None:
+            moved[trained] += (work.params - work.base)[trained]
+    return moved
 
 
 def adopt(
@@ -50,46 +108,38 @@ def adopt(
 ) -> None:
     """Moves a restored replica onto the newest versions, with its own pending work and that of ``adopted``.
 
-    Nothing stays frozen: nobody who knew of a contribution under way lives. The counters go on so far that every
-    fragment finds room for its steps between what was counted and now.
+    Nothing stays frozen: nobody who knew of a contribution under way lives.
     """
-    works = [
-        [_work(fragment.view, each, fragment.index, newest[fragment.index]) for each in (saved, *adopted)]
-        for fragment in outer.fragments
-    ]
-    outer.local_steps += max(sum(work.steps for work in others) for _, *others in works)
-    outer.tokens += max(sum(work.tokens for work in others) for _, *others in works)
-    for fragment, found in zip(outer.fragments, works, strict=True):
-        view, trained = fragment.view, slice(0, fragment.view.trained)
-        state = outer.place(state_of(fragment, newest[fragment.index], saved.held, newest[0].record))
+    works = []
+    for fragment, version in zip(outer.fragments, newest, strict=True):
+        works.append([_saved_work(fragment.view, each, version) for each in (saved, *adopted)])
+        state = state_of(fragment, version, saved.held, newest[0].record).placed(outer.committed_memory)
         if state.meta.version != fragment.state.meta.version:
-            fragment.trigger_metrics.direction = None
-        fragment.state = fragment.taken = fragment.applied = state
-        fragment.start = fragment.base = view.cast(state.anchor)
-        fragment.snapshot = None
-        moved = fragment.start + found[0].delta
-        for work in found[1:]:
-            moved[trained] += work.delta[trained]
-        view.write(moved)
-        fragment.base_step = outer.local_steps - sum(work.steps for work in found)
-        fragment.base_tokens = outer.tokens - sum(work.tokens for work in found)
-        for each in adopted:
-            add_residuals(fragment, each.own["fragments"][fragment.index]["residuals"])
-        outer.restart_trigger(fragment, anew=True)
+            fragment.trigger_metrics.restore(None)
+        fragment.stand_on(state)
+    take_in(outer, works, own=1)
+    for fragment in outer.fragments:
+        outer.schedule.restart(fragment, anew=True)
 
 
-def add_residuals(fragment: Fragment, left: Tree) -> None:
+def _saved_work(view: FlatView, saved: SavedReplica, newest: CommittedVersion) -> PendingWork:
+    index = newest.record.fragment
+    base = view.cast(saved.committed[index].tensors["anchor"].to(view.device))
+    return work_of(view, saved.own, index, base, newest.record.counted_step(*saved.held.incarnation_id))
+
+
+def _with(residuals: Mapping[str, Residual], view: FlatView, left: Tree) -> dict[str, Residual]:
     """Error feedback: what was left out of others' payloads is pending work, too. What they owed of sums is given up,
     as always when another member answers for a span."""
-    residuals = dict(fragment.residuals)
+    found = dict(residuals)
     for units, saved in left.items():
-        more, mine = residual_of(fragment.view, saved), residuals.get(units)
+        more, here = residual_of(view, saved), found.get(units)
         if more.own is None:
             continue
-        owed = mine.owed if mine is not None else (0, more.own.new_empty(0))
-        own = more.own if mine is None or mine.own is None else mine.own + more.own
-        residuals[units] = Residual(own, owed)
-    fragment.residuals = residuals
+        owed = here.owed if here is not None else (0, more.own.new_empty(0))
+        own = more.own if here is None or here.own is None else here.own + more.own
+        found[units] = Residual(own, owed)
+    return found
 
 
 def state_of(fragment: Fragment, version: CommittedVersion, held: Held, first: Record) -> State:
@@ -107,5 +157,5 @@ def on(view: FlatView, tensor: Tensor | None) -> Tensor | None:
 
 
 def residual_of(view: FlatView, saved: Tree) -> Residual:
-    """A residual out of a checkpoint."""
+    """A captured residual."""
     return Residual(on(view, saved["own"]), (saved["first"], saved["owed"].to(view.device, copy=True)))

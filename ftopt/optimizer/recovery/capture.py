@@ -1,17 +1,19 @@
 """What one replica gives to a checkpoint, between two inner steps.
 
-The cut is where the *training thread* stands: the committed state that the parameters are based on (``taken``), the
-pending work on it, and the contribution frozen on it if there is one. A commit that the training thread has not taken
-up yet has not happened: after the resume the same contributions are reduced again, to the same bits, and are taken up
-at the same step. So with equal steps everywhere a resumed run is the uninterrupted one, bit for bit, overlap included.
+The cut is where the *training thread* stands: the committed state that the parameters are based on (``applied``), the
+pending work on it, and the contribution frozen on it if there is one. A commit that the training thread has not applied
+yet has not happened: after the resume the same contributions are reduced again, to the same bits, and are applied at
+the same step. So with equal steps everywhere a resumed run is the uninterrupted one, bit for bit, overlap included.
 
 Committed tensors are immutable and given by reference. What training changes is copied: parameters, inner state,
-buffers, frozen parameters of contributions under way. How a replica goes on from this is in ``restore.py``.
+buffers, frozen parameters of contributions under way. How a replica goes on from this is in ``restore.py``, and how it
+takes in the pending work of another in ``adopt.py``. The copy that a neighbour keeps (``replay.py``) is the same tree,
+with less in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.error_feedback import Residual
-from ftopt.optimizer.outer.fragment import Base, Fragment, Snapshot, State
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.state import Pending, Snapshot, State
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.outer.trigger_metrics import StepTotals, pack
+from ftopt.optimizer.outer.trigger_metrics import pack
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.streams import publish
@@ -64,12 +67,9 @@ class SavedReplica:
     own: Tree
 
 
-# Giving.
-
-
 def cut_of(outer: OuterStep) -> Cut | None:
     """Where the replica stands; None where it cannot be saved: it has fetched that version, or starts anew."""
-    first = outer.fragments[0].taken
+    first = outer.fragments[0].applied
     if first.made is None or any(fragment.reset for fragment in outer.fragments):
         return None
     return Cut(first.made.attempt, first.made.size, first.meta.version, first.meta.inner_step)
@@ -81,33 +81,77 @@ def capture_replica(
 ) -> SavedReplica:
     """Copies what training changes. Training thread, between two inner steps."""
     outer.join()
-    now_s = outer.clock()
-    with outer.lock:
-        seen = [(fragment.taken, fragment.seen()) for fragment in outer.fragments]
-    contributions = tuple(base.snapshot.contribution for _, base in seen if base.snapshot is not None)
+    pending = [fragment.pending() for fragment in outer.fragments]
+    committed = tuple(
+        CommittedVersion(_record(state), state.digest, state.tensors())
+        for state in [fragment.applied for fragment in outer.fragments]
+    )
+    contributions = tuple(each.snapshot.contribution for each in pending if each.snapshot is not None)
     held = group.held()
     held = replace(
         held,
-        records=tuple(_record(taken) for taken, _ in seen),
+        records=tuple(version.record for version in committed),
         contributions=contributions,
-        used=union(held.used, *(c.ranges for c in contributions)),  # also where it is counted and not taken up yet
+        used=union(held.used, *(c.ranges for c in contributions)),  # also where it is counted and not applied yet
     )
-    own: Tree = {
-        "local_steps": outer.local_steps,
-        "tokens": outer.tokens,
-        "tally": of_totals(outer.totals),
-        "rounds_taken": outer.rounds_taken,
+    now_s = outer.schedule.clock()
+    own = capture_own(outer, inner, model, pending, copies)
+    for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
+        part |= _rest_of(fragment, each, now_s, copies)
+    own["model"] = _flat(FlatView(model), copies) if outer.live is not None else None
+    for device in {fragment.view.device for fragment in outer.fragments}:
+        publish(device)
+    return SavedReplica(held, committed, own)
+
+
+def capture_own(
+    outer: OuterStep,
+    inner: Inner,
+    model: nn.Module,
+    pending: Sequence[Pending],
+    copies: CopyPool,
+    *,
+    to_replay: bool = False,
+) -> Tree:
+    """Counters, pending work, inner state and buffers.
+
+    ``to_replay``: parameters only where work is pending, and there with what that work is measured from.
+    """
+    return {
+        **outer.counters.capture(),
         "fragments": [
-            _of_fragment(fragment, base, now_s, copies)
-            for fragment, (_, base) in zip(outer.fragments, seen, strict=True)
+            _work_of(fragment, each, copies, to_replay=to_replay)
+            for fragment, each in zip(outer.fragments, pending, strict=True)
         ],
         "inner": inner_state.capture(inner, model, copies),
         "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
-        "model": _flat(FlatView(model), copies) if outer.live is not None else None,
     }
-    for device in {fragment.view.device for fragment in outer.fragments}:
-        publish(device)
-    return SavedReplica(held, tuple(CommittedVersion(_record(t), t.digest, t.tensors()) for t, _ in seen), own)
+
+
+def _work_of(fragment: Fragment, pending: Pending, copies: CopyPool, *, to_replay: bool) -> Tree:
+    """The pending work of a fragment, and what triggers count from."""
+    base = pending.base
+    works = not to_replay or fragment.steps_since(base) > 0
+    return {
+        "params": _flat(fragment.view, copies) if works else None,
+        "base_step": base.step,
+        "base_tokens": base.tokens,
+        "residuals": {units: _of_residual(left) for units, left in pending.residuals.items()},
+        "trigger_from_step": fragment.trigger_from_step,
+    } | ({"base": fragment.start if works else None} if to_replay else {})
+
+
+def _rest_of(fragment: Fragment, pending: Pending, now_s: float, copies: CopyPool) -> Tree:
+    """What only a replica that goes on as the same one needs."""
+    return {
+        "base_totals": pending.base.totals._asdict(),
+        "base_version": pending.base.version,
+        "direction": fragment.trigger_metrics.direction,
+        "trigger_from_ago_s": now_s - fragment.trigger_from_s,
+        "snapshot_step": fragment.snapshot_step,
+        "pace": fragment.pace,
+        "snapshot": None if pending.snapshot is None else _of_snapshot(pending.snapshot, copies),
+    }
 
 
 def _record(state: State) -> Record:
@@ -119,24 +163,7 @@ def _flat(view: FlatView, copies: CopyPool) -> Tensor:
     return view.read(copies.empty((view.numel,), torch.float32, view.device))
 
 
-def _of_fragment(fragment: Fragment, base: Base, now_s: float, copies: CopyPool) -> Tree:
-    return {
-        "params": _flat(fragment.view, copies),
-        "base_step": base.step,
-        "base_tokens": base.tokens,
-        "base_tally": of_totals(base.totals),
-        "base_version": base.version,
-        "residuals": {units: of_residual(left) for units, left in base.residuals.items()},
-        "direction": fragment.trigger_metrics.direction,
-        "trigger_from_step": fragment.trigger_from_step,
-        "trigger_from_ago_s": now_s - fragment.trigger_from_s,
-        "snapshot_step": fragment.snapshot_step,
-        "pace": fragment.pace,
-        "snapshot": None if base.snapshot is None else _of_snapshot(base.snapshot, copies),
-    }
-
-
-def of_residual(residual: Residual) -> Tree:
+def _of_residual(residual: Residual) -> Tree:
     first, values = residual.owed
     return {"own": residual.own, "first": first, "owed": values}
 
@@ -147,13 +174,9 @@ def _of_snapshot(snapshot: Snapshot, copies: CopyPool) -> Tree:
         "params": copies.of(snapshot.params.flat()),  # its buffer is used again once the round is decided
         "tokens": snapshot.tokens,
         "lr": snapshot.lr,
-        "tally": of_totals(snapshot.totals),
+        "totals": snapshot.totals._asdict(),
         "seen": pack(snapshot.seen),
     }
-
-
-def of_totals(totals: StepTotals) -> Tree:
-    return totals._asdict()
 
 
 def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

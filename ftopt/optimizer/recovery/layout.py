@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
-from ftopt.optimizer.tensors.gradients import GradientView
 
 
 def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -48,9 +47,7 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
 
 def _flat(outer: OuterStep, model: nn.Module) -> dict[str, Any]:
     """What lies in flat tensors: the fragments', or the model's where it is the committed state itself."""
-    views: list[tuple[int | str, FlatView]] = [
-        (f.index, f.view) for f in outer.fragments if not isinstance(f.view, GradientView)
-    ]
+    views: list[tuple[int | str, FlatView]] = [(f.index, f.view) for f in outer.fragments if f is not outer.gradients]
     if outer.live is not None:
         views.append(("model", FlatView(model)))
     return {

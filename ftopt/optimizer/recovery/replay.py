@@ -1,6 +1,6 @@
-"""What a replica was at the start of its round, and how another process goes on from that (``recover: replay``).
+"""`recover: replay`: a neighbour keeps a copy of what a replica is, and another process does a dead one's steps again.
 
-The copy is made when the training thread has taken up an outer step that the replica was in. In it are the inner
+The copy is made when the training thread has applied an outer step that the replica was in. In it are the inner
 optimizers' state, buffers, the random number generators, error feedback, and where pending work was left (overlapping
 outer steps, other fragments) that work with the anchor that it is measured from. What is not in it everybody has: the
 committed state. Rates and other values of parameter groups are the loop's, which sets them by the job's inner step.
@@ -12,24 +12,26 @@ again by training on, bit for bit if the committed state is still the same and t
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ftopt.errors import UserError
+from ftopt.methods import Method
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.fragment import Base, Fragment
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.recovery.adopt import add_residuals
-from ftopt.optimizer.recovery.capture import buffers, of_residual
+from ftopt.optimizer.recovery.adopt import take_in, work_of
+from ftopt.optimizer.recovery.capture import buffers, capture_own
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.rng import get_rng_state, set_rng_state
-from ftopt.sync.group import Inherited
-from ftopt.tree import flatten, unflatten
+from ftopt.sync.group import Inherited, ReplicaGroup
+from ftopt.tree import Tree, flatten, unflatten
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Replay:
         of: replica and incarnation that had done them.
         steps: how many.
         until: the job's inner step when they are done.
-        pending: inner steps of each fragment that were taken over as they were.
+        pending: inner steps of each fragment that were adopted as they were.
     """
 
     of: tuple[str, int]
@@ -56,89 +58,137 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) 
     Raises:
         UserError: the inner state holds what cannot be copied; says what.
     """
-    with outer.lock:
-        bases = [fragment.seen() for fragment in outer.fragments]
-    value = {
-        "inner_step": outer.inner_step(),
-        "fragments": [_of_fragment(outer, f, base, copies) for f, base in zip(outer.fragments, bases, strict=True)],
-        "inner": inner_state.capture(inner, model, copies),
-        "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
-        "rng": get_rng_state(),
-    }
+    pending = [fragment.pending() for fragment in outer.fragments]
+    own = capture_own(outer, inner, model, pending, copies, to_replay=True)
     tensors: dict[str, Tensor] = {}
-    plain = flatten(value, tensors)
+    plain = flatten(own | {"inner_step": outer.inner_step(), "rng": get_rng_state()}, tensors)
     return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
 
 
-def _of_fragment(outer: OuterStep, fragment: Fragment, base: Base, copies: CopyPool) -> dict[str, Any]:
-    steps = outer.local_steps - base.step
-    view = fragment.view
-    return {
-        "steps": steps,
-        "tokens": outer.tokens - base.tokens,
-        "marked_ago": outer.local_steps - fragment.trigger_from_step,
-        "params": view.read(copies.empty((view.numel,), torch.float32, view.device)) if steps else None,
-        "base": fragment.start if steps else None,
-        "residuals": {units: of_residual(left) for units, left in base.residuals.items()},
-    }
-
-
 @torch.no_grad()
-def take_up(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherited) -> Replay:
+def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherited) -> Replay:
     """Makes this replica, which has just fetched the committed state, what the copy says. Training thread.
 
     Raises:
         ValueError: the copy is damaged or of another model; nothing has changed.
     """
-    value = _checked(outer, inner, model, inherited)
-    parts: list[dict[str, Any]] = value["fragments"]
-    outer.local_steps = max(part["steps"] for part in parts)
-    outer.tokens = max(part["tokens"] for part in parts)
+    own = _checked(outer, inner, model, inherited)
+    parts: list[Tree] = own["fragments"]
+    take_in(outer, [[work_of(f.view, own, f.index, parts[f.index]["base"])] for f in outer.fragments], own=0)
     for fragment, part in zip(outer.fragments, parts, strict=True):
-        fragment.base_step = outer.local_steps - part["steps"]
-        fragment.base_tokens = outer.tokens - part["tokens"]
-        if part["params"] is not None:
-            _move(fragment, part["params"], part["base"])
-        add_residuals(fragment, part["residuals"])
-        outer.restart_trigger(fragment, anew=False)
-        fragment.trigger_from_step -= part["marked_ago"]
-    inner_state.restore(inner, model, value["inner"], groups=False)
+        behind = own["local_steps"] - part["trigger_from_step"]
+        outer.schedule.restart(fragment, anew=False, behind=behind)
+    inner_state.restore(inner, model, own["inner"], groups=False)
     for name, buffer in buffers(model):
-        buffer.copy_(value["buffers"][uncompiled(name)])
-    set_rng_state(value["rng"])
-    steps = max(0, inherited.inner_step - int(value["inner_step"]))
-    pending = tuple(outer.pending_steps(fragment.index) for fragment in outer.fragments)
-    return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, pending)
+        buffer.copy_(own["buffers"][uncompiled(name)])
+    set_rng_state(own["rng"])
+    steps = max(0, inherited.inner_step - int(own["inner_step"]))
+    return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, outer.pending_by_fragment())
 
 
-def _move(fragment: Fragment, params: Tensor, base: Tensor) -> None:
-    """Puts pending work onto the committed state: as it was, or as a rebase moves it."""
-    view = fragment.view
-    params, base = params.to(view.device), base.to(view.device)
-    view.write(params if torch.equal(base, fragment.start) else fragment.start + (params - base))
-
-
-def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherited) -> dict[str, Any]:
+def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherited) -> Tree:
     copy = inherited.copy
     try:
         outside = json.loads(copy.text)
         if outside["digest"] != digest(copy.tensors):
             raise ValueError("it was damaged on its way")
-        value: dict[str, Any] = unflatten(outside["value"], copy.tensors)
-        inner_state.check(inner, model, value["inner"])
-        pairs = zip(outer.fragments, value["fragments"], strict=True)
-        shapes = [_fits(fragment.view, part) for fragment, part in pairs]
+        own: Tree = unflatten(outside["value"], copy.tensors)
+        inner_state.check(inner, model, own["inner"])
+        pairs = zip(outer.fragments, own["fragments"], strict=True)
+        shapes = [_fits(fragment.view, part, own["local_steps"] - part["base_step"]) for fragment, part in pairs]
         kept = {uncompiled(name): buffer.shape for name, buffer in buffers(model)}
-        if not all(shapes) or kept != {name: buffer.shape for name, buffer in value["buffers"].items()}:
+        if not all(shapes) or kept != {name: buffer.shape for name, buffer in own["buffers"].items()}:
             raise ValueError("its tensors are not of this model")
-        if len(copy.versions) != len(outer.fragments) or set(value["rng"]) < {"torch", "python"}:
+        if len(copy.versions) != len(outer.fragments) or set(own["rng"]) < {"torch", "python"}:
             raise ValueError("a part is missing")
     except (AttributeError, KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"it is no copy of a replica: {error!r}") from None
-    return value
+    return own
 
 
-def _fits(view: FlatView, part: dict[str, Any]) -> bool:
+def _fits(view: FlatView, part: Tree, steps: int) -> bool:
     """Whether pending work fits: both tensors, or no steps."""
     both = (part["params"], part["base"])
-    return both == (None, None) if not part["steps"] else all(t.shape == (view.numel,) for t in both)
+    return both == (None, None) if not steps else all(t.shape == (view.numel,) for t in both)
+
+
+class Replays:
+    """A replica's part in it: it offers copies of itself, or does a dead one's steps again. Training thread.
+
+    Args:
+        inner: its inner optimizers.
+        model: its model.
+        group: who takes part.
+        method: what is computed.
+        clock: seconds, monotonic.
+
+    Raises:
+        UserError: steps could not be done again.
+    """
+
+    def __init__(
+        self, inner: Inner, model: nn.Module, group: ReplicaGroup, method: Method, *, clock: Callable[[], float]
+    ) -> None:
+        if method.gradients is not None:
+            raise UserError(
+                f"sync.recover=replay with method {method.name}, whose replicas exchange gradients in each step; "
+                "use sync.recover=drop"
+            )
+        if group.units is None:
+            raise UserError(
+                "sync.recover=replay needs a sample ledger, to know what a dead replica has trained on; draw batches "
+                "from ftopt.DataLoader(..., group=group) (data.sampling=once in a recipe), made before `with "
+                "optimizer:`, or use sync.recover=drop"
+            )
+        self.under_way: Replay | None = None
+        self._inner = inner
+        self._model = model
+        self._group = group
+        self._units = group.units
+        self._clock = clock
+        self._began_s = 0.0
+        self._copies: CopyPool | None = CopyPool()
+
+    def copy(self, outer: OuterStep) -> None:
+        """A round begins: offers a copy of what this replica is."""
+        if self._copies is None:
+            return
+        began_s = self._clock()
+        self._copies.recycle()
+        try:
+            text, tensors = copy_of(outer, self._inner, self._model, self._copies)
+        except UserError as error:
+            warnings.warn(f"sync.recover=replay: no copy of this replica can be made: {error}", stacklevel=5)
+            self._copies = None
+            return
+        self._group.offer_copy(tuple(f.applied.meta.version for f in outer.fragments), text, tensors)
+        size = len(text) + sum(t.numel() * t.element_size() for t in tensors.values())
+        data = {"bytes": size, "stall_s": self._clock() - began_s}
+        self._group.emit("copied", inner_step=outer.inner_step(), data=data)
+
+    def inherit(self, outer: OuterStep) -> bool:
+        """At the start: goes on in the place of a replica that has died. False: there is nothing to go on from."""
+        inherited = self._group.inherited()
+        if inherited is None:
+            return False
+        incarnation_id, used = list(inherited.copy.incarnation_id), inherited.copy.used
+        try:
+            replay = restore_copy(outer, self._inner, self._model, inherited)
+        except ValueError as error:
+            self._group.emit("replay_failed", data={"of": incarnation_id, "reason": str(error)})
+            return False
+        if any(replay.pending):
+            self._units.spend(used)
+        size = sum(t.numel() * t.element_size() for t in inherited.copy.tensors.values())
+        data = {"of": incarnation_id, "steps": replay.steps, "pending_by_fragment": list(replay.pending), "bytes": size}
+        self._group.emit("replay", inner_step=outer.inner_step(), data={**data, "fetch_s": inherited.fetch_s})
+        self.under_way, self._began_s = replay, self._clock()
+        return True
+
+    def stepped(self, outer: OuterStep) -> None:
+        """An inner step has been taken; the last one of those that are done again?"""
+        replay = self.under_way
+        if replay is not None and outer.inner_step() >= replay.until:
+            self.under_way = None
+            data = {"of": list(replay.of), "steps": replay.steps, "seconds": self._clock() - self._began_s}
+            self._group.emit("replayed", data=data)

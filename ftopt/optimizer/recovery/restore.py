@@ -17,12 +17,14 @@ from torch import nn
 from ftopt.errors import UserError
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.fragment import Fragment, Snapshot, State
+from ftopt.optimizer.outer.counters import Counters, StepTotals
+from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.frozen import Frozen
+from ftopt.optimizer.outer.state import Base, Pending, Snapshot
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.outer.trigger_metrics import StepTotals, seen_of
+from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
-from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, buffers, of_totals
+from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, buffers
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.sync.group import Contribution, Foreign, Held, Position, union
 from ftopt.tree import Tree
@@ -34,7 +36,7 @@ class Resume:
 
     Args:
         saved: itself; `newcomer` makes one that was not there.
-        adopted: replicas that do not come back and whose pending work this one takes over.
+        adopted: replicas that do not come back and whose pending work this one adopts.
         newest: the newest version of each fragment in the checkpoint.
         lines: the fingerprint of the job that wrote the checkpoint.
         source: the checkpoint, for messages.
@@ -81,18 +83,12 @@ def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica)
         newest: a version a fragment.
         peer: one that was there; where the inner state belongs to the committed one, it is this one's.
     """
-    zero = of_totals(StepTotals())
-    part = {
-        "params": None, "base_step": 0, "base_tokens": 0, "base_tally": zero, "base_version": 0, "residuals": {},
-        "direction": None, "trigger_from_step": None, "trigger_from_ago_s": 0.0, "snapshot_step": 0, "pace": None,
-        "snapshot": None,
-    }  # fmt: skip
-    own: Tree = {
-        "local_steps": 0, "tokens": 0, "tally": zero, "rounds_taken": 0,
-        "fragments": [{**part, "base_version": version.record.version} for version in newest],
+    own: Tree = Counters().capture() | {
+        "fragments": [None] * len(newest),
         "inner": peer.own["inner"] if peer.own["model"] is not None else None,
-        "buffers": None, "model": peer.own["model"],
-    }  # fmt: skip
+        "buffers": None,
+        "model": peer.own["model"],
+    }
     return SavedReplica(replace(held, records=tuple(v.record for v in newest)), tuple(newest), own)
 
 
@@ -136,12 +132,16 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
 def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
     """Makes this replica what a checked ``resume`` says, before it starts."""
     saved, own = resume.saved, resume.saved.own
-    outer.resumed = True
-    outer.local_steps, outer.tokens = own["local_steps"], own["tokens"]
-    outer.totals, outer.rounds_taken = StepTotals(**own["tally"]), own["rounds_taken"]
+    outer.counters.restore(own)
     first = saved.committed[0].record
     for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
-        _put(outer, fragment, outer.place(state_of(fragment, version, saved.held, first)), part)
+        fragment.stand_on(state_of(fragment, version, saved.held, first).placed(outer.committed_memory))
+        if part is None:
+            fragment.restore(Pending(replace(fragment.base, version=version.record.version), None, {}))
+            fragment.view.write(fragment.start)
+            outer.schedule.restart(fragment, anew=True)
+        else:
+            _restore_fragment(fragment, part, outer.schedule.clock())
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
     for name, buffer in buffers(model) if own["buffers"] is not None else []:
@@ -153,30 +153,24 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
         adopt(outer, resume.saved, resume.adopted, resume.newest)
 
 
-def _put(outer: OuterStep, fragment: Fragment, state: State, part: Tree) -> None:
+def _restore_fragment(fragment: Fragment, part: Tree, now_s: float) -> None:
+    """Puts back what was captured of a fragment, which stands on the state that it was captured on."""
     view, frozen = fragment.view, part["snapshot"]
-    fragment.state = fragment.taken = fragment.applied = state
-    fragment.start = fragment.base = view.cast(state.anchor)
-    fragment.base_step, fragment.base_tokens = part["base_step"], part["base_tokens"]
-    fragment.base_totals, fragment.base_version = StepTotals(**part["base_tally"]), part["base_version"]
-    fragment.residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
-    fragment.trigger_metrics.direction = on(view, part["direction"])
-    fragment.snapshot_step, fragment.pace = part["snapshot_step"], part["pace"]
-    view.write(fragment.start if part["params"] is None else part["params"].to(view.device))
+    totals, snapshot = StepTotals(**part["base_totals"]), None
+    base = Base(fragment.start, part["base_step"], part["base_tokens"], totals, part["base_version"])
     if frozen is not None:
-        fragment.snapshot = Snapshot(
+        snapshot = Snapshot(
             Contribution(**frozen["contribution"]),
             Frozen(view, frozen["params"].to(view.device, copy=True)),
             fragment.start,
             frozen["tokens"],
             frozen["lr"],
-            StepTotals(**frozen["tally"]),
+            StepTotals(**frozen["totals"]),
             seen_of(frozen["seen"]),
         )
-    if part["trigger_from_step"] is None:
-        outer.restart_trigger(fragment, anew=True)
-    else:
-        fragment.trigger_from_step, fragment.trigger_from_s = (
-            part["trigger_from_step"],
-            outer.clock() - part["trigger_from_ago_s"],
-        )
+    residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
+    view.write(part["params"].to(view.device))
+    fragment.restore(Pending(base, snapshot, residuals))
+    fragment.restore_schedule(part["snapshot_step"], part["pace"])
+    fragment.restart_trigger(part["trigger_from_step"], now_s - part["trigger_from_ago_s"])
+    fragment.trigger_metrics.restore(on(view, part["direction"]))

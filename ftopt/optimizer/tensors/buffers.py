@@ -70,11 +70,11 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
     return shared
 
 
-def payload_with_buffers(method: Method, mine: ReplicaView, out: Tensor, *, trained: int) -> Tensor:
+def payload_with_buffers(method: Method, view: ReplicaView, out: Tensor, *, trained: int) -> Tensor:
     """`Method.payload` for the first ``trained`` elements, what `LocalSGD` sends through fp32 for those behind."""
-    method.payload(of(mine, slice(0, trained)), part(out, slice(0, trained)))
+    method.payload(of(view, slice(0, trained)), part(out, slice(0, trained)))
     if trained < out.numel():
-        _PLAIN.payload(replace(of(mine, slice(trained, None)), lossy=False), out[trained:])
+        _PLAIN.payload(replace(of(view, slice(trained, None)), lossy=False), out[trained:])
     return out
 
 
@@ -103,11 +103,11 @@ def keep_between(moved: Tensor, now: Tensor, start: Tensor) -> None:
     torch.clamp(moved, torch.minimum(now, start), torch.maximum(now, start), out=moved)
 
 
-def of(mine: ReplicaView, where: slice) -> ReplicaView:
+def of(view: ReplicaView, where: slice) -> ReplicaView:
     """A part of a replica's side of the round; the tensors that were the same one are so again."""
-    anchor = part(mine.anchor, where)
-    start = anchor if mine.start is mine.anchor else part(mine.start, where)
-    return replace(mine, anchor=anchor, start=start, params=part(mine.params, where))
+    anchor = part(view.anchor, where)
+    start = anchor if view.start is view.anchor else part(view.start, where)
+    return replace(view, anchor=anchor, start=start, params=part(view.params, where))
 
 
 def part(flat: Tensor, where: slice) -> Tensor:

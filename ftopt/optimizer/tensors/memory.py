@@ -35,6 +35,10 @@ class Memory:
         weakref.finalize(array, self._give, block).atexit = False
         return torch.from_numpy(array)
 
+    def like(self, flat: Tensor) -> Tensor:
+        """The same, as long as ``flat`` and on its device."""
+        return self.take(flat.numel(), flat.device)
+
     # For committed states, which may lie elsewhere (`ftopt.optimizer.tensors.mapped`). Here they lie where they are
     # made.
 

@@ -86,24 +86,24 @@ def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
     return measured
 
 
-def payload(method: Method, mine: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
+def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
     """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
 
     Args:
-        mine: but for its ``params``, which are not looked at.
+        view: but for its ``params``, which are not looked at.
         parts: the parameters.
     """
     measured, displaces = Measured(), type(method).payload is Method.payload
-    alike = mine.start is mine.anchor
-    for part, where in behind(parts, mine.anchor, mine.start):
-        anchor, place = mine.anchor[where], out[where]
-        start = anchor if alike else mine.start[where]
+    alike = view.start is view.anchor
+    for part, where in behind(parts, view.anchor, view.start):
+        anchor, place = view.anchor[where], out[where]
+        start = anchor if alike else view.start[where]
         if displaces:
             measured.see(torch.sub(start.view(part.shape), part, out=place.view(part.shape)))
         else:
             now = part.reshape(-1).float()
             measured.see(torch.sub(start, now, out=place))
-            method.payload(replace(mine, anchor=anchor, start=start, params=now), place)
+            method.payload(replace(view, anchor=anchor, start=start, params=now), place)
         if share is not None:
             place.mul_(share)
     return measured

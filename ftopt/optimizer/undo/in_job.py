@@ -40,9 +40,11 @@ class LastStep:
         for recorder in self._recorders:
             recorder.steps = 0
         if self._looks_again:
-            self._applied = [fragment.taken.meta for fragment in outer.fragments]  # not the states: they would live on
+            self._applied = [
+                fragment.applied.meta for fragment in outer.fragments
+            ]  # not the states: they would live on
             self._looks_again = False
-        self._tokens, self._totals = outer.tokens, outer.totals
+        self._before = outer.counters.counted()
         self.counted = False
 
     def look_again(self) -> None:
@@ -61,8 +63,7 @@ class LastStep:
         undone = revert(self._optimizers, [recorder.steps == 1 for recorder in self._recorders])
         self.counted = None
         if counted:
-            outer.local_steps -= 1
-            outer.tokens, outer.totals = self._tokens, self._totals
+            outer.counters.uncount(self._before)
             if group.units is not None:
                 group.units.unuse()
             group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
@@ -80,14 +81,14 @@ class LastStep:
                 "undo_step: an inner optimizer has been stepped by itself since; only a replica's last step can be "
                 "undone"
             )
-        step = outer.local_steps
+        step = outer.counters.local_steps
         for fragment, before in zip(outer.fragments, self._applied, strict=True):
-            if self.counted and max(fragment.snapshot_step, fragment.base_step) >= step:
+            if self.counted and max(fragment.snapshot_step, fragment.base.step) >= step:
                 raise UserError(
                     f"undo_step: inner step {step} is in what this replica has proposed last (fragment "
                     f"{fragment.index}), and others may have counted it; only steps behind a proposal can be undone"
                 )
-            if self.counted and fragment.taken.meta is not before:
+            if self.counted and fragment.applied.meta is not before:
                 raise UserError(
                     f"undo_step: an outer step (fragment {fragment.index}) has moved the parameters since inner step "
                     f"{step}; undo a step before the next outer step"

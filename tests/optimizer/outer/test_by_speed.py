@@ -13,7 +13,7 @@ from ftopt.connect import local_groups, solo
 from ftopt.events import Event
 from ftopt.methods import BySpeed, DiLoCo, LocalSGD, Method
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.trigger_metrics import StepTotals
+from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.outer import SGD
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
@@ -113,7 +113,7 @@ def test_what_happens_between_two_steps_is_the_steps_and_an_outer_step_is_not() 
                     now[0] += 100.0
         outer = optimizer._core.started()
         assert optimizer.versions == (2,), "after 3 and 33 steps"
-        assert outer.totals.pace(StepTotals()) == pytest.approx(1.0)
+        assert outer.counters.totals.pace(StepTotals()) == pytest.approx(1.0)
 
 
 def test_a_replica_that_becomes_slower_has_fewer_steps_in_the_round_after() -> None:

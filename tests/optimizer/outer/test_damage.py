@@ -48,14 +48,16 @@ def one_that_has_worked() -> tuple[Vector, OuterStep, Silent, torch.Tensor]:
     sound = outer.fragments[0].state.anchor.clone()
     with torch.no_grad():
         model.weight.add_(0.5)
-    outer.local_steps = 1
+    outer.counters.count_step(0, None)
     return model, outer, group, sound
 
 
 def install(outer: OuterStep, version: int, anchor: torch.Tensor, *, inner_step: int = 0) -> None:
     from ftopt.optimizer.tensors.digest import digest
 
-    outer.install(Committed(0, version, inner_step, 0), digest({"anchor": anchor}), {"anchor": anchor}, reset=False)
+    outer.reduction.install(
+        Committed(0, version, inner_step, 0), digest({"anchor": anchor}), {"anchor": anchor}, reset=False
+    )
 
 
 def test_a_flipped_bit_is_found_in_its_block() -> None:
@@ -71,10 +73,10 @@ def test_the_same_version_fetched_again_leaves_the_parameters_and_the_work_as_th
     before = model.weight.detach().clone()
     flip_bit(outer.fragments[0].state.anchor[BLOCK])
     install(outer, 0, sound)
-    outer.take_over()
+    outer.apply()
     assert torch.equal(model.weight, before)
     assert torch.equal(outer.fragments[0].start, sound)
-    assert outer.pending_steps() == 1
+    assert outer.fragments[0].pending_steps == 1
 
 
 def test_on_a_newer_version_only_the_damaged_blocks_lose_their_work() -> None:
@@ -82,7 +84,7 @@ def test_on_a_newer_version_only_the_damaged_blocks_lose_their_work() -> None:
     flip_bit(outer.fragments[0].state.anchor[BLOCK])
     newer = sound + 2
     install(outer, 1, newer)
-    outer.take_over()
+    outer.apply()
     assert torch.equal(model.weight[BLOCK], newer[BLOCK])
     for part in (slice(0, BLOCK.start), slice(BLOCK.stop, SIZE)):
         assert torch.allclose(model.weight[part], newer[part] + 0.5)
@@ -95,18 +97,18 @@ def test_before_a_retry_a_member_looks_its_own_state_over() -> None:
     group.propose = lambda contribution, now: None  # type: ignore[attr-defined]
     outer.propose_pending(0, lr=0.0)
     first, retry = (AttemptView(0, 1, n, 0, 2, 1.0, 2.0, 2) for n in (1, 2))
-    outer.reduce(first, Lonely())
-    outer.discard(0)
+    outer.reduction.reduce(first, Lonely())
+    outer.reduction.discard(0)
     flip_bit(outer.fragments[0].state.anchor[BLOCK])
     with pytest.raises(Damaged, match=r"anchor\[16384:32768\]"):
-        outer.reduce(retry, Lonely())
+        outer.reduction.reduce(retry, Lonely())
     assert ("damaged", {"blocks": ["anchor[16384:32768]"]}) in group.told
 
 
 def test_a_state_that_others_have_made_does_not_let_a_hung_training_thread_seem_to_move() -> None:
     _, outer, _, sound = one_that_has_worked()
-    outer.step_s = 0.25
+    outer.counters.set_step_s(0.25)
     install(outer, 1, sound + 2, inner_step=7)
-    assert (outer.inner_step(), outer.standing()) == (8, (1, 0.25))
-    outer.take_over()
-    assert (outer.inner_step(), outer.standing()) == (8, (8, 0.25))
+    assert (outer.inner_step(), outer.reduction.standing()) == (8, (1, 0.25))
+    outer.apply()
+    assert (outer.inner_step(), outer.reduction.standing()) == (8, (8, 0.25))

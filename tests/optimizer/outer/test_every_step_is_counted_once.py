@@ -64,7 +64,7 @@ class _Trainer:
 
 def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
     optimizer = trainer.optimizer
-    optimizer._core.started().take_over()
+    optimizer._core.started().apply()
     done = set(group.counted) | set(group.dropped)
     assert len(group.counted) == len(set(group.counted)), "a step was counted twice"
     assert not set(group.counted) & set(group.dropped), "a counted step was dropped as well"

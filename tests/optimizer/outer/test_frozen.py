@@ -12,9 +12,8 @@ from ftopt.connect import local_groups
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, StreamingDiLoCo
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.freezer import Freezer
+from ftopt.optimizer.outer.freeze import Freezer, FreezeThread
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
-from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.outer import SGD
 from tests.optimizer.running import PATIENT, together
@@ -123,13 +122,13 @@ def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made() -> Non
 
 def test_with_delay_the_training_thread_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
-    there = OuterStep._copy_and_offer
+    there = Freezer._copy_and_offer
 
-    def look(self: OuterStep, *arguments: object) -> object:
+    def look(self: Freezer, *arguments: object) -> object:
         threads.add(threading.current_thread().name)
         return there(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(OuterStep, "_copy_and_offer", look)
+    monkeypatch.setattr(Freezer, "_copy_and_offer", look)
     method = StreamingDiLoCo(sync_every=4, delay=2, fragments=Strided(n=2), wait_for_result_s=60.0)
     models, groups = [TASK.model(0) for _ in range(2)], local_groups(2, sync=PATIENT)
 
@@ -163,7 +162,7 @@ def test_parameters_that_are_not_finite_are_given_up_by_the_training_thread() ->
 
 
 def test_what_fails_behind_the_training_thread_is_raised_there() -> None:
-    freezer = Freezer()
+    freezer = FreezeThread()
 
     def fails() -> None:
         raise ValueError("a planted fault")

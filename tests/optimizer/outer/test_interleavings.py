@@ -28,7 +28,9 @@ from ftopt.methods import (
 )
 from ftopt.methods.method import reads_tensors
 from ftopt.optimizer import OuterOptimizer, wrap
-from ftopt.optimizer.outer.freezer import Freezer
+from ftopt.optimizer.outer.freeze import Freezer, FreezeThread
+from ftopt.optimizer.outer.reduction import Reduction
+from ftopt.optimizer.outer.schedule import Schedule
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pool import CopyPool
@@ -113,8 +115,8 @@ def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others bring more steps than this replica: the averages end (``average_until_step``) by the commit itself."""
-    averages = OuterStep._averages
-    monkeypatch.setattr(OuterStep, "_averages", lambda self, f: averages(self, f) and f.state is f.taken)
+    averages = Schedule.averages
+    monkeypatch.setattr(Schedule, "averages", lambda self, f: averages(self, f) and f.state is f.applied)
     method = replace(DELAYED, average_until_step=3)
 
     def replica(m: int, model: nn.Module, group: ReplicaGroup) -> None:
@@ -122,7 +124,7 @@ def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_no
             for step in range(3):
                 _step(optimizer, model, m, step)
                 (fragment,) = optimizer._core.started().fragments
-                assert fragment.state is fragment.taken and fragment.base is fragment.start
+                assert fragment.state is fragment.applied and fragment.base.params is fragment.start
                 optimizer._core.capture(CopyPool())
             for step in range(3, 9):
                 _step(optimizer, model, m, step)
@@ -187,13 +189,13 @@ def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.Mo
 def test_a_sync_that_stays_undecided_waits_once_and_what_it_offered_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reduce, goes_on = OuterStep.reduce, threading.Event()
+    reduce, goes_on = Reduction.reduce, threading.Event()
 
-    def reduces_late(self: OuterStep, attempt: AttemptView, collective: Collective) -> str:
+    def reduces_late(self: Reduction, attempt: AttemptView, collective: Collective) -> str:
         assert goes_on.wait(10.0)
         return reduce(self, attempt, collective)
 
-    monkeypatch.setattr(OuterStep, "reduce", reduces_late)
+    monkeypatch.setattr(Reduction, "reduce", reduces_late)
 
     def replica(m: int, model: nn.Module, group: ReplicaGroup) -> tuple[int, list[bool], int]:
         waited = list[int]()
@@ -228,13 +230,13 @@ def test_a_sync_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_leaves_has_offered_what_was_being_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    freeze, slow = OuterStep._copy_and_offer, threading.Event()
+    freeze, slow = Freezer._copy_and_offer, threading.Event()
 
-    def freezes_slowly(self: OuterStep, *arguments: object) -> object:
+    def freezes_slowly(self: Freezer, *arguments: object) -> object:
         slow.wait(0.2)
         return freeze(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(OuterStep, "_copy_and_offer", freezes_slowly)
+    monkeypatch.setattr(Freezer, "_copy_and_offer", freezes_slowly)
 
     def replica(m: int, model: nn.Module, group: ReplicaGroup) -> int:
         with _start(replace(DELAYED, sync_every=100), model, group) as optimizer:
@@ -261,7 +263,7 @@ def test_steps_behind_parameters_that_were_given_up_are_sound(looked_at: bool) -
 
 
 def test_an_interrupted_join_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    freezer, done, goes_on = Freezer(), list[str](), threading.Event()
+    freezer, done, goes_on = FreezeThread(), list[str](), threading.Event()
 
     def work() -> Callable[[], None]:
         assert goes_on.wait(10.0)

@@ -29,13 +29,13 @@ def one(seed: int) -> tuple[nn.Module, OuterStep]:
     return model, OuterStep([], ftopt.SyncSGD(), Silent(), (inner, model))  # type: ignore[arg-type]
 
 
-def test_a_fetched_model_is_served_as_it_came_until_it_is_taken_up() -> None:
+def test_a_fetched_model_is_served_as_it_came_until_it_is_applied() -> None:
     source, newcomer = one(1)[1], one(2)
-    digest, tensors = source.state(0)
-    newcomer[1].install(Committed(0, 7, 7, 0), digest, tensors, reset=False)
-    served, copies = newcomer[1].state(0)
+    digest, tensors = source.reduction.state(0)
+    newcomer[1].reduction.install(Committed(0, 7, 7, 0), digest, tensors, reset=False)
+    served, copies = newcomer[1].reduction.state(0)
     assert served == digest
     assert copies.keys() == tensors.keys()
     assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
-    newcomer[1].take_over()
-    assert newcomer[1].state(0)[0] == digest
+    newcomer[1].apply()
+    assert newcomer[1].reduction.state(0)[0] == digest

@@ -68,7 +68,7 @@ def _alone(method: Method, steps: int, *, loss: bool = False) -> list[int]:
 
 
 def _agreed(optimizer: OuterOptimizer) -> RoundStats:
-    return optimizer._core.started().progress(0).agreed
+    return optimizer._core.started().schedule.progress(optimizer._core.started().fragments[0]).agreed
 
 
 def _replicas(

@@ -50,7 +50,7 @@ def test_an_undone_step_is_counted_nowhere_and_can_be_taken_again() -> None:
         assert (optimizer.local_steps, optimizer.pending_steps, optimizer.inner_step) == (7, 3, 7)
         assert undo_step(optimizer) == Undone(whole=True, reverted=4, untouched=0)
         assert (optimizer.local_steps, optimizer.pending_steps, optimizer.inner_step) == (6, 2, 6)
-        assert optimizer._core.started().tokens == 0
+        assert optimizer._core.started().counters.tokens == 0
         torch.testing.assert_close(flat(model), before, rtol=1e-6, atol=1e-7)
         optimizer.step()
         torch.testing.assert_close(flat(model), after, rtol=1e-6, atol=1e-7)
@@ -135,7 +135,7 @@ def test_with_a_delay_steps_behind_the_snapshot_can_be_undone_and_nothing_is_los
                     optimizer.step()
             assert optimizer.local_steps == 24
             assert optimizer.settle()
-            counted = [f.base_step for f in optimizer._core.started().fragments]
+            counted = [f.base.step for f in optimizer._core.started().fragments]
             assert [24 - n for n in counted] == list(optimizer.pending_by_fragment)
         return optimizer, list(optimizer.pending_by_fragment)
 

@@ -1,0 +1,133 @@
+"""A replica's counts of its own inner steps, and the only code that writes them.
+
+Invariant I2, each survivor's inner step is counted exactly once, needs three numbers a fragment: ``local_steps`` here,
+``base.step`` and ``state.meta.counted_step`` of the fragment. The first changes in this file alone, the others in
+``fragment.py`` alone, so that these two files are what an audit of I2 reads. All others call the methods, whose names
+say what has happened; a test keeps it so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+_SMOOTHING = 0.9
+
+
+class StepTotals(NamedTuple):
+    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
+    ``seconds`` over ``timed`` ones."""
+
+    losses: float | Tensor = 0.0
+    counted: int = 0
+    rates_square: float = 0.0
+    seconds: float = 0.0
+    timed: int = 0
+
+    def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
+        """With one step more; its loss, and how long it took, when that is known."""
+        losses, counted = self.losses, self.counted
+        if loss is not None:
+            losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
+        seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
+        return StepTotals(losses, counted, self.rates_square + lr * lr, seconds, timed)
+
+    def pace(self, since: StepTotals) -> float | None:
+        """Steps a second after ``since``; None when no time was measured."""
+        seconds = self.seconds - since.seconds
+        return (self.timed - since.timed) / seconds if seconds > 0 else None
+
+    def mean_loss(self, since: StepTotals) -> float | None:
+        """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""
+        counted = self.counted - since.counted
+        mean = float(self.losses - since.losses) / counted if counted else math.nan
+        return mean if math.isfinite(mean) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The counts that undoing a step brings back."""
+
+    steps: int
+    tokens: int
+    totals: StepTotals
+
+
+class Counters:
+    """Counts of one replica in this life. Written on the training thread, read on any.
+
+    Attributes:
+        local_steps: inner steps, of which each fragment has counted or dropped those up to its ``base.step``.
+        tokens: tokens in them.
+        totals: sums over them, for triggers.
+        step_s: seconds that a step takes, a moving average; 0 before one was measured.
+        rounds_applied: commits of a contribution of this replica that its parameters have followed.
+        nonfinite_drops: how often pending steps were dropped because they were not finite.
+        resumed: they go on from a checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.local_steps = 0
+        self.tokens = 0
+        self.totals = StepTotals()
+        self.step_s = 0.0
+        self.rounds_applied = 0
+        self.nonfinite_drops = 0
+        self.resumed = False
+
+    def count_step(self, tokens: int, step_s: float | None) -> None:
+        """Counts an inner step.
+
+        Args:
+            tokens: in it.
+            step_s: seconds from the end of the one before, when nothing else was done in between.
+        """
+        self.local_steps += 1
+        self.tokens += tokens
+        if step_s is not None:
+            self.step_s = self.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if self.step_s else step_s
+
+    def add_to_totals(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> None:
+        """Adds the step just counted to ``totals``."""
+        self.totals = self.totals.plus(lr, loss, step_s)
+
+    def counted(self) -> Counted:
+        """The counts as they are, for `uncount`."""
+        return Counted(self.local_steps, self.tokens, self.totals)
+
+    def uncount(self, before: Counted) -> None:
+        """Takes the last step out again: the counts are what they were ``before`` it."""
+        self.local_steps, self.tokens, self.totals = before.steps, before.tokens, before.totals
+
+    def set_step_s(self, seconds: float) -> None:
+        """Sets how long a step takes, where somebody else measures it."""
+        self.step_s = seconds
+
+    def count_applied_round(self) -> None:
+        """Counts a commit of this replica's contribution that the parameters have followed."""
+        self.rounds_applied += 1
+
+    def count_nonfinite_drop(self) -> None:
+        """Counts that pending steps which are not finite were dropped."""
+        self.nonfinite_drops += 1
+
+    def take_in(self, steps: int, tokens: int) -> None:
+        """Adds inner steps that another replica, or another life of this one, has taken and that are pending here."""
+        self.local_steps += steps
+        self.tokens += tokens
+
+    def capture(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {
+            "local_steps": self.local_steps, "tokens": self.tokens, "totals": self.totals._asdict(),
+            "rounds_applied": self.rounds_applied,
+        }  # fmt: skip
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Puts a `capture` back."""
+        self.local_steps, self.tokens = saved["local_steps"], saved["tokens"]
+        self.totals, self.rounds_applied = StepTotals(**saved["totals"]), saved["rounds_applied"]
+        self.resumed = True

@@ -1,0 +1,295 @@
+"""Step 1, propose: parameters are frozen as a contribution, and offered to the group.
+
+There are three ways to freeze, and `Freezer.propose` chooses:
+
+- **in place**, when the training thread is going to wait for the round: nothing is copied;
+- **behind**, when results are applied later: parameters do not change between two inner steps, so the copy, its norm
+  and the proposal are made on a thread of their own during the next forward and backward pass;
+- **a copy, now**, otherwise.
+
+The first two bind the parameters: before anything changes them, the training thread calls `join` or `release`. Whoever
+changes them behind ftopt's back meanwhile loses nothing in the second: a payload is computed from the copy, and what
+pending work is measured from is that same copy, so a change is in this contribution or in the next.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ftopt.methods import ContributionStats, ReplicaView
+from ftopt.methods.method import reads_tensors
+from ftopt.methods.triggers import Measurement
+from ftopt.optimizer.outer.apply import Applier
+from ftopt.optimizer.outer.counters import Counters
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.frozen import Frozen, flat_parts
+from ftopt.optimizer.outer.mean import in_pieces
+from ftopt.optimizer.outer.schedule import Schedule
+from ftopt.optimizer.outer.state import Snapshot, State
+from ftopt.optimizer.tensors import pieces
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.tensors.pieces import Measured, piece_of
+from ftopt.streams import SideStream, reached
+from ftopt.sync.group import Contribution, ReplicaGroup
+
+FreezeTask = Callable[[], Callable[[], None]]
+"""What is done on the freezing thread; returns what is left for the training thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOffer:
+    """What a contribution to a global batch is made of.
+
+    Args:
+        plan: whose share it is.
+        units: ``(start, stop)``.
+        samples: in them; the contribution weighs as much.
+    """
+
+    plan: int
+    units: tuple[tuple[int, int], ...]
+    samples: int
+
+
+class FreezeThread:
+    """A thread, made when it is first needed. Its methods are the training thread's.
+
+    Attributes:
+        under_way: what has not been joined.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._beside = SideStream()
+        self.under_way: list[Future[Callable[[], None]]] = []
+
+    def begin(self, device: torch.device, work: FreezeTask) -> None:
+        """Does it behind the training thread; on a GPU on a stream of its own, after what has been queued so far."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")
+        before = reached(device)
+
+        def on_its_stream() -> Callable[[], None]:
+            with self._beside.after(before, device):
+                return work()
+
+        self.under_way.append(self._thread.submit(on_its_stream))
+
+    def join(self) -> None:
+        """Waits for all of it, and does the rest."""
+        while self.under_way:
+            wait(self.under_way[:1])  # an interrupt leaves it under way
+            self.under_way.pop(0).result()()
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What a contribution is, as of the boundary at which it was begun.
+
+    Args:
+        make: a snapshot of the contribution, once it is measured, and the frozen parameters.
+        on: the state that the parameters are based on.
+        start: its anchor, cast.
+        now: the other replicas are called in.
+        share: of a global batch, if it is one.
+    """
+
+    make: Callable[[Contribution, Frozen], Snapshot]
+    contribution: Contribution
+    on: State
+    start: Tensor
+    now: bool
+    share: ShareOffer | None
+
+
+class Freezer:
+    """Freezes and proposes. Training thread.
+
+    Args:
+        counters: of the replica.
+        schedule: restarted by each proposal.
+        applier: applies results, and drops what is not finite.
+        group: is offered the contributions.
+        memory: for flat tensors.
+        lossy: payloads go through a codec that rounds.
+
+    Attributes:
+        under_way: copies that are being made; `join` waits for them.
+        in_place: fragments whose parameters must not change, until `release` or `join`.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        schedule: Schedule,
+        applier: Applier,
+        group: ReplicaGroup,
+        *,
+        memory: Memory,
+        lossy: bool,
+    ) -> None:
+        self._counters = counters
+        self._schedule = schedule
+        self._applier = applier
+        self._group = group
+        self._memory = memory
+        self._lossy = lossy
+        self._thread = FreezeThread()
+        self._warned_of_no_loss = False
+        self.under_way = self._thread.under_way
+        self.in_place: dict[Fragment, Frozen] = {}
+
+    @torch.no_grad()
+    def propose(
+        self, fragment: Fragment, lr: float, *, now: bool = False, share: ShareOffer | None = None, waits: bool = False
+    ) -> None:
+        """Freezes the parameters and offers the contribution.
+
+        Args:
+            fragment: of which nothing is outstanding.
+            lr: the inner optimizer's largest rate.
+            now: the other replicas are called in.
+            share: of a global batch, if it is one.
+            waits: the training thread is going to wait for the round, and then to call `release`.
+        """
+        proposal = self._begin(fragment, lr, now, share)
+        view, tau = fragment.view, self._schedule.tau(fragment)
+        needs_copy = reads_tensors(fragment.method) or fragment.trigger_metrics.learns
+        if waits and in_pieces(fragment) and not needs_copy:
+            self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal, lr))
+        elif tau and fragment.keeps_still and view.trained == view.numel:
+            self._thread.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
+        else:
+            self._offer(fragment, proposal, *self._copy(fragment, proposal))
+
+    def join(self) -> None:
+        """Waits until what was being frozen is frozen and offered: the parameters may change."""
+        self._thread.join()
+        while self.in_place:  # a boundary raised before it could release them
+            self.release(next(reversed(self.in_place)))
+
+    def finish_copies(self) -> None:
+        """Waits until what is being frozen behind the training thread is offered."""
+        self._thread.join()
+
+    def thaw(self) -> None:
+        """The parameters may change from here, since a boundary raises; `join` does the rest."""
+        for fragment, frozen in self.in_place.items():
+            frozen.thaw(keep=fragment.waits_for(frozen))
+
+    def release(self, fragment: Fragment) -> None:
+        """Ends a wait: the parameters may change, and what is decided is applied. What was frozen in place is applied
+        whatever the delay is by now: there is no copy that later steps could be measured from."""
+        frozen = self.in_place.get(fragment)
+        if frozen is not None:
+            frozen.thaw(keep=fragment.waits_for(frozen))
+        self._applier.apply(fragment, early=frozen is not None)
+        self.in_place.pop(fragment, None)
+
+    def _begin(self, fragment: Fragment, lr: float, now: bool, share: ShareOffer | None) -> _Proposal:
+        """The contribution, but for what is measured when it is frozen; triggers count anew."""
+        applied, index, counters = fragment.applied, fragment.index, self._counters
+        base, version, start = fragment.base, applied.meta.version, fragment.start
+        self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._schedule.inner_step())
+        steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
+        work = ContributionStats(steps, tokens, staleness=version - base.version)
+        ranges = self._group.units.offer() if self._group.units is not None and not index else ()
+        tau = self._schedule.tau(fragment)
+        contribution = Contribution(
+            fragment=index,
+            version=version,
+            steps=steps,
+            last_step=counters.local_steps,
+            weight=fragment.method.weight(work) if share is None else float(share.samples),
+            tokens=tokens,
+            ranges=ranges if share is None else share.units,
+            plan=share.plan if share is not None else 0,
+            overlap_s=tau * counters.step_s,
+            grace=fragment.overlap.adaptive_grace,
+        )
+        seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
+        if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
+            self._warn_of_no_loss(fragment)
+        fragment.note_snapshot(seen.pace)
+        self._schedule.restart(fragment, anew=self._schedule.averages(fragment))
+        make = partial(Snapshot, start=start, tokens=counters.tokens, lr=lr, totals=totals, seen=seen)
+        return _Proposal(make, contribution, applied, start, now, share)
+
+    def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal, lr: float) -> tuple[Frozen, Measured]:
+        """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
+        view, start, assumed = fragment.view, proposal.start, fragment.assumed
+        frozen, made = Frozen(view), self._memory.like(start)
+        replica_view = ReplicaView(
+            anchor=proposal.on.anchor,
+            start=start,
+            params=start.new_empty(0),
+            layout=view.layout,
+            steps=proposal.contribution.steps,
+            lr=lr,
+            alone=assumed.alone,
+            lossy=self._lossy,
+            averages=assumed.averages,
+        )
+        parts = view.parts(piece_of(start))
+        measured = pieces.payload(fragment.method, replica_view, parts, made, assumed.share)
+        frozen.offer(assumed, made)
+        return frozen, measured
+
+    @torch.no_grad()
+    def _copy(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:
+        """Makes a copy."""
+        params, share = self._memory.like(proposal.start), proposal.share
+        parts: pieces.Parts = fragment.view.parts(piece_of(params))
+        if share is not None and share.samples:
+            parts = flat_parts(fragment.view.read(params).div_(share.samples), piece_of(params))
+        measured = pieces.copy(parts, proposal.start, params)
+        return Frozen(fragment.view, params), measured
+
+    def _copy_and_offer(self, fragment: Fragment, proposal: _Proposal) -> Callable[[], None]:
+        """On the freezing thread; what is left to do is for the training thread."""
+        copy, measured = self._copy(fragment, proposal)
+        offer = partial(self._offer, fragment, proposal, copy, measured)
+        if not measured.finite:
+            return offer  # the parameters are to be given up
+        offer()
+        return lambda: None
+
+    def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
+        """Hands the frozen parameters over; if they are not finite, gives them up. (Freezing thread if they are.)"""
+        contribution, start = proposal.contribution, proposal.start
+        if measured.finite:
+            norm = measured.norm if math.isfinite(measured.norm) else 0.0
+            contribution = replace(contribution, norm=norm, finite=True)
+        else:
+            contribution = replace(contribution, weight=0.0, finite=False)
+            params = Frozen(fragment.view, self._memory.like(start).copy_(start))
+            if proposal.share is None:  # with more units in it, a share still holds what is not finite
+                self._applier.drop(fragment, start, "nonfinite")
+        in_place = params.copy is None
+        if in_place:
+            self.in_place[fragment] = params
+        if not fragment.offer(proposal.make(contribution, params), proposal.on):
+            # A newer state came since the boundary began. The caller applies it; these steps go with the next round.
+            if in_place:
+                del self.in_place[fragment]
+            return
+        # An `install` may free the snapshot before the next line. The group then drops this proposal: its
+        # version is old.
+        self._group.propose(contribution, now=proposal.now)
+
+    def _warn_of_no_loss(self, fragment: Fragment) -> None:
+        if not self._warned_of_no_loss:
+            self._warned_of_no_loss = True
+            warnings.warn(
+                f"the trigger of {fragment.method.name} goes by the loss, and none is counted, or it is NaN: it "
+                "keeps its initial period; call optimizer.count(loss=loss) before step(), or give step() a closure",
+                stacklevel=2,
+            )

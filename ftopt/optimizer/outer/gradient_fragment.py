@@ -1,0 +1,118 @@
+"""The fragment of gradients, of a method whose replicas exchange them before each inner step.
+
+A contribution is minus the sum of the gradients that no round has counted. When a result is applied, the inner
+optimizers take one step with the agreed gradient. All that differs from a fragment of parameters is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from ftopt.methods import GRADIENT, Method
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.counters import Counters
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.state import State
+from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
+from ftopt.optimizer.tensors.gradients import GradientView, Live
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.streams import publish
+from ftopt.sync.group import Committed, ReplicaGroup
+
+
+class GradientFragment(Fragment):
+    """Gradients as a fragment.
+
+    Args:
+        view: the gradients.
+        method: what is computed for them.
+        trigger_metrics: measures what the trigger uses.
+        state: the initial committed state.
+        counters: of the replica.
+        inner: the inner optimizers.
+        live: the model and the inner state, where they are the committed state.
+        group: who takes part. With a global batch a sum of gradients belongs to one version alone.
+
+    Attributes:
+        stepped: the state whose gradient the inner optimizers have taken; written under the lock of ``live``.
+    """
+
+    view: GradientView
+    keeps_still = False
+
+    def __init__(
+        self,
+        view: GradientView,
+        method: Method,
+        trigger_metrics: TriggerMetrics,
+        state: State,
+        counters: Counters,
+        *,
+        inner: Inner,
+        live: Live | None,
+        group: ReplicaGroup,
+    ) -> None:
+        super().__init__(view, method, trigger_metrics, state, counters)
+        self.carries_over = group.global_batch is None
+        self.live = live
+        self.stepped = state
+        self._inner = inner
+        self._group = group
+
+    def clear(self) -> None:
+        """The gradients that wait for a round are void."""
+        self.view.write(self.start)
+
+    def serve(self) -> tuple[str, dict[str, Tensor]]:
+        """The model and inner state as they are, where they are the committed state.
+
+        Raises:
+            LookupError: an inner step that is being applied lasts too long to wait for.
+        """
+        live = self.live
+        if live is None:
+            return super().serve()
+        if not live.hold():
+            raise LookupError("an inner step is being applied")
+        try:
+            state = self.state
+            if state.live is not None and self.stepped is not state:  # the model here is still of another version
+                return state.digest, dict(state.live.tensors)
+            return live.serve(None if self.stepped is state else state.outer[GRADIENT])
+        finally:
+            live.lock.release()
+
+    def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> State:
+        """As for parameters; where the model is the committed state, that is what was fetched."""
+        if self.live is None:
+            return super().check(committed, digest, tensors, memory)
+        live, held = self.live.check(digest, tensors), self.state
+        return State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
+
+    def follow(self, state: State) -> None:
+        """Takes one step of the inner optimizers with the agreed gradient, or a peer's model in place of this one."""
+        gradient: Tensor | None = state.outer[GRADIENT]
+        with self.live.lock if self.live is not None else nullcontext():
+            if state.fetched:
+                gradient = state.live.gradient if state.live is not None else None
+                if self.live is not None and state.live is not None:
+                    self.live.put(state.live)
+            if gradient is not None:
+                self.view.give(gradient)
+                self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
+                self._inner.step(None)
+            self.stepped = state
+            publish(self.view.device)  # where the model is copied for a peer
+
+    def start_at(self, meta: Committed) -> None:
+        before = self.applied
+        super().start_at(meta)
+        if self.stepped is before:
+            self.stepped = self.applied
+
+    def stand_on(self, state: State) -> None:
+        super().stand_on(state)
+        self.stepped = state

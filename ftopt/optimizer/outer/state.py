@@ -1,0 +1,162 @@
+"""The values that a fragment holds. All are immutable: a fragment changes by having one replaced by another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ftopt.methods.triggers import MemberStats
+from ftopt.optimizer.outer.counters import StepTotals
+from ftopt.optimizer.outer.error_feedback import Residual
+from ftopt.optimizer.outer.frozen import Frozen
+from ftopt.optimizer.tensors.digest import damage, digest_and_sums
+from ftopt.optimizer.tensors.gradients import Fetched
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.sync.group import AttemptView, Committed, Contribution
+
+_OUTER = "outer."
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A fragment's committed state. Peers may be reading it at any time.
+
+    Args:
+        meta: version, committed inner step, this replica's counted step.
+        anchor: flat fp32.
+        outer: the outer optimizer's state, flat fp32 tensors.
+        digest: of `tensors`.
+        sums: of the blocks of `tensors`, as they were when the digest was taken.
+        fetched: it came from a peer.
+        live: of a fragment of gradients, the model and inner state that came with it.
+        made: the attempt that made it, if this replica took part.
+    """
+
+    meta: Committed
+    anchor: Tensor
+    outer: Mapping[str, Tensor]
+    digest: str
+    sums: Mapping[str, Tensor]
+    fetched: bool = False
+    live: Fetched | None = None
+    made: AttemptView | None = None
+
+    def damage(self) -> list[str]:
+        """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""
+        found = [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
+        return [f"{name}[{part.start}:{part.stop}]" for name, part in found]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by the names under which peers fetch them."""
+        return name_tensors(self.anchor, self.outer)
+
+    def placed(self, memory: Memory) -> State:
+        """The same state, where committed states lie."""
+        return replace(self, anchor=memory.place(self.anchor), outer=place_all(self.outer, memory))
+
+
+def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``anchor`` and ``outer.<name>``."""
+    return {"anchor": anchor, **{_OUTER + name: tensor for name, tensor in outer.items()}}
+
+
+def place_all(outer: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
+    """An outer state, where committed states lie."""
+    return {name: memory.place(tensor) for name, tensor in outer.items()}
+
+
+def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> State:
+    """A fetched state as a `State` on the devices of ``held``.
+
+    Args:
+        held: the fragment's state as it is, for names and shapes.
+        meta: of the fetched one.
+        claimed: its digest, as the source says.
+        tensors: kept: where they are on their device already they are not copied, and nobody may change them.
+
+    Raises:
+        ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
+    """
+    expected = {name: (tuple(t.shape), t.dtype) for name, t in held.tensors().items()}
+    got = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    if expected != got:
+        wrong = sorted(n for n in expected.keys() | got.keys() if expected.get(n) != got.get(n))
+        raise ValueError(
+            f"fetched state of fragment {meta.fragment}, version {meta.version} does not fit the model: "
+            + "; ".join(f"{n}: got {got.get(n, 'nothing')}, expected {expected.get(n, 'nothing')}" for n in wrong)
+        )
+    places = held.tensors()
+    own = {name: t.detach().to(places[name].device) for name, t in tensors.items()}
+    found, sums = digest_and_sums(own)
+    if found != claimed:
+        raise ValueError(
+            f"fetched state of fragment {meta.fragment}, version {meta.version} has digest {found[:12]}, "
+            f"expected {claimed[:12]}; it was damaged on the way; fetch it again"
+        )
+    outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
+    return State(meta, own["anchor"], outer, found, sums, fetched=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A frozen contribution: what the protocol knows of it, and the tensors to compute its payload from.
+
+    Args:
+        contribution: as proposed.
+        params: the parameters at ``contribution.last_step``.
+        start: ``cast(anchor)`` that they started from.
+        tokens: all tokens counted by then.
+        lr: the inner optimizer's largest rate.
+        totals: the sums for triggers by then.
+        seen: what the other members learn for their triggers.
+    """
+
+    contribution: Contribution
+    params: Frozen
+    start: Tensor
+    tokens: int
+    lr: float
+    totals: StepTotals
+    seen: MemberStats
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one attempt made, until it is decided."""
+
+    attempt: int
+    anchor: Tensor
+    outer: Mapping[str, Tensor]
+    digest: str
+    sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Where the pending work begins.
+
+    Args:
+        params: what it is measured from, flat fp32: at every step boundary the parameters differ from it by exactly
+            the work of the steps ``step + 1 .. local_steps``.
+        step: the last inner step that is counted or dropped.
+        tokens: all tokens counted by then.
+        totals: the sums for triggers by then.
+        version: of the committed state when the oldest pending step was taken.
+    """
+
+    params: Tensor
+    step: int
+    tokens: int
+    totals: StepTotals
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The pending work, the contribution that is frozen of it, and what the codec left out of all that was counted."""
+
+    base: Base
+    snapshot: Snapshot | None
+    residuals: Mapping[str, Residual]
