@@ -2,12 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.limits import MAX_FRAGMENTS
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
+
+
+class Contenders:
+    """Newcomers under the id of a member that is connected, until it is known which of the two processes lives."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._hellos: dict[int, tuple[m.Hello, float]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hellos)
+
+    def add(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
+        """A newcomer waits."""
+        self._hellos[conn] = (hello, now)
+        return [SendTo(conn, m.Hold(f"another process is connected as {hello.replica}"))]
+
+    def drop(self, conn: int) -> None:
+        """A connection has ended."""
+        self._hellos.pop(conn, None)
+
+    def close(self) -> list[CoordinatorEffect]:
+        """The job starts anew: all are to come again."""
+        conns = list(self._hellos)
+        self._hellos.clear()
+        return [Close(conn) for conn in conns]
+
+    def settle(self, now: float, dead_after_s: float) -> Iterator[tuple[int, m.Hello, str]]:
+        """Takes out those that wait no more, and why one is refused: "" if its rival is lost or silent."""
+        for conn, (hello, since_s) in list(self._hellos.items()):
+            rival = self._roster.members.get(hello.replica)
+            if rival is None or rival.conn is None:
+                del self._hellos[conn]
+                yield conn, hello, ""
+            elif rival.heard_s >= since_s + dead_after_s:
+                del self._hellos[conn]
+                yield (
+                    conn,
+                    hello,
+                    f"a living replica is connected as {hello.replica!r}; replica ids must be unique in a job: give "
+                    "this one another id, or end the other process",
+                )
+
+
+def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> list[CoordinatorEffect]:
+    """Turns a replica away; ``kind`` as in `Refuse`."""
+    return [
+        Emit("refuse", hello.replica, hello.incarnation, data={"kind": kind, "reason": reason}),
+        SendTo(conn, m.Refuse(kind, reason)),
+        Close(conn),
+    ]
 
 
 def settings_of(hello: m.Hello) -> Sync:

@@ -14,7 +14,7 @@ import math
 from dataclasses import asdict, replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import misfit, settings_of
+from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, settings_of
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.effects import (
@@ -58,7 +58,7 @@ class Coordinator:
         self.roster = self.members.roster
         self.startup: Startup | None = Startup(self.roster, saved)
         self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
-        self._contenders: dict[int, tuple[m.Hello, float]] = {}
+        self._contenders = Contenders(self.roster)
         self._journalled_epoch = False
         if saved:
             for incarnation_id in saved.gone:
@@ -113,7 +113,7 @@ class Coordinator:
 
     def lost(self, now: float, conn: int) -> list[CoordinatorEffect]:
         """The connection ended."""
-        self._contenders.pop(conn, None)
+        self._contenders.drop(conn)
         if self.startup is not None:
             self.startup.lose(conn)
         member = self.roster.by_conn(conn)
@@ -158,7 +158,7 @@ class Coordinator:
 
     def _hello(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
         if refusal := misfit(self.job, self.lines, hello, self.assignment.samples):
-            return self._refuse(conn, hello, "final", refusal)
+            return refuse(conn, hello, "final", refusal)
         if self.lines is None:
             self._define(hello)
         if self._alone():  # being away counts from when somebody is there to miss them
@@ -186,13 +186,9 @@ class Coordinator:
         member = self.roster.members.get(replica)
         reads = self.startup is not None and replica in self.startup.sent
         waited = reads and member is not None and member.incarnation <= incarnation
-        adopter, lives = dict(hello.adopted_by).get(replica, ""), dict(hello.roster)
-        adopts = (
-            (adopter, lives[adopter])
-            if adopter in lives and not self.roster.is_gone((adopter, lives[adopter]))
-            else None
-        )
-        effects = self.members.gone(incarnation_id, f"reported by {hello.replica}", adopter=adopts)
+        name = dict(hello.adopted_by).get(replica)
+        adopter = next((x for x in hello.roster if x[0] == name and not self.roster.is_gone(x)), None)
+        effects = self.members.gone(incarnation_id, f"reported by {hello.replica}", adopter=adopter)
         return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
 
     def _await_restored(self, now: float, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
@@ -214,14 +210,13 @@ class Coordinator:
             rival = self.roster.members.get(hello.replica)
             if rival is None or rival.conn is None:
                 return self._newcomer(now, conn, hello)
-            self._contenders[conn] = (hello, now)
-            return [SendTo(conn, m.Hold(f"another process is connected as {hello.replica}"))]
+            return self._contenders.add(now, conn, hello)
         incarnation_id = (hello.replica, hello.incarnation)
         effects = self.members.know(now, incarnation_id)
         member = self.roster.members.get(hello.replica)
         if member is None or member.incarnation_id != incarnation_id:
             reason = "this incarnation was given up, or superseded"
-            return [*effects, *self._refuse(conn, hello, "gone", reason)]
+            return [*effects, *refuse(conn, hello, "gone", reason)]
         if member.conn is not None and member.conn != conn:
             effects += self.members.away(now, member, close=True)
         if self.startup is not None:
@@ -245,28 +240,11 @@ class Coordinator:
         return [*effects, SendTo(conn, adopted_work)]
 
     def _contend(self, now: float) -> list[CoordinatorEffect]:
-        """Two processes with one id: the newcomer supersedes one that is lost or silent, never a living one."""
+        """Newcomers whose rival is lost or silent come in; those with a living one are refused."""
         effects: list[CoordinatorEffect] = []
-        for conn, (hello, since_s) in list(self._contenders.items()):
-            rival = self.roster.members.get(hello.replica)
-            if rival is None or rival.conn is None:
-                del self._contenders[conn]
-                effects += self._newcomer(now, conn, hello)
-            elif rival.heard_s >= since_s + self.sync.dead_after_s:
-                del self._contenders[conn]
-                reason = (
-                    f"a living replica is connected as {hello.replica!r}; replica ids must be unique in a job: "
-                    "give this one another id, or end the other process"
-                )
-                effects += self._refuse(conn, hello, "final", reason)
+        for conn, hello, refusal in self._contenders.settle(now, self.sync.dead_after_s):
+            effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
         return effects
-
-    def _refuse(self, conn: int, hello: m.Hello, kind: str, reason: str) -> list[CoordinatorEffect]:
-        return [
-            Emit("refuse", hello.replica, hello.incarnation, data={"kind": kind, "reason": reason}),
-            SendTo(conn, m.Refuse(kind, reason)),
-            Close(conn),
-        ]
 
     # ------------------------------------------------------------ members
 
@@ -329,20 +307,7 @@ class Coordinator:
         return away if self.startup is None else [x for x in away if not self.startup.heard(x.incarnation_id)]
 
     def _tail(self) -> list[tuple[Member, float]]:
-        """TAIL: members that are given up, and when, since the rest of the data waits for them."""
-        waits = self.assignment.waits() if self.running else {}
-        members = self.roster.members.values() if waits else ()
-        return [(x, self._tail_s(x, waits[x.incarnation_id])) for x in members if x.incarnation_id in waits]
-
-    def _tail_s(self, member: Member, since_s: float) -> float:
-        patience_s = self.sync.gone_after_s if self.sync.tail_s is None else self.sync.tail_s
-        quiet_since_s = max(since_s, member.moved_s)
-        top = self.rounds[0]
-        if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
-            if top.attempt is None:
-                return math.inf
-            quiet_since_s = max(quiet_since_s, top.attempt.started_s + self.sync.gone_after_s)
-        return quiet_since_s + patience_s + member.patience_s()
+        return self.members.tail(self.sync) if self.running else []
 
     # ------------------------------------------------------------ phases
 
@@ -355,7 +320,7 @@ class Coordinator:
         effects = self._contend(now) + self._see_off(now)
         if self.startup is not None:
             for conn, hello in self.startup.outlived():
-                effects += self._refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
+                effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
             if self.startup.may_end(now):
                 restored = self._restore_checkpoints(now, self.startup)
                 effects += restored or self._open(now, self.startup)
@@ -428,8 +393,7 @@ class Coordinator:
         ]
         for member in self.roster.connected():
             effects += self.members.away(now, member, close=True)
-        effects += [Close(conn) for conn in self._contenders]
-        self._contenders.clear()
+        effects += self._contenders.close()
         self.startup = Startup(self.roster, lost=self.rounds[0].at.chain)
         self.startup.sync = self.sync
         if not self.roster.members:

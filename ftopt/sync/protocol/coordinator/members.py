@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
@@ -135,6 +137,22 @@ class Members:
         if ranges is None or source is None:
             return None
         return m.Inherit(member.incarnation_id, ranges, source, member.inner_step)
+
+    def tail(self, sync: Sync) -> list[tuple[Member, float]]:
+        """TAIL: members that are declared gone, and when, since the rest of the data waits for them."""
+        waits = self.assignment.waits()
+        members = self.roster.members.values() if waits else ()
+        return [(x, self._tail_s(x, waits[x.incarnation_id], sync)) for x in members if x.incarnation_id in waits]
+
+    def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
+        patience_s = sync.gone_after_s if sync.tail_s is None else sync.tail_s
+        quiet_since_s = max(since_s, member.moved_s)
+        top = self.rounds[0]
+        if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
+            if top.attempt is None:
+                return math.inf
+            quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
+        return quiet_since_s + patience_s + member.patience_s()
 
     def leave(self, now: float, member: Member) -> list[CoordinatorEffect]:
         """A goodbye: gone in good order."""
