@@ -1,0 +1,205 @@
+"""Messages of a coordinator to its replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.values import IncarnationId, Position
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    epoch: int
+    incarnation: int
+    roster: tuple[IncarnationId, ...]
+    gone: tuple[IncarnationId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act), or ``unreadable``: the hello
+    was none (a newcomer gives up; who was let in before trains on and comes again)."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The job has not started, or recovers; ``text`` says what it waits for."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Cold start: the receiver's own state is the committed one. ``inner_step``, ``done``: the job's, from there."""
+
+    position: Position
+    inner_step: int
+    done: Ranges = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """RESTORE: nobody holds the job's state any more. The receiver is to restore its newest checkpoint, and to come
+    back with that as ``incarnation``. ``roster``: who else was told so: it is to be waited for (WAIT)."""
+
+    incarnation: int
+    roster: tuple[IncarnationId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The receiver lacks this state and is to fetch it. ``heal``: although its version is the same."""
+
+    position: Position
+    sources: tuple[str, ...]
+    heal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RosterUpdate:
+    """Changes of the roster: replicas that are known now, and gone incarnations (FENCE)."""
+
+    known: tuple[IncarnationId, ...]
+    gone: tuple[IncarnationId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallIn:
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Means of the last readings of ``count`` replicas that hold ``version``: as many numbers as all of them told."""
+
+    fragment: int
+    version: int
+    count: int
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOn:
+    """No quorum can form for now (too few replicas): don't wait. The contribution stays outstanding."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """The contribution is part of no attempt and never will be (nobody had any weight)."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """An attempt starts. Of constant size: members come as a change of the last list sent on this connection.
+
+    ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone incarnations whose COUNT
+    entries the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why
+    that one weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have
+    used. ``plan``: the one that they are shares of (COVER), 0 without a global batch.
+    """
+
+    fragment: int
+    version: int
+    attempt: int
+    group: int
+    rank: int
+    size: int
+    last_step: int
+    total_weight: float
+    contributors: int
+    advance: int
+    joined: tuple[IncarnationId, ...]
+    left: tuple[IncarnationId, ...]
+    drop: tuple[IncarnationId, ...]
+    outlier: str = ""
+    ranges: Ranges = ()
+    plan: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    fragment: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    fragment: int
+    version: int
+    attempt: int
+    digest: str
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Units that the receiver holds from now on, beside what it has.
+
+    ``cursor``: no unit from there on is granted before all are told of another one. ``out_of_units``: there is nothing
+    more to grant for now.
+    """
+
+    ranges: Ranges
+    cursor: int
+    out_of_units: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The newest plan of the global batch that makes ``version``; the same one again to who comes back.
+
+    ``units``: the receiver's share. ``ended``: there is no such batch, every unit of the job is done.
+    """
+
+    version: int
+    plan: int
+    units: Ranges
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The receiver is to fetch the ``serial``-th copy of ``incarnation_id`` at ``source``, and to keep it."""
+
+    incarnation_id: IncarnationId
+    serial: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inherit:
+    """To a newcomer: what its predecessor ``incarnation_id``, which is gone, held of the ledger is the receiver's
+    (ADOPT).
+
+    ``source`` keeps a copy of it, from which its work can be done again. ``inner_step``: how far it had come, as far as
+    it had told.
+    """
+
+    incarnation_id: IncarnationId
+    ranges: Ranges
+    source: str
+    inner_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreValue:
+    """Answer to `StoreGet`; ``value`` is base64."""
+
+    key: str
+    value: str
+
+
+FromCoordinator = (
+    Welcome | Refuse | Hold | Start | Restore | Behind | RosterUpdate | CallIn | Means | TrainOn | Void | Quorum | Abort
+    | Commit | Grant | Plan | Keep | Inherit | StoreValue
+)  # fmt: skip

@@ -1,0 +1,126 @@
+"""What messages are made of: contributions, positions, records, and the hash chain that tells histories apart."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ftopt.sync.protocol.intervals import Ranges
+
+IncarnationId = tuple[str, int]
+"""A replica and the number of its life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What the protocol knows of a replica's payload for the next version of one fragment (FREEZE: immutable).
+
+    Args:
+        fragment: the fragment.
+        version: the version it builds on (the one taken up last).
+        steps: inner steps in it: ``last_step`` minus the holder's last counted step.
+        last_step: the holder's own count of executed inner steps at the snapshot, in this incarnation.
+        weight: its weight in the mean, >= 0 (DiLoCo, LocalSGD: ``steps``). 0: sends zeros, receives the result.
+        tokens: tokens in it, 0 when not counted.
+        norm: L2 norm of its outer gradient, 0 when not finite.
+        finite: False when a NaN or Inf is in it (its weight is then 0).
+        ranges: units ``(start, stop)`` that its steps have used, and steps before them that came to nothing; empty
+            without a ledger, and of any fragment but 0.
+        overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
+        grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
+        plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
+    """
+
+    fragment: int
+    version: int
+    steps: int
+    last_step: int
+    weight: float
+    tokens: int = 0
+    norm: float = 0.0
+    finite: bool = True
+    ranges: Ranges = ()
+    overlap_s: float = 0.0
+    grace: float = 0.0
+    plan: int = 0
+
+
+def excluded(contribution: Contribution) -> Contribution:
+    """What an outlier takes part with: nothing new, so that COUNT keeps what it has."""
+    counted = contribution.last_step - contribution.steps
+    return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Which committed state of a fragment a replica holds: ``version`` outer steps, told apart by the hash chain."""
+
+    fragment: int
+    version: int
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttempt:
+    """An attempt that a replica has prepared and whose fate it does not know."""
+
+    fragment: int
+    attempt: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The protocol's part of a fragment's committed state; it travels with the tensors.
+
+    Args:
+        fragment: the fragment.
+        version: committed outer steps.
+        chain: hash chain over all results (CHAIN).
+        inner_step: the fragment's committed inner step; fragment 0's is the job's.
+        counted: COUNT: ``(replica, incarnation, last inner step included)``, sorted.
+        done: fragment 0, with a ledger: units that are in the committed state.
+    """
+
+    fragment: int
+    version: int
+    chain: str
+    inner_step: int
+    counted: tuple[tuple[str, int, int], ...] = ()
+    done: Ranges = ()
+
+    @property
+    def position(self) -> Position:
+        return Position(self.fragment, self.version, self.chain)
+
+    def counted_step(self, replica: str, incarnation: int) -> int:
+        """The last inner step of that incarnation that is in the committed state, 0 when none is."""
+        at = bisect.bisect_left(self.counted, (replica, incarnation, 0))
+        found = self.counted[at : at + 1]
+        return found[0][2] if found and found[0][:2] == (replica, incarnation) else 0
+
+
+def first_chain(fragment: int, epoch: int, initial_source: str, initial: str) -> str:
+    """CHAIN of version 0: it tells one start of a job from any other, also of the same initial state."""
+    return hashlib.sha256(f"{fragment}|{epoch}|{initial_source}|{initial}".encode()).hexdigest()[:32]
+
+
+def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:
+    """CHAIN: the hash of ``version``, made from its predecessor's and the agreed digest of its result.
+
+    Its first 8 digits are those of version 0, so that histories of different starts are told apart at any version.
+    """
+    return chain[:8] + hashlib.sha256(f"{chain}|{fragment}|{version}|{digest}".encode()).hexdigest()[:24]
+
+
+def same_start(a: str, b: str) -> bool:
+    """Whether two chains come from one cold start."""
+    return a[:8] == b[:8]
+
+
+def is_gone(incarnation_id: IncarnationId, gone: Mapping[str, int]) -> bool:
+    """Whether ``gone`` (replica -> newest gone incarnation; older ones are gone with it) covers ``incarnation_id``."""
+    return incarnation_id[1] <= gone.get(incarnation_id[0], 0)
