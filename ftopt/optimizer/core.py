@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftopt.codecs import Codec, codec_named
+from ftopt.codecs import Codec
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
@@ -278,7 +278,7 @@ class Core:
         check_covered(self.model, self.inner.param_groups)
         if self.group.global_batch is not None:
             self._check_averages_gradients(self.method)
-        views = self._views(self.model, self.method, codec_named(self.group.sync.codec))
+        views = self._views(self.model, self.method, self.group.codec)
         outer = OuterStep(
             views, self.method, self.group, (self.inner, self.model), clock=self._clock, memory=self._memory
         )

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks as _GLOBAL_POST
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_PRE
 
-from ftopt.codecs import codec_named
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.core import Core
@@ -78,7 +77,6 @@ def wrap(
             raise UserError("inner is wrapped already; wrap the inner optimizer once")
         if not isinstance(optimizer, Optimizer):
             raise UserError(f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them")
-    codec_named(group.sync.codec)  # one that does not exist is refused here, not when training begins
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ftopt.simulate.check import Checks
 from ftopt.simulate.knobs import Knobs
 from ftopt.simulate.reduction import SimReduction
+from ftopt.simulate.replica import ReplicaProcess
 from ftopt.simulate.server import CoordinatorProcess
-from ftopt.simulate.trainer import Trainer
 from ftopt.simulate.world import World
 
 
@@ -19,9 +19,9 @@ class Simulation(World):
         self.servers.append(CoordinatorProcess(self, self.checks))
         self._groups: dict[tuple[int, int], SimReduction] = {}
 
-    def add_process(self, name: str, *, initial: str, step_s: float) -> Trainer:
+    def add_process(self, name: str, *, initial: str, step_s: float) -> ReplicaProcess:
         """A further replica; it is not started yet."""
-        process = Trainer(self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups)
+        process = ReplicaProcess(self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups)
         self.processes[name] = process
         return process
 

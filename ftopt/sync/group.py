@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ftopt.codecs.codec import Codec
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
@@ -159,6 +160,8 @@ class ReplicaGroup(Protocol):
 
     replica: str
     sync: Sync
+    codec: Codec
+    """``sync.codec``, resolved."""
     tells_steps: bool
     """Whether anybody wants to be told of every inner step (``inner``, ``stepped``); if not, these are not emitted."""
     units: Units | None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftopt.codecs import FP32
 from ftopt.optimizer.tensors.digest import digest
 from ftopt.sync.group import AttemptView, Committed, Contribution, Fingerprint, Host, Means, Reading
 from ftopt.sync.protocol.settings import Sync
@@ -62,6 +63,7 @@ class Scripted:
         self.chance = chance
         self.replica = "r0"
         self.sync = Sync()
+        self.codec = FP32()
         self.tells_steps = True
         self.units = None
         self.global_batch = None

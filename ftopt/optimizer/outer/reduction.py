@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ftopt.codecs import codec_named
 from ftopt.methods import Round
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
@@ -57,7 +56,7 @@ class Reduction:
         self._counters = counters
         self._group = group
         self._committed_memory = committed_memory
-        self._mean = Mean(codec_named(group.sync.codec), group.sync.error_feedback, memory)
+        self._mean = Mean(group.codec, group.sync.error_feedback, memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
         self.lossy = self._mean.lossy

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError, Refused, Unreachable, UserError
 from ftopt.events import Event, OnEvent, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
@@ -75,6 +76,7 @@ class Client:
     ) -> None:
         self.replica = replica
         self.sync = sync
+        self.codec = codec_named(sync.codec)
         self.tells_steps = wants_steps(on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.codecs import FP32
 from ftopt.job.harm import flip_bit
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.digest import block_sums, damage
@@ -25,6 +26,7 @@ class Silent:
     """A group that only listens."""
 
     sync = ftopt.Sync()
+    codec = FP32()
     units = None
     global_batch = None
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.codecs import FP32
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import Committed
@@ -15,6 +16,7 @@ from ftopt.sync.group import Committed
 
 class Silent:
     sync = ftopt.Sync()
+    codec = FP32()
     units = None
     global_batch = None
 

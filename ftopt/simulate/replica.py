@@ -25,7 +25,7 @@ from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 
 
-class Trainer(Process):
+class ReplicaProcess(Process):
     """One replica id, and the process that runs under it at present.
 
     ``groups``: those of all attempts under way, by attempt and the coordinator's life.
