@@ -18,7 +18,6 @@ from ftopt.errors import Refused as Refused
 from ftopt.errors import Unreachable as Unreachable
 from ftopt.errors import UserError as UserError
 from ftopt.events import Event as Event
-from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
 
 if TYPE_CHECKING:

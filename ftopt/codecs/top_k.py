@@ -52,7 +52,7 @@ class TopK(Blockwise):
 
     fraction: float = 0.03
     bits: int = 2
-    payloads: int = field(default=1, kw_only=True)
+    payloads: int = field(default=1, kw_only=True, metadata={"internal": True})
 
     block: ClassVar[int] = 1 << _INDEX_BITS
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from ftopt.errors import UserError
+
 
 def at_least(section: str, low: float, **values: float) -> None:
-    """Raises ValueError for the first value below ``low``."""
+    """Raises UserError for the first value below ``low``."""
     for name, value in values.items():
         if not value >= low:
-            raise ValueError(f"{section}.{name}={value:g}; must be at least {low:g}")
+            raise UserError(f"{section}.{name}={value:g}; must be at least {low:g}")
 
 
 def above_zero(section: str, **values: float) -> None:
-    """Raises ValueError for the first value that is not above 0."""
+    """Raises UserError for the first value that is not above 0."""
     for name, value in values.items():
         if not value > 0:
-            raise ValueError(f"{section}.{name}={value:g}; must be above 0")
+            raise UserError(f"{section}.{name}={value:g}; must be above 0")

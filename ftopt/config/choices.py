@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ftopt.codecs.named import CODECS
 from ftopt.config import data, schema
 from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
 from ftopt.methods.decoupled import DecoupledDiLoCo
@@ -25,6 +26,7 @@ from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStage
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": schema.GptConfig, "convnet": schema.ConvnetConfig, "factory": schema.FactoryConfig},
     "data": {"stdlib_bytes": data.StdlibBytes, "text": data.Text, "tokens": data.TokensConfig, "digits": data.Digits},
+    "sync.codec": CODECS,
     "inner": {
         "adamw": schema.AdamWConfig,
         "adam": schema.AdamConfig,
@@ -62,7 +64,10 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
 """Path of a section -> name -> dataclass. When a recipe gives no name, that of the setting's own default is meant
 (`DecoupledDiLoCo`'s fragments are balanced), else the first; `REQUIRED` ones ask."""
 
-REQUIRED = frozenset({"method", "method.trigger"})
+REQUIRED = frozenset({"method", "method.trigger", "sync.codec"})
+
+SHORT = frozenset({"sync.codec"})
+"""Sections that may also be a word, their short form."""
 
 LISTS: Mapping[str, str] = {"method.trigger.triggers": "method.trigger", "inner": "inner"}
 """Path of a list of sections -> the section whose choices each of its items has."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.config.checks import at_least
+from ftopt.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +34,10 @@ class Drawn:
         if self.epochs is not None:
             at_least("data", 1, epochs=self.epochs)
         if self.sampling not in ("once", "random"):
-            raise ValueError(f"data.sampling={self.sampling!r}; allowed: once, random")
+            raise UserError(f"data.sampling={self.sampling!r}; allowed: once, random")
         for name, value in (("epochs", self.epochs), ("drop_last", self.drop_last), ("workers", self.workers)):
             if self.sampling == "random" and value:
-                raise ValueError(f"data.{name}={value} has no effect with data.sampling=random; use sampling=once")
+                raise UserError(f"data.{name}={value} has no effect with data.sampling=random; use sampling=once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Text(Drawn):
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("data.path is empty; data.name=text needs it: a text file, a folder, or a glob pattern")
+            raise UserError("data.path is empty; data.name=text needs it: a text file, a folder, or a glob pattern")
         super().__post_init__()
 
 
@@ -74,9 +75,9 @@ class TokensConfig(Drawn):
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ValueError("data.path is empty; data.name=tokens needs it: a file of tokens, a folder, or a pattern")
+            raise UserError("data.path is empty; data.name=tokens needs it: a file of tokens, a folder, or a pattern")
         if self.dtype not in ("uint8", "uint16", "uint32"):
-            raise ValueError(f"data.dtype={self.dtype!r}; allowed: uint8, uint16, uint32")
+            raise UserError(f"data.dtype={self.dtype!r}; allowed: uint8, uint16, uint32")
         at_least("data", 0, skip_bytes=self.skip_bytes)
         super().__post_init__()
 

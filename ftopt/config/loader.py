@@ -19,7 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ftopt.config.choices import choices_of, has_items, is_required, name_of, section_of
+from ftopt.config.choices import SHORT, choices_of, has_items, is_required, name_of, section_of
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
@@ -165,7 +165,7 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
         return None
     before = len(errors)
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in _fields(cls)}
     named = choices_of(path) is not None
     values: dict[str, Any] = {}
     for key, value in raw.items():
@@ -176,6 +176,8 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
             errors.append(_unknown(str(key), path, [*_names(cls), *(["name"] if named else [])]))
         elif has_items(where) and (isinstance(value, list) or not choices_of(where)):
             values[key] = _items(value, where, errors)
+        elif where in SHORT and isinstance(value, str):
+            values[key] = value
         elif choices_of(where):
             optional = value is None and fields[key].default is None
             values[key] = None if optional else _choice(value, where, errors, _default_name(fields[key], where))
@@ -186,14 +188,14 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
             values[key] = _faults(value, errors)
         else:
             values[key] = _leaf(hints[key], value, where, errors)
-    for field in dataclasses.fields(cls):
+    for field in fields.values():
         if field.name not in raw and _without_default(field):
             errors.append(f"{_join(path, field.name)} is missing; a recipe must give it")
     if len(errors) > before:
         return None
     try:
         return cls(**values)
-    except ValueError as error:
+    except UserError as error:
         errors.append(_placed(str(error), path))
         return None
 
@@ -281,7 +283,11 @@ def _unknown(key: str, path: str, valid: Sequence[str]) -> str:
 
 
 def _names(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
+    return [field.name for field in _fields(cls)]
+
+
+def _fields(cls: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(cls) if not field.metadata.get("internal")]
 
 
 def _without_default(field: dataclasses.Field[Any]) -> bool:

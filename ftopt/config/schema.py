@@ -39,12 +39,12 @@ class GptConfig:
         at_least("model", 1, layers=self.layers, heads=self.heads, width=self.width, context=self.context)
         at_least("model", 2, vocab=self.vocab)
         if self.width % (2 * self.heads):
-            raise ValueError(
+            raise UserError(
                 f"model.width={self.width} with heads={self.heads}; the width must be a multiple of 2 * heads; "
                 f"use width={max(1, round(self.width / (2 * self.heads))) * 2 * self.heads}"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"model.dropout={self.dropout:g}; must be at least 0 and below 1")
+            raise UserError(f"model.dropout={self.dropout:g}; must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class FactoryConfig:
     def __post_init__(self) -> None:
         module, _, function = self.factory.partition(":")
         if not (module and function):
-            raise ValueError(
+            raise UserError(
                 f"model.factory={self.factory!r}; must be package.module:function, a function that returns the model"
             )
         at_least("model", 1, context=self.context)
@@ -133,9 +133,9 @@ class InnerOptimizerConfig:
     def __post_init__(self) -> None:
         above_zero("inner", lr=self.lr)
         if not self.params:
-            raise ValueError("inner.params is empty; use rest, matrices, or a name pattern such as blocks.*.weight")
+            raise UserError("inner.params is empty; use rest, matrices, or a name pattern such as blocks.*.weight")
         if self.decay not in ("all", "weights"):
-            raise ValueError(f"inner.decay={self.decay!r}; allowed: all, weights (not norms and biases)")
+            raise UserError(f"inner.decay={self.decay!r}; allowed: all, weights (not norms and biases)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class AdamWConfig(InnerOptimizerConfig):
         super().__post_init__()
         at_least("inner", 0, eps=self.eps, weight_decay=self.weight_decay)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"inner.betas={list(self.betas)}; must be two numbers, each at least 0 and below 1")
+            raise UserError(f"inner.betas={list(self.betas)}; must be two numbers, each at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class SgdConfig(InnerOptimizerConfig):
         super().__post_init__()
         at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
         if self.nesterov and not self.momentum:
-            raise ValueError("inner.nesterov=true with momentum=0; Nesterov needs a momentum; set inner.momentum=0.9")
+            raise UserError("inner.nesterov=true with momentum=0; Nesterov needs a momentum; set inner.momentum=0.9")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class MuonConfig(InnerOptimizerConfig):
         at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
         at_least("inner", 1, ns_steps=self.ns_steps)
         if self.adjust_lr not in ("original", "match_rms_adamw"):
-            raise ValueError(f"inner.adjust_lr={self.adjust_lr!r}; allowed: original, match_rms_adamw")
+            raise UserError(f"inner.adjust_lr={self.adjust_lr!r}; allowed: original, match_rms_adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +218,9 @@ class TorchConfig(InnerOptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not all(self.cls.rpartition(".")):
-            raise ValueError(f"inner.cls={self.cls!r}; must be package.module.Class, e.g. torch.optim.RMSprop")
+            raise UserError(f"inner.cls={self.cls!r}; must be package.module.Class, e.g. torch.optim.RMSprop")
         if "lr" in self.args:
-            raise ValueError(f"inner.args has lr={self.args['lr']!r}; give it as inner.lr, which the schedule moves")
+            raise UserError(f"inner.args has lr={self.args['lr']!r}; give it as inner.lr, which the schedule moves")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,9 +253,9 @@ class TrainConfig:
         if self.clip_norm is not None:
             above_zero("train", clip_norm=self.clip_norm)
         if self.autocast not in (None, "bf16"):
-            raise ValueError(f"train.autocast={self.autocast!r}; allowed: null, bf16")
+            raise UserError(f"train.autocast={self.autocast!r}; allowed: null, bf16")
         if self.state_dir == "":
-            raise ValueError("train.state_dir is empty; give a folder, or null")
+            raise UserError("train.state_dir is empty; give a folder, or null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name in ("dir", "resume"):
             if getattr(self, name) == "":
-                raise ValueError(f"checkpoint.{name} is empty; give a folder, or null")
+                raise UserError(f"checkpoint.{name} is empty; give a folder, or null")
         at_least("checkpoint", 0, every=self.every)
         at_least("checkpoint", 1, keep=self.keep)
 
@@ -292,7 +292,7 @@ class LogConfig:
 
     def __post_init__(self) -> None:
         if self.wandb not in ("auto", "off", "online", "offline"):
-            raise ValueError(f"log.wandb={self.wandb!r}; allowed: auto, off, online, offline")
+            raise UserError(f"log.wandb={self.wandb!r}; allowed: auto, off, online, offline")
 
 
 ModelConfig = GptConfig | ConvnetConfig | FactoryConfig
@@ -338,7 +338,7 @@ class Recipe:
         )
 
         try:
-            codec = codec_named(self.sync.codec)
+            codec = codec_named(self.sync.codec_name)
             if self.method.inner_state == "average":
                 check_moments_exact(codec)
         except UserError as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ftopt.errors import UserError
+
 COORDINATOR = "coordinator"
 POINTS = (
     "inner",
@@ -55,7 +57,7 @@ class Fault:
         factor: ``slow``: how many times as long an inner step takes.
 
     Raises:
-        ValueError: a combination that cannot strike; the message says what is allowed.
+        UserError: a combination that cannot strike; the message says what is allowed.
     """
 
     replica: int | str = 0
@@ -76,21 +78,21 @@ class Fault:
         coordinator = self.replica == COORDINATOR
         points = COORDINATOR_POINTS if coordinator else POINTS
         if self.point not in points:
-            raise ValueError(f"point={self.point!r} of {self.replica!r}; allowed: {', '.join(points)}")
+            raise UserError(f"point={self.point!r} of {self.replica!r}; allowed: {', '.join(points)}")
         if self.do not in ACTIONS:
-            raise ValueError(f"do={self.do!r}; allowed: {', '.join(ACTIONS)}")
+            raise UserError(f"do={self.do!r}; allowed: {', '.join(ACTIONS)}")
         if coordinator and self.do not in COORDINATOR_ACTIONS:
-            raise ValueError(
+            raise UserError(
                 f"do={self.do!r} of the coordinator, which does not train; allowed: {', '.join(COORDINATOR_ACTIONS)}"
             )
         self._check_time()
         self._check_target()
         if self.at_step < 0 or self.incarnation < 1:
-            raise ValueError(f"at_step={self.at_step}, incarnation={self.incarnation}; at least 0, at least 1")
+            raise UserError(f"at_step={self.at_step}, incarnation={self.incarnation}; at least 0, at least 1")
         if self.point == "fetch" and self.incarnation < 2:
-            raise ValueError("point='fetch' with incarnation=1, which has nothing to fetch; use incarnation=2 or above")
+            raise UserError("point='fetch' with incarnation=1, which has nothing to fetch; use incarnation=2 or above")
         if self.journal not in ("keep", "delete"):
-            raise ValueError(f"journal={self.journal!r}; allowed: keep, delete")
+            raise UserError(f"journal={self.journal!r}; allowed: keep, delete")
 
     @property
     def aim(self) -> str:
@@ -101,35 +103,35 @@ class Fault:
 
     def _check_time(self) -> None:
         if self.for_s is not None and self.do == "kill":
-            raise ValueError(f"for_s={self.for_s:g} with do='kill' has no effect; use rejoin_s to restart the process")
+            raise UserError(f"for_s={self.for_s:g} with do='kill' has no effect; use rejoin_s to restart the process")
         if self.for_s is not None and self.do in WHAT:
-            raise ValueError(f"for_s={self.for_s:g} with do={self.do!r} has no effect; use times to repeat it")
+            raise UserError(f"for_s={self.for_s:g} with do={self.do!r} has no effect; use times to repeat it")
         lasts = self.for_s is not None and self.for_s > 0
         if not lasts and (self.do in _LASTING or (self.do == "slow" and self.for_s is not None)):
-            raise ValueError(f"for_s={self.for_s} with do={self.do!r}; must be a number of seconds above 0")
+            raise UserError(f"for_s={self.for_s} with do={self.do!r}; must be a number of seconds above 0")
         if self.rejoin_s is not None and (self.do != "kill" or self.rejoin_s < 0):
-            raise ValueError(f"rejoin_s={self.rejoin_s:g} with do={self.do!r}; for kill only, and at least 0")
+            raise UserError(f"rejoin_s={self.rejoin_s:g} with do={self.do!r}; for kill only, and at least 0")
         if (self.factor is not None) != (self.do == "slow") or (self.factor is not None and self.factor <= 1):
-            raise ValueError(f"factor={self.factor} with do={self.do!r}; for slow, which needs it, and above 1")
+            raise UserError(f"factor={self.factor} with do={self.do!r}; for slow, which needs it, and above 1")
 
     def _check_target(self) -> None:
         allowed = WHAT.get(self.do, ())
         if self.what is not None and self.what not in allowed:
-            raise ValueError(f"what={self.what!r} with do={self.do!r}; allowed: {', '.join(allowed) or 'null'}")
+            raise UserError(f"what={self.what!r} with do={self.do!r}; allowed: {', '.join(allowed) or 'null'}")
         only = _AT.get(self.aim, self.point)
         if self.point != only:
-            raise ValueError(f"what={self.aim!r} at point={self.point!r}; allowed: {only!r}")
+            raise UserError(f"what={self.aim!r} at point={self.point!r}; allowed: {only!r}")
         if self.do == "nan" and self.point not in ("inner", "propose"):
-            raise ValueError(f"do='nan' at point={self.point!r}; allowed: inner, propose")
+            raise UserError(f"do='nan' at point={self.point!r}; allowed: inner, propose")
         if self.do == "slow" and self.point != "inner":
-            raise ValueError(f"do='slow' at point={self.point!r}; allowed: inner")
+            raise UserError(f"do='slow' at point={self.point!r}; allowed: inner")
         if self.times != 1 and (self.do not in WHAT or (self.times is not None and self.times < 1)):
-            raise ValueError(f"times={self.times} with do={self.do!r}; at least 1, more for corrupt and nan only")
+            raise UserError(f"times={self.times} with do={self.do!r}; at least 1, more for corrupt and nan only")
         if self.every < 1 or (self.every > 1 and self.do not in WHAT):
-            raise ValueError(f"every={self.every} with do={self.do!r}; at least 1, more for corrupt and nan only")
+            raise UserError(f"every={self.every} with do={self.do!r}; at least 1, more for corrupt and nan only")
         sized = self.aim in ("noise", "stuck", "bias")
         if sized != (self.size is not None) or (self.aim == "noise" and not (self.size or 0.0) > 0):
-            raise ValueError(
+            raise UserError(
                 f"size={self.size} with what={self.aim or None!r}; noise needs a variance above 0, stuck and bias a "
                 "number, nothing else has one"
             )

@@ -56,7 +56,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "inner.lr=abc",
         "methd.sync_every=3",
         "method.outer.lr=-1",
-        "sync.dead_after_s=0.1",
+        "sync.heartbeat_s=2",
         "train.seed=1.5",
         "faults=[{replica: 1, point: reduc}, {do: explode}]",
     )
@@ -66,7 +66,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "inner.lr='abc' (str); must be a number",
         "methd: unknown key; did you mean method?",
         "method.outer.lr=-1.0",
-        "sync.dead_after_s=0.1",
+        "sync.heartbeat_s=2",
         "train.seed=1.5 (float); must be a whole number",
         "faults[0]: point='reduc'",
         "do='explode'; allowed: kill, stop, hang, partition",

@@ -79,9 +79,9 @@ def test_paft_equals_its_paper_bit_for_bit_under_noise(inner: str, overlap: bool
 @pytest.mark.slow
 def test_until_the_outer_start_step_parameters_are_averaged_after_every_step(overlap: bool) -> None:
     task = problem("mlp", "sgd")
-    settings = {"sync_every": 10, "overlap": overlap}
-    expected = paft(task, replicas=REPLICAS, steps=STEPS, noise=white, outer_start=23, **settings)  # type: ignore[arg-type]
-    for ours, theirs in zip(train(task, PAFT(**settings, average_until_step=23)), expected, strict=True):  # type: ignore[arg-type]
+    expected = paft(task, replicas=REPLICAS, steps=STEPS, noise=white, outer_start=23, sync_every=10, overlap=overlap)
+    method = PAFT(sync_every=10, delay=int(overlap), average_until_step=23)
+    for ours, theirs in zip(train(task, method), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from ftopt.errors import UserError
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.limits import MAX_BATCH, MAX_INT
 
@@ -33,7 +34,7 @@ class Samples:
             and each takes steps of its own.
 
     Raises:
-        ValueError: a value out of range; the message says which one, what is allowed and what to do.
+        UserError: a value out of range; the message says which one, what is allowed and what to do.
     """
 
     samples: int
@@ -45,27 +46,27 @@ class Samples:
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= MAX_INT:
-            raise ValueError(f"samples={self.samples}; must be from 1 to {MAX_INT:,}")
+            raise UserError(f"samples={self.samples}; must be from 1 to {MAX_INT:,}")
         if not 1 <= self.batch_size <= MAX_INT:
-            raise ValueError(f"batch_size={self.batch_size}; must be from 1 to {MAX_INT:,}")
+            raise UserError(f"batch_size={self.batch_size}; must be from 1 to {MAX_INT:,}")
         if not 0 <= self.seed <= MAX_INT:
-            raise ValueError(f"seed={self.seed}; must be from 0 to {MAX_INT:,}")
+            raise UserError(f"seed={self.seed}; must be from 0 to {MAX_INT:,}")
         if self.epochs is not None and not 1 <= self.epochs <= MAX_INT // self.samples:
-            raise ValueError(f"epochs={self.epochs}; must be null (without end) or from 1 on")
+            raise UserError(f"epochs={self.epochs}; must be null (without end) or from 1 on")
         if self.drop_last and self.samples < self.batch_size:
-            raise ValueError(
+            raise UserError(
                 f"batch_size={self.batch_size} with {self.samples} samples and drop_last leaves no batch at all; "
                 "use a smaller batch_size, or drop_last=false"
             )
 
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % self.batch_size):
-            raise ValueError(
+            raise UserError(
                 f"global_batch={self.global_batch} with batch_size={self.batch_size}; must be a multiple of it, such "
                 f"as {max(1, round(self.global_batch / self.batch_size)) * self.batch_size}"
             )
 
         if self.global_batch is not None and self.global_batch // self.batch_size > MAX_BATCH:
-            raise ValueError(
+            raise UserError(
                 f"global_batch={self.global_batch} with batch_size={self.batch_size} is more than {MAX_BATCH:,} "
                 "micro-batches; use a larger batch_size"
             )

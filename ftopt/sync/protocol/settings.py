@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Protocol
+
+from ftopt.errors import UserError
+
+
+class NamedCodec(Protocol):
+    """A codec, e.g. ``ftopt.codecs.TopK(fraction=0.01, bits=4)``."""
+
+    @property
+    def name(self) -> str:
+        """Its short form, ``top_k:0.01:4``."""
+
+
+_DERIVED = ("heartbeat_s", "recovery_s", "tail_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The times of `Sync` that follow from others unless they are set."""
+
+    heartbeat_s: float
+    recovery_s: float
+    tail_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,77 +37,99 @@ class Sync:
         min_replicas: members that a quorum must have when it forms. Default 1: a lone survivor goes on.
         start_replicas: replicas that must be connected before a cold start. None: as many as come within ``start_s``
             (``ftopt run`` sets it to the recipe's ``replicas``).
-        start_s: seconds after which a cold start happens with whoever is there. Default 60.
-        grace_s: seconds from the first proposal after which those still at work are called in. Default 2.
-        heartbeat_s: seconds between two progress messages of a replica. Default 0.5.
+        start_s: seconds after which a cold start happens with the replicas that are connected. Default 60.
+        grace_s: seconds from the first proposal after which the replicas still at work are called in. Default 2.
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
-            after which an attempt fails. Default 3; at least 3 heartbeats.
-        recovery_s: seconds that a coordinator without its journal waits for the replicas it hears of. Default 30.
+            after which an attempt fails. Default 3.
         gone_after_s: seconds after which a replica that is away is gone for good. Default 600.
+        heartbeat_s: seconds between two progress messages of a replica; at most a third of ``dead_after_s``. Default
+            None: a sixth of ``dead_after_s``, at most 0.5.
+        recovery_s: seconds that a coordinator without its journal waits for the replicas that the others name. Default
+            None: ``10 * dead_after_s``.
         tail_s: at the end of the data: seconds after which a replica is gone for good that holds samples and does
             nothing with them, while another one has nothing left to train on. Default None: ``gone_after_s``.
-        outlier_ratio: a contribution whose norm is above so many times the median of its peers' weighs nothing, and its
-            steps stay pending. Counts with two peers at least. Default 100: a corrupted replica, no noisy one; None:
-            off.
-        recover: what becomes of the inner steps that a dead replica had not handed in. ``drop`` (default): its samples
-            are others' to train on. ``replay``: a neighbour keeps a copy of what it was at the start of its round, and
-            the process that comes in its place does its steps again; see ``docs/replay.md``.
-        codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4`` or
-            ``top_k:FRACTION:BITS``, see ``docs/codecs.md``.
+        outlier_ratio: a contribution whose norm exceeds this multiple of its peers' median norm weighs nothing, and its
+            steps stay pending. Applies with at least two peers. Default 100: a corrupted replica, not a noisy one;
+            None: off.
+        recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
+            samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
+            its round, and the process that replaces it repeats its steps; see ``docs/replay.md``.
+        codec: wire precision of the payloads: ``fp32`` (default), ``bf16``, ``int8``, ``fp4``, or ``top_k``, whose
+            settings follow behind colons (``top_k:0.01:4``) or in a section of their own (in Python a codec,
+            ``ftopt.codecs.TopK(fraction=0.01, bits=4)``); see ``docs/codecs.md``.
         error_feedback: how much of what a lossy codec left out of one contribution goes with the next (beta of
             ``e <- beta * e + Delta``), 0 to 1. Default 1; 0: nothing is kept.
-        backend: who moves the payloads. ``gloo`` (default).
 
     Raises:
-        ValueError: a value out of range; the message says which one, what is allowed and what to do.
+        UserError: a value is out of range.
     """
 
     min_replicas: int = 1
     start_replicas: int | None = None
     start_s: float = 60.0
     grace_s: float = 2.0
-    heartbeat_s: float = 0.5
     dead_after_s: float = 3.0
-    recovery_s: float = 30.0
     gone_after_s: float = 600.0
+    heartbeat_s: float | None = None
+    recovery_s: float | None = None
     tail_s: float | None = None
     outlier_ratio: float | None = 100.0
     recover: str = "drop"
-    codec: str = "fp32"
+    codec: str | NamedCodec = "fp32"
     error_feedback: float = 1.0
-    backend: str = "gloo"
 
     def __post_init__(self) -> None:
+        name = getattr(self.codec, "name", self.codec)
+        if not isinstance(name, str):
+            raise UserError(f"sync.codec={self.codec!r}; must be a codec or its name; use fp32 or top_k:0.01:4")
+        object.__setattr__(self, "codec", name)
         if self.min_replicas < 1:
-            raise ValueError(
+            raise UserError(
                 f"sync.min_replicas={self.min_replicas}; must be at least 1; use 1 to let a lone survivor go on"
             )
         if self.start_replicas is not None and self.start_replicas < 1:
-            raise ValueError(f"sync.start_replicas={self.start_replicas}; must be null or at least 1")
-        for name in ("start_s", "grace_s", "heartbeat_s", "dead_after_s", "recovery_s", "gone_after_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"sync.{name}={getattr(self, name)}; must be a number of seconds above 0")
-        if self.dead_after_s < 3 * self.heartbeat_s:
-            raise ValueError(
+            raise UserError(f"sync.start_replicas={self.start_replicas}; must be null or at least 1")
+        for name in ("start_s", "grace_s", "dead_after_s", "gone_after_s", *_DERIVED):
+            value = getattr(self, name)
+            if not (value is None and name in _DERIVED) and not value > 0:
+                raise UserError(f"sync.{name}={value}; must be a number of seconds above 0")
+        if self.dead_after_s < 3 * self.derived.heartbeat_s:
+            raise UserError(
                 f"sync.dead_after_s={self.dead_after_s:g} with heartbeat_s={self.heartbeat_s:g}; must be at least 3 "
-                f"heartbeats, or one late heartbeat declares a replica dead; use dead_after_s={3 * self.heartbeat_s:g} "
-                "or a shorter heartbeat_s"
+                "heartbeats, or one late heartbeat declares a replica dead; use "
+                f"dead_after_s={3 * self.derived.heartbeat_s:g} or a shorter heartbeat_s"
             )
-        if self.gone_after_s < self.dead_after_s:
-            raise ValueError(
-                f"sync.gone_after_s={self.gone_after_s:g}; must be at least dead_after_s={self.dead_after_s:g}"
-            )
-        if self.tail_s is not None and self.tail_s < self.dead_after_s:
-            raise ValueError(
-                f"sync.tail_s={self.tail_s:g}; must be null or at least dead_after_s={self.dead_after_s:g}"
-            )
+        for name in ("gone_after_s", "tail_s"):
+            value = getattr(self, name)
+            if value is not None and value < self.dead_after_s:
+                raise UserError(f"sync.{name}={value:g}; must be at least dead_after_s={self.dead_after_s:g}")
         if self.outlier_ratio is not None and not self.outlier_ratio > 1:
-            raise ValueError(f"sync.outlier_ratio={self.outlier_ratio:g}; must be null or above 1; 100 is generous")
+            raise UserError(f"sync.outlier_ratio={self.outlier_ratio:g}; must be null or above 1; use 100")
         if self.recover not in ("drop", "replay"):
-            raise ValueError(f"sync.recover={self.recover!r}; allowed: drop, replay")
+            raise UserError(f"sync.recover={self.recover!r}; allowed: drop, replay")
         if not 0 <= self.error_feedback <= 1:
-            raise ValueError(
+            raise UserError(
                 f"sync.error_feedback={self.error_feedback:g}; must be from 0 (off) to 1 (nothing is forgotten)"
             )
-        if self.backend != "gloo":
-            raise ValueError(f"sync.backend={self.backend!r}; allowed: gloo")
+
+    @cached_property
+    def derived(self) -> Derived:
+        """The times that follow from others, as set or as they follow."""
+        return Derived(
+            heartbeat_s=_or(self.heartbeat_s, min(self.dead_after_s / 6, 0.5)),
+            recovery_s=_or(self.recovery_s, 10 * self.dead_after_s),
+            tail_s=_or(self.tail_s, self.gone_after_s),
+        )
+
+    @property
+    def codec_name(self) -> str:
+        """The codec's short form."""
+        return self.codec if isinstance(self.codec, str) else self.codec.name
+
+    def values(self) -> dict[str, int | float | str | None]:
+        """All settings by name, as the protocol carries and compares them; derived times are filled in."""
+        return asdict(self) | asdict(self.derived)
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value

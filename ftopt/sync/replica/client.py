@@ -16,7 +16,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -76,7 +76,7 @@ class Client:
     ) -> None:
         self.replica = replica
         self.sync = sync
-        self.codec = codec_named(sync.codec)
+        self.codec = codec_named(sync.codec_name)
         self.tells_steps = wants_steps(on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
@@ -331,7 +331,7 @@ class Client:
 
     async def _open(self, fingerprint: Fingerprint) -> None:
         address = await self._fetcher.start()
-        settings = asdict(self.sync)
+        settings = self.sync.values()
         lines = dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()}
         identity = Identity(
             job=self._job,
@@ -404,7 +404,7 @@ class Client:
                     state = "waiting"
                 progress = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
                 channel.send(m.encode(progress))
-            await asyncio.sleep(self.sync.heartbeat_s)
+            await asyncio.sleep(self.sync.derived.heartbeat_s)
 
     def _current_readings(self) -> tuple[m.Reading, ...]:
         records = {record.fragment: record for record in self._records()}

@@ -133,7 +133,7 @@ class Coordinator:
                 effects += self.members.gone(member.incarnation_id, "away for longer than gone_after_s")
         for member, due_s in self._tail():
             if now >= due_s:
-                reason = "it holds the rest of the data, and has done nothing with it for tail_s (gone_after_s)"
+                reason = "it holds the rest of the data, and has done nothing with it for sync.tail_s"
                 self.assignment.gave_up(member.replica)
                 effects += self.members.gone(member.incarnation_id, reason)
         return effects + self._step(now)

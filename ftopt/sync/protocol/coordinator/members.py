@@ -145,14 +145,13 @@ class Members:
         return [(x, self._tail_s(x, waits[x.incarnation_id], sync)) for x in members if x.incarnation_id in waits]
 
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
-        patience_s = sync.gone_after_s if sync.tail_s is None else sync.tail_s
         quiet_since_s = max(since_s, member.moved_s)
         top = self.rounds[0]
         if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
             if top.attempt is None:
                 return math.inf
             quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
-        return quiet_since_s + patience_s + member.patience_s()
+        return quiet_since_s + sync.derived.tail_s + member.patience_s()
 
     def leave(self, now: float, member: Member) -> list[CoordinatorEffect]:
         """A goodbye: gone in good order."""

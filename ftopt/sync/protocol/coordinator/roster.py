@@ -79,7 +79,8 @@ class Member:
 
         A heartbeat is missing, and the grace has passed too, or the next one is missing.
         """
-        return self.heard_s + (sync.heartbeat_s + max(sync.grace_s, sync.heartbeat_s)) * 2.0 ** min(self.quiet, 10)
+        heartbeat_s = sync.derived.heartbeat_s
+        return self.heard_s + (heartbeat_s + max(sync.grace_s, heartbeat_s)) * 2.0 ** min(self.quiet, 10)
 
     def may_hold(self, at: m.Position) -> bool:
         """Whether it holds ``at``, as far as is known: a fetch, or an absence, leaves that open."""

@@ -124,9 +124,9 @@ class Startup:
         if self._first_s is None:
             return math.inf
         if self.state_holders():
-            return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.recovery_s)
+            return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.derived.recovery_s)
         if self._unheard():
-            return self._first_s + max(self.sync.start_s, self.sync.recovery_s)
+            return self._first_s + max(self.sync.start_s, self.sync.derived.recovery_s)
         return self._first_s + self.sync.start_s
 
     def text(self, now: float) -> str:
