@@ -66,7 +66,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "inner.lr='abc' (str); must be a number",
         "methd: unknown key; did you mean method?",
         "method.outer.lr=-1.0",
-        "sync.heartbeat_s=2",
+        "sync.dead_after_s=3 with heartbeat_s=2",
         "train.seed=1.5 (float); must be a whole number",
         "faults[0]: point='reduc'",
         "do='explode'; allowed: kill, stop, hang, partition",
