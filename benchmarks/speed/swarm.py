@@ -141,7 +141,7 @@ class Swarm:
     async def _beat(self) -> None:
         """Heartbeats, spread over the time between two."""
         while True:
-            began, pause_s = time.monotonic(), self._sync.heartbeat_s / len(self._soldiers)
+            began, pause_s = time.monotonic(), self._sync.derived.heartbeat_s / len(self._soldiers)
             for i, x in enumerate(self._soldiers):
                 x.beat()
                 await asyncio.sleep(max(0.0, began + (i + 1) * pause_s - time.monotonic()))
