@@ -1,8 +1,8 @@
-"""What an optimizer's last step did to each of its tensors: by the record of the step, or by the optimizer's state."""
+"""What an optimizer's last step did to each parameter: by the record of the step, or by the optimizer's state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.tensors.gradients import local
-from ftopt.optimizer.undo.inverses import AdamRule, Done, Rule, SgdRule
-from ftopt.optimizer.undo.probe import broken_inside, took_place
-from ftopt.optimizer.undo.record import ParameterMark, Sample, StepRecord, check_invertible, kind_of, log_of
-
-_CHUNK = 1 << 16
-"""Elements that are computed at once: all that is needed beside the tensors themselves."""
+from ftopt.optimizer.undo.inverses import AdamRule, Operations, Rule, SgdRule, chunks, wide
+from ftopt.optimizer.undo.probe import kind_of, took_place
+from ftopt.optimizer.undo.record import GroupRecord, ParameterRecord, check_invertible, recorder_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +21,21 @@ class ParameterStep:
     """One parameter's part of the step.
 
     Args:
-        optimizer: whose.
-        name: for messages.
+        optimizer: the optimizer that took it.
+        name: the parameter's, for messages.
         parameter: with its gradient.
         rule: its group's settings in the step.
-        done: what the step did to it and its moments.
+        done: which operations of the step were applied to it and to its moments.
         counted: by how much its step count went up.
         first: its moments began with this step.
-        had: the moments that were there before, as zeros if ``first``; None: its state began with this step.
+        had: names of what its state held before; None: it had no state.
     """
 
     optimizer: Optimizer
     name: str
     parameter: Tensor
     rule: Rule
-    done: Done
+    done: Operations
     counted: int
     first: bool
     had: Mapping[str, int] | None
@@ -56,119 +52,108 @@ class ParameterStep:
         return _count(self.optimizer, self.parameter)
 
     @property
-    def touched(self) -> bool:
+    def changed(self) -> bool:
         """Whether there is anything to revert."""
         return bool(self.counted or any(self.done.values()))
 
 
-def tasks_of(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
-    """What it did to each parameter that has a gradient, and whether it went through."""
+def last_step(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
+    """What the optimizer's last step did to each parameter that has a gradient, and whether it is complete."""
     check_invertible(optimizer, "undo_step")
-    log = log_of(optimizer)
-    if log is None:
-        return _by_counters(optimizer)
-    if log.record is None:
-        raise UserError(f"undo_step: there is no step to undo: {log.why}; it goes one step back, right after it")
-    rules = [_rule(optimizer, number, group) for number, group in enumerate(log.record.groups)]
-    if log.record.found_inf is not None and bool(log.record.found_inf.any()):
-        if any("momentum_buffer" in rule.moments for rule in rules):  # pytorch up to 2.13 goes on with those
+    recorder = recorder_of(optimizer)
+    if recorder is None:
+        return _by_state(optimizer)
+    if recorder.record is None:
+        raise UserError(
+            f"undo_step: there is no step to undo: {recorder.why}; it goes one step back, right after that step"
+        )
+    groups = [(number, group, _rule(optimizer, number, group.settings)) for number, group in enumerate(recorder.record)]
+    if recorder.found_inf is not None and bool(recorder.found_inf.any()):
+        if any("momentum_buffer" in rule.moments for _, _, rule in groups):  # pytorch up to 2.13 goes on with those
             raise UserError(
                 "undo_step: GradScaler skipped the step, but fused SGD has put its Inf or NaN into momentum_buffer all "
                 "the same; use foreach=True, and clear the optimizer's state"
             )
         return [], True
-    if log.record.versions_after is None:
-        return _broken_off(optimizer, log.record, rules), False
-    return _through(optimizer, log.record, rules), True
+    if recorder.complete:
+        return _complete(optimizer, groups), True
+    return [step for group in groups for step in _incomplete(optimizer, *group)], False
 
 
-def _through(optimizer: Optimizer, record: StepRecord, rules: Sequence[Rule]) -> list[ParameterStep]:
-    """The record's step was taken as a whole; its gradients must still be there."""
-    tasks, gone = [], []
-    for number, marks in enumerate(record.marks()):
-        for place, mark in enumerate(marks):
-            p, name = mark.parameter, _name(optimizer, number, place)
-            if p._version != mark.version_after:
+def _complete(optimizer: Optimizer, groups: Sequence[tuple[int, GroupRecord, Rule]]) -> list[ParameterStep]:
+    """By the record of a step that did not raise; its gradients must still be there."""
+    steps, gone = [], []
+    for number, group, rule in groups:
+        for place, noted in enumerate(group.parameters):
+            p, name = noted.parameter, _name(optimizer, number, place)
+            if p._version != noted.version_after:
                 raise UserError(
-                    f"undo_step: {name} has been changed since the step (an outer step was taken up, say); "
+                    f"undo_step: {name} has been changed since the step (an outer step was applied, say); "
                     "call it before anything else changes the parameters"
                 )
-            if not mark.stepped:
+            if noted.gradient is None:
                 continue
-            if mark.gradient is None:
+            if not noted.has_gradient:
                 gone.append(name)
-                continue
             t = _count(optimizer, p)
-            first = t == 1 or (t == 0 and not _has_moments(mark.state, rules[number]))
-            tasks.append(
-                ParameterStep(optimizer, name, p, rules[number], rules[number].whole, int(t > 0), first, mark.state)
-            )
+            first = t == 1 or (t == 0 and not _has_moments(noted, rule))
+            steps.append(ParameterStep(optimizer, name, p, rule, rule.whole, int(t > 0), first, noted.state))
     if gone:
         raise _no_gradient(gone)
-    return tasks
+    return steps
 
 
-def _broken_off(optimizer: Optimizer, record: StepRecord, rules: Sequence[Rule]) -> list[ParameterStep]:
-    """The record's step raised: which operations came to which tensor."""
-    tasks = []
-    for number, (marks, rule) in enumerate(zip(record.marks(), rules, strict=True)):
-        counted = {mark.parameter: _times_counted(optimizer, mark) for mark in marks}
-        came = {
-            kind: _came_to(optimizer, samples, [p for p in counted if kind_of(p) == kind], counted, rule)
-            for kind, samples in record.samples.get(number, {}).items()
-        }
-        for place, mark in enumerate(marks):
-            p, name = mark.parameter, _name(optimizer, number, place)
-            if p.grad is None:
-                if p._version != mark.version or counted[p]:
-                    raise _no_gradient([name])
-                continue
-            if came:
-                done = rule.whole if came[kind_of(p)] else dict.fromkeys(rule.whole, 0)
-            else:
-                done = {"param": p._version - mark.version} | {m: _changes(optimizer, mark, m) for m in rule.moments}
-            odd = any(not 0 <= times <= rule.whole[what] for what, times in done.items())
-            ahead = "exp_avg" in rule.moments and not counted[p] and any(done.values())  # Adam counts first
-            if odd or ahead or counted[p] > 1:
-                raise UserError(f"undo_step: {name} has been changed by more than the step; restore a checkpoint")
-            t = _count(optimizer, p)
-            first = t == counted[p] if t else not _has_moments(mark.state, rule)
-            tasks.append(ParameterStep(optimizer, name, p, rule, done, counted[p], first, mark.state))
-    return tasks
+def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rule) -> list[ParameterStep]:
+    """By the record of a step that raised: which operations were applied to which tensor."""
+    steps = []
+    counted = {noted.parameter: _times_counted(optimizer, noted) for noted in group.parameters}
+    came = {
+        kind: took_place(samples, {p: n for p, n in counted.items() if kind_of(p) == kind}, optimizer.state, rule)
+        for kind, samples in group.samples.items()
+    }
+    for place, noted in enumerate(group.parameters):
+        p, name = noted.parameter, _name(optimizer, number, place)
+        if p.grad is None:
+            if p._version != noted.version or counted[p]:
+                raise _no_gradient([name])
+            continue
+        if came:
+            done = rule.whole if came[kind_of(p)] else dict.fromkeys(rule.whole, 0)
+        else:
+            done = {"param": p._version - noted.version} | {m: _changes(optimizer, noted, m) for m in rule.moments}
+        odd = any(not 0 <= times <= rule.whole[what] for what, times in done.items())
+        ahead = "exp_avg" in rule.moments and not counted[p] and any(done.values())  # Adam counts first
+        if odd or ahead or counted[p] > 1:
+            raise UserError(f"undo_step: {name} has been changed by more than the step; restore a checkpoint")
+        t = _count(optimizer, p)
+        first = t == counted[p] if t else not _has_moments(noted, rule)
+        steps.append(ParameterStep(optimizer, name, p, rule, done, counted[p], first, noted.state))
+    return steps
 
 
-def _came_to(
-    optimizer: Optimizer, samples: Sequence[Sample], alike: Sequence[Tensor], counted: Mapping[Tensor, int], rule: Rule
-) -> bool:
-    """Whether the step came to tensors that change all together."""
-    with_gradient = [p for p in alike if p.grad is not None]
-    counts = {counted[p] for p in with_gradient}
-    if not with_gradient or ("exp_avg" in rule.moments and counts == {0}):
-        return False
-    if len(counts) > 1:
-        raise broken_inside()
-    return took_place(samples, with_gradient, optimizer.state, rule)
-
-
-def _times_counted(optimizer: Optimizer, mark: ParameterMark) -> int:
+def _times_counted(optimizer: Optimizer, noted: ParameterRecord) -> int:
     """By how much a step count went up; 0 for SGD."""
-    now = optimizer.state.get(mark.parameter, {}).get("step")
+    now = optimizer.state.get(noted.parameter, {}).get("step")
     if now is None:
         return 0
-    return int(now) if mark.state is None else int(now._version) - mark.state["step"]
+    return int(now) if noted.state is None else int(now._version) - noted.state["step"]
 
 
-def _changes(optimizer: Optimizer, mark: ParameterMark, moment: str) -> int:
+def _changes(optimizer: Optimizer, noted: ParameterRecord, moment: str) -> int:
     """How often a moment was changed in place; of one that the step made, since then."""
-    now = optimizer.state.get(mark.parameter, {}).get(moment)
-    if now is None or (moment == "momentum_buffer" and (mark.state is None or moment not in mark.state)):
+    now = optimizer.state.get(noted.parameter, {}).get(moment)
+    before = (noted.state or {}).get(moment)
+    if now is None or (moment == "momentum_buffer" and before is None):
         return 0  # What SGD makes in a first step it makes as a whole.
-    before = 0 if mark.state is None else mark.state.get(moment, 0)
-    return int(now._version) - before
+    return int(now._version) - (before or 0)
 
 
-def _by_counters(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
-    """Nothing was recorded: gradients and settings at hand are taken for the step's, the state says who stepped."""
+def _has_moments(noted: ParameterRecord, rule: Rule) -> bool:
+    return noted.state is not None and all(name in noted.state for name in rule.moments)
+
+
+def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
+    """Without a record: takes the gradients and settings at hand for the step's; the state tells what was stepped."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UserError(
             "undo_step: a scheduler changes this optimizer's learning rate, and the step's is not recorded; call "
@@ -176,26 +161,25 @@ def _by_counters(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
         )
     rules = [_rule(optimizer, number, group) for number, group in enumerate(optimizer.param_groups)]
     placed = [
-        (number, place, p)
+        (number, _name(optimizer, number, place), p)
         for number, group in enumerate(optimizer.param_groups)
         for place, p in enumerate(group["params"])
     ]
-    with_gradient = [(number, place, p) for number, place, p in placed if p.grad is not None]
+    with_gradient = [(number, name, p) for number, name, p in placed if p.grad is not None]
     if not with_gradient:
-        raise _no_gradient([_name(optimizer, *where) for *where, _ in placed])
+        raise _no_gradient([name for _, name, _ in placed])
     stepped = _stepped(optimizer, [(number, p) for number, _, p in with_gradient], rules)
     latest = max(_count(optimizer, p) for _, _, p in with_gradient)
-    if gone := [_name(optimizer, n, i) for n, i, p in placed if p.grad is None and 0 < latest <= _count(optimizer, p)]:
+    if gone := [name for _, name, p in placed if p.grad is None and 0 < latest <= _count(optimizer, p)]:
         raise _no_gradient(gone)
-    tasks = []
-    for (number, place, p), did in zip(with_gradient, stepped, strict=True):
-        rule, name, t = rules[number], _name(optimizer, number, place), _count(optimizer, p)
-        state = optimizer.state.get(p, {})
+    steps = []
+    for (number, name, p), did in zip(with_gradient, stepped, strict=True):
+        rule, t, state = rules[number], _count(optimizer, p), optimizer.state.get(p, {})
         first = did and _looks_first(name, p, state, rule) if isinstance(rule, SgdRule) else t == 1
         done = rule.whole if did else dict.fromkeys(rule.whole, 0)
         had = None if first or not state else dict.fromkeys(state, 0)
-        tasks.append(ParameterStep(optimizer, name, p, rule, done, int(did and t > 0), first, had))
-    return tasks, all(stepped)
+        steps.append(ParameterStep(optimizer, name, p, rule, done, int(did and t > 0), first, had))
+    return steps, all(stepped)
 
 
 def _stepped(optimizer: Optimizer, parameters: Sequence[tuple[int, Tensor]], rules: Sequence[Rule]) -> list[bool]:
@@ -226,9 +210,6 @@ def _looks_first(name: str, parameter: Tensor, state: Mapping[str, Any], rule: S
     return first
 
 
-# What is asked of optimizers and of states.
-
-
 def _rule(optimizer: Optimizer, number: int, group: Mapping[str, Any]) -> Rule:
     rule: Rule = SgdRule.of(group) if isinstance(optimizer, SGD) else AdamRule.of(group)
     why = rule.why_not()
@@ -254,10 +235,6 @@ def _count(optimizer: Optimizer, parameter: Tensor) -> float:
     return float(optimizer.state.get(parameter, {}).get("step", 0))
 
 
-def _has_moments(state: Mapping[str, int] | None, rule: Rule) -> bool:
-    return state is not None and all(name in state for name in rule.moments)
-
-
 def _name(optimizer: Optimizer, group: int, place: int) -> str:
     shape = tuple(optimizer.param_groups[group]["params"][place].shape)
     return f"parameter {place} {shape} of group {group}"
@@ -276,21 +253,3 @@ def _cannot_tell(got: str) -> UserError:
         f"undo_step: cannot tell what the step did: {got}; call ftopt.undoable(optimizer) before training, so that "
         "its steps are recorded"
     )
-
-
-# Its tensors, to compute with.
-
-
-def chunks(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Views of the same elements of each tensor (of their local shards)."""
-    own = {name: local(tensor) for name, tensor in tensors.items()}
-    if all(tensor.is_contiguous() for tensor in own.values()):
-        parts = [torch.split(tensor.view(-1), _CHUNK) for tensor in own.values()]
-        yield from (dict(zip(own, part, strict=True)) for part in zip(*parts, strict=True))
-    else:
-        yield own
-
-
-def wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """In double precision, where the device has it: the inverse adds no rounding of its own."""
-    return {name: t.to(torch.float32 if t.device.type == "mps" else torch.float64) for name, t in tensors.items()}

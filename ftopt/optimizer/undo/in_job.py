@@ -48,10 +48,8 @@ class LastStep:
         self.counted = False
 
     def look_again(self) -> None:
-        """Forgets what it has noted of parameters and inner states: outer work has been done."""
+        """Outer work has been done: the next step begins from other committed states."""
         self._looks_again = True
-        for recorder in self._recorders:
-            recorder.look_again()
 
     def undo(self, outer: OuterStep, group: ReplicaGroup) -> Undone:
         """Takes the step back, and out of the outer step's counters.

@@ -21,64 +21,42 @@ t                  Adam's step count after the step; c1 = 1 - beta1^t, c2 = 1 - 
 In the first step there was no b, and b' = d: then p = (p' + lr k g) / (1 - lr k wd), with k = 1 + momentum
 under Nesterov, else 1.
 
-A step that was broken off inside has done some of its operations on a tensor and not the others. Torch applies
-them in a fixed order, so that their number (`Done`) says which.
+A step that raised may have applied some of its operations to a tensor and not the others. Torch applies them in a
+fixed order, so that their number (`Operations`) says which.
 
-Source: SWIFT, arXiv 2302.06173, section 4; written for what torch.optim does (dampening, Nesterov, maximize,
-first steps), and for steps broken off inside.
+A rule holds one parameter group's settings in the step. ``moments`` are the names of the tensors in a parameter's
+state, ``whole`` the operations of a complete step, ``why_not()`` why no step with these settings can be undone (None
+when it can). ``before(now, done, t=, first=)`` computes the values before the step: ``now`` are those after it, in the
+precision to compute in, ``done`` the operations applied, ``t`` the step count after it; ``first``: there were no
+moments before, and none are returned. ``fits(now, before, unit)``: whether the step can have led from ``before`` to
+``now``, with the dtype's unit roundoff.
+
+Source: SWIFT, arXiv 2302.06173, section 4; extended by what torch.optim does (dampening, Nesterov, maximize,
+first steps), and by steps that raise half-way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ftopt.optimizer.tensors.gradients import local
+
 Values = Mapping[str, Tensor]
 """``param``, ``grad`` and the moments of one tensor, by name; what there was none of is left out."""
-Done = Mapping[str, int]
+Operations = Mapping[str, int]
 """How many of the step's operations were applied to ``param`` and to each moment."""
 
+_CHUNK = 1 << 16
+"""Elements that are computed at once: all the memory that is needed beside the tensors themselves."""
 _LEAST_KEPT = 0.5
 """Weight decay that leaves less of a parameter than this in one step is not undone: it amplifies rounding."""
 _LEAST_DECAY = 0.01
 """Likewise a momentum or beta below this: what was there before is divided by it."""
-
-
-class Rule(Protocol):
-    """One parameter group's settings in that step."""
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the tensors in a parameter's state."""
-        ...
-
-    @property
-    def whole(self) -> Done:
-        """`Done` of a whole step."""
-        ...
-
-    def why_not(self) -> str | None:
-        """Why no step with these settings can be undone; None when it can."""
-        ...
-
-    def before(self, now: Values, done: Done, *, t: float, first: bool) -> dict[str, Tensor]:
-        """The values before the step.
-
-        Args:
-            now: the values after it, in the precision to compute in.
-            done: what of the step was done.
-            t: the step count after it.
-            first: there were no moments before: none are returned.
-        """
-        ...
-
-    def fits(self, now: Values, before: Values, unit: float) -> bool:
-        """Whether the step can have led from ``before`` to ``now``; ``unit`` is the dtype's unit roundoff."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +82,7 @@ class SgdRule:
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
-    def whole(self) -> Done:
+    def whole(self) -> Operations:
         """Momentum: decayed, then added to."""
         return {"param": 1} | ({"momentum_buffer": 2} if self.momentum else {})
 
@@ -118,7 +96,7 @@ class SgdRule:
     def _factor(self) -> float:
         return 1 + self.momentum if self.nesterov else 1.0
 
-    def before(self, now: Values, done: Done, *, t: float, first: bool) -> dict[str, Tensor]:
+    def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
         """See the module."""
         p, g, b = now["param"], _signed(now, self.maximize), now.get("momentum_buffer")
         if done["param"]:
@@ -173,7 +151,7 @@ class AdamRule:
         return ("exp_avg", "exp_avg_sq")
 
     @property
-    def whole(self) -> Done:
+    def whole(self) -> Operations:
         """AdamW decays the parameter first; the second moment is decayed, then added to."""
         return {"param": 2 if self._decays else 1, "exp_avg": 1, "exp_avg_sq": 2}
 
@@ -190,7 +168,7 @@ class AdamRule:
             return f"betas={got} leave too little of the moments before; both must be {_LEAST_DECAY} or more"
         return _too_much_decay(self.lr, self.weight_decay) if self.decoupled else None
 
-    def before(self, now: Values, done: Done, *, t: float, first: bool) -> dict[str, Tensor]:
+    def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
         """See the module."""
         p, g, m, v = now["param"], _signed(now, self.maximize), now.get("exp_avg"), now.get("exp_avg_sq")
         if done["param"] == self.whole["param"]:
@@ -216,6 +194,24 @@ class AdamRule:
         d = now["grad"].abs() + (0.0 if self.decoupled else self.weight_decay) * before["param"].abs()
         room = 16 * unit * (now["exp_avg_sq"] + (1 - self.beta2) * d.square()) + 1e-37
         return bool((before["exp_avg_sq"] * self.beta2 >= -room).all())
+
+
+Rule = SgdRule | AdamRule
+
+
+def chunks(tensors: Values) -> Iterator[dict[str, Tensor]]:
+    """Views of the same elements of each tensor (of their local shards)."""
+    own = {name: local(tensor) for name, tensor in tensors.items()}
+    if all(tensor.is_contiguous() for tensor in own.values()):
+        parts = [torch.split(tensor.view(-1), _CHUNK) for tensor in own.values()]
+        yield from (dict(zip(own, part, strict=True)) for part in zip(*parts, strict=True))
+    else:
+        yield own
+
+
+def wide(tensors: Values) -> dict[str, Tensor]:
+    """Copies in double precision, where the device has it: the inverse adds no rounding of its own."""
+    return {name: t.to(torch.float32 if t.device.type == "mps" else torch.float64) for name, t in tensors.items()}
 
 
 def _signed(now: Values, maximize: bool) -> Tensor:

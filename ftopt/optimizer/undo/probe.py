@@ -1,56 +1,115 @@
-"""Whether a step that was broken off came to tensors that change all together or not at all, told by a few elements."""
+"""Samples of tensors that count no versions: whether a step that was broken off came to them.
+
+Fused optimizers, and foreach ones on sharded parameters (DTensor), do not count versions (torch 2.13). They change all
+tensors of one device and dtype in a group together, or none: a few elements of a few tensors tell which.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ftopt.errors import UserError
+from ftopt.optimizer.tensors.gradients import local
 from ftopt.optimizer.undo.inverses import Rule
-from ftopt.optimizer.undo.record import Sample, first_elements
 
+_TENSORS, _ELEMENTS = 4, 16
+"""So many tensors of a group, device and dtype are sampled (the first and the last among them), and so many elements
+of each."""
 _ROOM = 32
 """Unit roundoffs by which the inverse may miss what was there before."""
+
+Kind = tuple[torch.device, torch.dtype]
+"""Tensors of one kind in a group are changed by one operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The first elements of a parameter and of its first moment (None: there was none) before a step."""
+
+    parameter: Tensor
+    values: Tensor
+    moment: Tensor | None
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Device and dtype."""
+    return tensor.device, tensor.dtype
+
+
+def samples_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, list[Sample]]:
+    """Samples of a parameter group; none if its tensors count versions."""
+    if not (group["fused"] or (group["foreach"] is not False and any(hasattr(p, "to_local") for p in group["params"]))):
+        return {}
+    alike: dict[Kind, list[Tensor]] = defaultdict(list)
+    for parameter in group["params"]:
+        alike[kind_of(parameter)].append(parameter)
+    found = {}
+    for kind, parameters in alike.items():
+        some = [p for p in parameters if p.grad is not None] or parameters
+        last = len(some) - 1
+        places = sorted({last * i // (_TENSORS - 1) for i in range(_TENSORS)})
+        found[kind] = [_sample(some[place], optimizer.state.get(some[place], {})) for place in places]
+    return found
 
 
 @torch.no_grad()
 def took_place(
-    samples: Sequence[Sample], stepped: Sequence[Tensor], states: Mapping[Tensor, Mapping[str, Any]], rule: Rule
+    samples: Sequence[Sample], counted: Mapping[Tensor, int], states: Mapping[Tensor, Mapping[str, Any]], rule: Rule
 ) -> bool:
-    """Whether the sampled tensors were stepped, and so all of their group, device and dtype.
+    """Whether a step came to tensors of one kind in a group.
 
     Args:
         samples: from before the step.
-        stepped: all of these tensors that a whole step changes, in its order.
+        counted: by how much the step count of each of these tensors went up, in the step's order.
         states: the optimizer's, as they are now.
         rule: the group's settings.
 
     Raises:
         UserError: the elements do not say.
     """
+    stepped = [p for p in counted if p.grad is not None]
+    counts = {counted[p] for p in stepped}
+    if not stepped or ("exp_avg" in rule.moments and counts == {0}):  # Adam counts first
+        return False
+    if len(counts) > 1:
+        raise _broken_inside()
     found = {
         s.parameter: _verdict(s, states.get(s.parameter, {}), rule) for s in samples if s.parameter.grad is not None
     }
     known = {verdict for verdict in found.values() if verdict is not None}
     ends = (found.get(stepped[0]), found.get(stepped[-1]))
     if len(known) != 1 or (None in ends and len(stepped) > len(found)):
-        raise broken_inside()
+        raise _broken_inside()
     return known.pop()
 
 
-def broken_inside() -> UserError:
-    """The step cannot be repaired."""
+def _broken_inside() -> UserError:
     return UserError(
         "undo_step: cannot tell how far the step has come: it was broken off among fused or sharded tensors of one "
         "group; it can be repaired between groups; restore a checkpoint, or leave the job and join anew"
     )
 
 
+def _sample(parameter: Tensor, state: Mapping[str, Any]) -> Sample:
+    moment = state.get("momentum_buffer", state.get("exp_avg"))
+    return Sample(parameter, _first_elements(parameter), None if moment is None else _first_elements(moment))
+
+
+def _first_elements(tensor: Tensor) -> Tensor:
+    shard = local(tensor.detach())
+    flat = shard.view(-1) if shard.is_contiguous() else shard.reshape(-1)
+    return flat[:_ELEMENTS].clone()
+
+
 def _verdict(sample: Sample, state: Mapping[str, Any], rule: Rule) -> bool | None:
-    """None: a step makes no difference to these elements.
+    """Whether the sampled tensor was stepped; None: a step makes no difference to these elements.
 
     Raises:
         UserError: they are neither what they were nor what a step makes of them.
@@ -58,7 +117,7 @@ def _verdict(sample: Sample, state: Mapping[str, Any], rule: Rule) -> bool | Non
     p = sample.parameter
     assert p.grad is not None
     tensors = {"param": p, "grad": p.grad} | {name: state[name] for name in rule.moments if state.get(name) is not None}
-    now = {name: first_elements(tensor).cpu().double() for name, tensor in tensors.items()}
+    now = {name: _first_elements(tensor).cpu().double() for name, tensor in tensors.items()}
     then = {"param": sample.values.cpu().double()}
     for moment in (name for name in rule.moments[:1] if name in now):
         then[moment] = torch.zeros_like(now[moment]) if sample.moment is None else sample.moment.cpu().double()
@@ -72,7 +131,7 @@ def _verdict(sample: Sample, state: Mapping[str, Any], rule: Rule) -> bool | Non
     if same == fits:
         if fits:
             return None
-        raise broken_inside()
+        raise _broken_inside()
     return fits
 
 

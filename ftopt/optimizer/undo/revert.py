@@ -1,6 +1,6 @@
 """Reverts the last step of torch's optimizers in place.
 
-All that can refuse does so before the first tensor is touched.
+All that can refuse does so before the first tensor is changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.undo.analysis import ParameterStep, chunks, tasks_of, wide
+from ftopt.optimizer.undo.analysis import ParameterStep, last_step
+from ftopt.optimizer.undo.inverses import chunks, wide
 from ftopt.optimizer.undo.record import record_steps
 
 
@@ -22,9 +23,9 @@ class Undone:
     """What `ftopt.undo_step` did.
 
     Args:
-        whole: the step had been taken as a whole; False: it had been broken off, and is repaired.
-        reverted: so many parameters were brought back.
-        untouched: so many had not been changed: without a gradient, or not reached.
+        whole: the step was complete; False: it had raised half-way, and is repaired.
+        reverted: how many parameters were reverted.
+        untouched: how many had not been changed: they had no gradient, or the step did not reach them.
     """
 
     whole: bool
@@ -37,65 +38,62 @@ def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = Non
 
     Args:
         optimizers: torch's own.
-        reached: whether the step has come to each of them. Default: to all.
+        reached: whether the step has reached each of them. Default: all.
 
     Raises:
         UserError: it cannot be undone; nothing has changed.
     """
     reached = [True] * len(optimizers) if reached is None else reached
-    there = [optimizer for optimizer, is_there in zip(optimizers, reached, strict=True) if is_there]
-    tasks, whole = [], all(reached)
-    for optimizer in there:
-        found, through = tasks_of(optimizer)
-        tasks += found
-        whole = whole and through
-    todo = [task for task in tasks if task.touched]
-    for task in todo:
-        _check(task)
-    for optimizer in there:
+    stepped = [optimizer for optimizer, is_reached in zip(optimizers, reached, strict=True) if is_reached]
+    found = [last_step(optimizer) for optimizer in stepped]
+    steps = [step for part, _ in found for step in part]
+    changed = [step for step in steps if step.changed]
+    for step in changed:
+        _check(step)
+    for optimizer in stepped:
         record_steps(optimizer).forget("the last one is undone already")
-    for task in tasks:
-        _write(task)
+    for step in steps:
+        _write(step)
     parameters = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
-    return Undone(whole, len(todo), parameters - len(todo))
+    return Undone(all(reached) and all(whole for _, whole in found), len(changed), parameters - len(changed))
 
 
-def _check(task: ParameterStep) -> None:
-    unit = torch.finfo(task.parameter.dtype).eps / 2
-    for part in chunks(_tensors(task)):
+def _check(step: ParameterStep) -> None:
+    unit = torch.finfo(step.parameter.dtype).eps / 2
+    for part in chunks(_tensors(step)):
         now = wide(part)
-        if not task.rule.fits(now, _before(task, now), unit):
+        if not step.rule.fits(now, _before(step, now), unit):
             raise UserError(
-                f"undo_step: the gradient of {task.name} is not the one that the step was taken with, or something is "
+                f"undo_step: the gradient of {step.name} is not the one that the step was taken with, or something is "
                 "NaN or Inf; keep the gradients (clipped as they were) until undo_step, or restore a checkpoint"
             )
 
 
 @torch.no_grad()
-def _write(task: ParameterStep) -> None:
-    state = task.state
-    if task.touched:
-        for part in chunks(_tensors(task)):
-            for name, value in _before(task, wide(part)).items():
+def _write(step: ParameterStep) -> None:
+    state = step.state
+    if step.changed:
+        for part in chunks(_tensors(step)):
+            for name, value in _before(step, wide(part)).items():
                 part[name].copy_(value.clamp_(min=0) if name == "exp_avg_sq" else value)
-    if task.had is None:
-        task.optimizer.state.pop(task.parameter, None)
+    if step.had is None:
+        step.optimizer.state.pop(step.parameter, None)
         return
-    if task.counted:
-        state["step"] -= task.counted
-    for name in task.rule.moments if task.first else ():
-        if name in task.had:
+    if step.counted:
+        state["step"] -= step.counted
+    for name in step.rule.moments if step.first else ():
+        if name in step.had:
             state[name].zero_()
         else:
             state.pop(name, None)
 
 
-def _before(task: ParameterStep, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return task.rule.before(now, task.done, t=task.t, first=task.first)
+def _before(step: ParameterStep, now: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return step.rule.before(now, step.done, t=step.t, first=step.first)
 
 
-def _tensors(task: ParameterStep) -> dict[str, Tensor]:
-    gradient = task.parameter.grad
+def _tensors(step: ParameterStep) -> dict[str, Tensor]:
+    gradient = step.parameter.grad
     assert gradient is not None
-    moments = {name: task.state[name] for name in task.rule.moments if task.state.get(name) is not None}
-    return {"param": task.parameter.detach(), "grad": gradient, **moments}
+    moments = {name: step.state[name] for name in step.rule.moments if step.state.get(name) is not None}
+    return {"param": step.parameter.detach(), "grad": gradient, **moments}
