@@ -157,10 +157,7 @@ class Core:
         """Takes the last inner step back; see `ftopt.undo_step`."""
         outer, last = self.outer, self._last
         if last is None:
-            raise UserError(
-                "undo_step: the steps of this optimizer are not recorded; call ftopt.wrap(..., undo=True) to record "
-                "them"
-            )
+            raise UserError("undo_step: the steps of this optimizer are not recorded; call ftopt.wrap(..., undo=True)")
         if self.group is None or self.suspended:
             return revert(self.inner.optimizers)
         if self.closed or self._before_outer is not None:
@@ -230,8 +227,6 @@ class Core:
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
-        if self._last is not None:
-            self._last.look_again()
         counters = outer.counters
         if counters.nonfinite_drops != self._nonfinite_drops:
             self._nonfinite_drops = counters.nonfinite_drops

@@ -33,23 +33,14 @@ class LastStep:
         self._optimizers = optimizers
         self._recorders = [record_steps(optimizer) for optimizer in optimizers]
         self._applied: list[Committed] = []  # what each fragment's parameters are based on
-        self._looks_again = True
 
     def begin(self, outer: OuterStep) -> None:
         """A step begins."""
         for recorder in self._recorders:
             recorder.steps = 0
-        if self._looks_again:
-            self._applied = [
-                fragment.applied.meta for fragment in outer.fragments
-            ]  # not the states: they would live on
-            self._looks_again = False
+        self._applied = [fragment.applied.meta for fragment in outer.fragments]  # not the states: they would live on
         self._before = outer.counters.counted()
         self.counted = False
-
-    def look_again(self) -> None:
-        """Outer work has been done: the next step begins from other committed states."""
-        self._looks_again = True
 
     def undo(self, outer: OuterStep, group: ReplicaGroup) -> Undone:
         """Takes the step back, and out of the outer step's counters.
