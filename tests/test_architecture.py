@@ -1,0 +1,53 @@
+"""``docs/architecture.md`` names what is there: its references, and its table of imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import COMMON, MAY_IMPORT, PACKAGE
+
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+REFERENCES = sorted(
+    found
+    for found in {" ".join(x.split()) for x in re.findall(r"`([\w/]+\.py(?::\s[\w.]+)?)`", PAGE)}
+    if not found.startswith(("file.py", "tests/"))
+)
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    """``Class``, ``Class.method``, ``function`` and ``CONSTANT`` of a file."""
+    found: set[str] = set()
+    for node in ast.parse((PACKAGE / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            inner = (x.name for x in node.body if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {node.name, *(f"{node.name}.{name}" for name in inner)}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_every_reference_names_a_definition(reference: str) -> None:
+    path, _, name = reference.partition(": ")
+    assert (PACKAGE / path).is_file(), f"docs/architecture.md names {path}, which is not there"
+    assert not name or name in names_in(path), f"docs/architecture.md names {name}, which {path} does not define"
+
+
+def test_the_table_of_imports_is_the_one_that_is_enforced() -> None:
+    shown = {
+        part: set(re.findall(r"`([^`]+)`", allowed))
+        for part, allowed in re.findall(
+            r"^\| `([^`]+)` \| (.*) \|$", PAGE.split("## Who may import whom")[1], re.MULTILINE
+        )
+    }
+    assert shown == MAY_IMPORT
+    assert all(f"`{name}`" in PAGE for name in COMMON)
