@@ -1,4 +1,4 @@
-"""`undo_step`: the last step of an optimizer, taken back without a copy of the parameters."""
+"""`undo_step` reverts the last step of an optimizer without a copy of the parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ftopt.optimizer.wrapper import OuterOptimizer
 
 
 def undo_step(optimizer: Optimizer) -> Undone:
-    r"""Takes back the last ``step()``, or what was done of one that raised, from parameters, gradients and state.
+    r"""Reverts the last ``step()``, or repairs one that raised half-way: parameters, moments and step counts.
 
-    For `torch.optim.SGD` (momentum, dampening, Nesterov), `torch.optim.Adam` and `torch.optim.AdamW`, weight decay and
-    ``maximize`` included, for-loop, foreach and fused alike, and for an `ftopt.OuterOptimizer` around one or several of
-    them. Parameters, moments and step counts are what they were, up to rounding; moments that began with the step are
-    gone again. The gradients stay as they are, so that ``step()`` takes the same step once more. What the backward
-    pass changed (BatchNorm's statistics, the random generators) and what schedulers count is not taken back.
+    For `torch.optim.SGD` (momentum, dampening, Nesterov), `torch.optim.Adam` and `torch.optim.AdamW`, including weight
+    decay and ``maximize``, in their for-loop, foreach and fused implementations, and for an `ftopt.OuterOptimizer`
+    around one or several of them that was made with ``undo=True``. Values are restored up to rounding; moments that the
+    step created are removed. The gradients stay, so that ``step()`` takes the same step again. What the backward pass
+    changed (BatchNorm's statistics, the random generators) and what schedulers count is not restored.
 
     **Rounding.** With u the unit roundoff of the parameter's dtype (fp32 6e-8, bf16 4e-3, fp64 1e-16), x' what x was
     after the step, D = \|g\| + wd \|p\|, and U how far the step moved the parameter, weight decay left out::
@@ -31,17 +31,17 @@ def undo_step(optimizer: Optimizer) -> Undone:
     ``step`` adds as much again (``docs/undo.md`` has figures).
 
     **Without a record** (a bare optimizer for which `undoable` has not been called) the gradients and the groups'
-    settings at hand are taken for the step's, and the state must tell what was stepped: a step of Adam counts as broken
-    off where the step counts, in the order of the groups, fall by one once; of SGD where the momentum buffers
-    of the later groups have not begun. All else counts as a whole step.
+    settings at hand are assumed to be the step's, and the state must tell which parameters were stepped. A step of Adam
+    is taken for incomplete where the step counts, in the order of the groups, fall by one once; a step of SGD where the
+    momentum buffers of the later groups do not exist yet. Everything else counts as a complete step.
 
-    **In a job** (`OuterOptimizer`) the step is no longer counted, and what was given to ``count()`` for it is
-    forgotten. That is possible as long as no contribution holds the step: this replica has not proposed it, and taken
-    up no outer step since. A step that raised was never counted, and can be repaired at any time.
+    **In a job** (`OuterOptimizer`) the step is no longer counted, and what was given to ``count()`` for it is dropped.
+    That is possible as long as no contribution holds the step: this replica has neither proposed it nor applied an
+    outer step since. A step that raised was never counted, and can be repaired at any time.
 
     Args:
-        optimizer: whose step. Call it right after that step: before ``zero_grad``, the next ``backward`` and anything
-            else that changes parameters, gradients or (without a record) rates.
+        optimizer: the one that took the step. Call this right after the step: before ``zero_grad``, the next
+            ``backward`` and anything else that changes parameters, gradients or (without a record) learning rates.
 
     Returns:
         What was done.

@@ -1,1 +1,1 @@
-"""Taking the last step of an optimizer back."""
+"""Reverting the last step of an optimizer."""

@@ -107,7 +107,7 @@ def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rul
     """By the record of a step that raised: which operations were applied to which tensor."""
     steps = []
     counted = {noted.parameter: _times_counted(optimizer, noted) for noted in group.parameters}
-    came = {
+    reached = {
         kind: took_place(samples, {p: n for p, n in counted.items() if kind_of(p) == kind}, optimizer.state, rule)
         for kind, samples in group.samples.items()
     }
@@ -117,8 +117,8 @@ def _incomplete(optimizer: Optimizer, number: int, group: GroupRecord, rule: Rul
             if p._version != noted.version or counted[p]:
                 raise _no_gradient([name])
             continue
-        if came:
-            done = rule.whole if came[kind_of(p)] else dict.fromkeys(rule.whole, 0)
+        if reached:
+            done = rule.whole if reached[kind_of(p)] else dict.fromkeys(rule.whole, 0)
         else:
             done = {"param": p._version - noted.version} | {m: _changes(optimizer, noted, m) for m in rule.moments}
         odd = any(not 0 <= times <= rule.whole[what] for what, times in done.items())
