@@ -1,6 +1,6 @@
 """Whether a well-formed message from a replica makes sense: numbers in range, names that are names, short lists.
 
-`from_replica` is the door: text of a stranger in, a message that the coordinator machine can take out.
+`from_replica` turns the text of a stranger into a message that the coordinator machine can take.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_message(message: m.FromReplica) -> None:
             for version in message.versions:
                 _within("versions", version, MAX_STEPS)
         case m.Keeps():
-            _marks("mark", [message.incarnation_id], 1)
+            _incarnation_ids("incarnation_id", [message.incarnation_id], 1)
             _within("serial", message.serial, MAX_INT)
         case m.StoreSet():
             _text("key", message.key, limits.MAX_KEY)
@@ -114,8 +114,8 @@ def _hello(hello: m.Hello) -> None:
         _within("prepared.attempt", incarnation_id.attempt, MAX_INT)
         _within("prepared.version", incarnation_id.version, MAX_STEPS)
         _word("prepared.digest", incarnation_id.digest)
-    _marks("roster", hello.roster, limits.MAX_REPLICAS)
-    _marks("gone", hello.gone, limits.MAX_GONE)
+    _incarnation_ids("roster", hello.roster, limits.MAX_REPLICAS)
+    _incarnation_ids("gone", hello.gone, limits.MAX_GONE)
     _few("adopted_by", hello.adopted_by, limits.MAX_REPLICAS)
     for replica, adopter in hello.adopted_by:
         _name("adopted_by", replica)
@@ -172,7 +172,7 @@ def _once_a_fragment(
         seen.add(part.fragment)
 
 
-def _marks(what: str, incarnation_ids: Sequence[m.IncarnationId], most: int) -> None:
+def _incarnation_ids(what: str, incarnation_ids: Sequence[m.IncarnationId], most: int) -> None:
     _few(what, incarnation_ids, most)
     for replica, incarnation in incarnation_ids:
         _name(what, replica)

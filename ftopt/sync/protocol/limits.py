@@ -17,7 +17,7 @@ MAX_FRAGMENTS = 1024
 MAX_REPLICAS = 4096
 """Replicas of a job that are known at a time. A job of ten thousand nodes has islands of several."""
 MAX_GONE = 1 << 15
-"""Gone marks in a message; each is an id that was used once."""
+"""Gone incarnations in a message; each is an id that was used once."""
 MAX_RANKS = 4096
 """Ranks of a replica."""
 MAX_RANGES = 1 << 10

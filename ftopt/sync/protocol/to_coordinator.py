@@ -15,7 +15,7 @@ class Hello:
 
     ``incarnation`` 0: a newcomer. ``inner_step``: the committed one of what it holds. With a ledger (``samples``):
     ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
-    fragment 0, ``cursor`` is the highest that it was told, ``wants`` how many units it wants to hold. With a global
+    fragment 0, ``cursor`` is the highest that it has received, ``wants`` how many units it wants to hold. With a global
     batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``adopted_by``: of a sender that
     comes out of a checkpoint, who takes over what somebody had pending who does not come back (ADOPT). ``checkpoint``:
     of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it cannot be read.

@@ -44,7 +44,7 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Restore:
     """RESTORE: nobody holds the job's state any more. The receiver is to restore its newest checkpoint, and to come
-    back with that as ``incarnation``. ``roster``: who else was told so: it is to be waited for (WAIT)."""
+    back with that as ``incarnation``. ``roster``: all that were asked to: they are to be waited for (WAIT)."""
 
     incarnation: int
     roster: tuple[IncarnationId, ...] = ()
@@ -75,7 +75,7 @@ class CallIn:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Means of the last readings of ``count`` replicas that hold ``version``: as many numbers as all of them told."""
+    """Means of the last readings of ``count`` replicas that hold ``version``: as many numbers as all of them sent."""
 
     fragment: int
     version: int
@@ -145,8 +145,8 @@ class Commit:
 class Grant:
     """Units that the receiver holds from now on, beside what it has.
 
-    ``cursor``: no unit from there on is granted before all are told of another one. ``out_of_units``: there is nothing
-    more to grant for now.
+    ``cursor``: no unit from there on is granted before all have received another one. ``out_of_units``: there is
+    nothing more to grant for now.
     """
 
     ranges: Ranges
@@ -182,7 +182,7 @@ class Inherit:
     (ADOPT).
 
     ``source`` keeps a copy of it, from which its work can be done again. ``inner_step``: how far it had come, as far as
-    it had told.
+    is known.
     """
 
     incarnation_id: IncarnationId

@@ -1,8 +1,8 @@
 """The coordinator's shell: HTTP and WebSocket on one port, a journal, a timer; the decisions are the machine's.
 
-``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /connect`` is the WebSocket of a replica. A job
-is whatever name a hello carries: each has a machine of its own and knows nothing of the others. Whoever shows no token
-gets 401, whatever was asked for; whoever breaks the protocol or a limit loses the connection, and its job goes on
+``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /connect`` is the WebSocket of a replica. A hello
+names its job: each job has a machine of its own and knows nothing of the others. A request without the token gets 401,
+whatever its path; a replica that breaks the protocol or a limit loses the connection, and its job goes on
 (``docs/security.md``).
 """
 
@@ -40,7 +40,7 @@ _PING_S = 30.0
 """A connection that does not answer a ping is closed: also one that its job does not watch yet."""
 _KEEPALIVE_S = 15.0
 _QUIET_S = 10.0
-"""Wrong tokens are logged once in so long: a log that strangers can fill is a door, too."""
+"""Wrong tokens are logged once in so long, so that strangers cannot fill the log."""
 
 
 class CoordinatorServer:
@@ -55,7 +55,7 @@ class CoordinatorServer:
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status`` and ``/metrics`` without the token, too.
         limits: what it bears.
-        on_event: is told what happens.
+        on_event: called with each event.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CoordinatorServer:
         self._cut_until_s = 0.0
         self._quiet_until_s = 0.0
         self._runner: web.AppRunner | None = None
-        self._room: AcceptQueue | None = None
+        self._accept_queue: AcceptQueue | None = None
         self._server: asyncio.Server | None = None
 
     async def start(self) -> int:
@@ -108,12 +108,14 @@ class CoordinatorServer:
             auto_decompress=False,
         )
         await self._runner.setup()
-        self._room = AcceptQueue(guarded(self._runner), limit=self._limits.waiting, patience_s=self._limits.patience_s)
+        self._accept_queue = AcceptQueue(
+            guarded(self._runner), limit=self._limits.waiting, patience_s=self._limits.patience_s
+        )
         options: dict[str, Any] = {"ssl_handshake_timeout": HANDSHAKE_S} if self._tls is not None else {}
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
-                self._room, self._host, self._port, ssl=self._tls, backlog=self._limits.waiting, **options
+                self._accept_queue, self._host, self._port, ssl=self._tls, backlog=self._limits.waiting, **options
             )
         except OSError as error:
             await self._runner.cleanup()
@@ -127,8 +129,8 @@ class CoordinatorServer:
         """Ends all connections; the journal stays."""
         if self._server is not None:
             self._server.close()
-        if self._room is not None:
-            self._room.close()
+        if self._accept_queue is not None:
+            self._accept_queue.close()
         for job in self._jobs.values():
             job.end()
         if self._runner is not None:
@@ -151,8 +153,8 @@ class CoordinatorServer:
             refusal = web.HTTPUnauthorized(text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
-        assert self._room is not None
-        self._room.let_in(request.transport)
+        assert self._accept_queue is not None
+        self._accept_queue.let_in(request.transport)
         response: web.StreamResponse = await handler(request)
         return response
 
@@ -160,15 +162,15 @@ class CoordinatorServer:
         return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        assert self._room is not None
+        assert self._accept_queue is not None
         shown = Exposition()
         shown.add("ftopt_uptime_seconds", time.monotonic() - self._began_s)
         shown.add("ftopt_journal_bytes", self._journal.size())
         shown.add("ftopt_connections", self._connected)
-        shown.add("ftopt_waiting_connections", len(self._room))
+        shown.add("ftopt_waiting_connections", len(self._accept_queue))
         if (memory := resident_bytes()) is not None:
             shown.add("ftopt_resident_memory_bytes", memory)
-        for reason, count in {**self._refused, "door": self._room.turned_away}.items():
+        for reason, count in {**self._refused, "accept_queue": self._accept_queue.turned_away}.items():
             shown.add("ftopt_refused_connections_total", count, reason=reason)
         for _, job in sorted(self._jobs.items()):
             job.show(shown)
@@ -230,7 +232,7 @@ class CoordinatorServer:
                 except m.MessageError as error:
                     if job is not None:
                         raise
-                    # Whoever can't even say hello is told why: it would come again, for ever and to no avail.
+                    # It is refused with the reason, else it would come again forever, to no avail.
                     turned_away = True
                     self._refused["message"] += 1
                     _log.warning("a hello is refused: %s", ascii(str(error))[:300])
@@ -299,7 +301,7 @@ def run_coordinator(
     context = tls.server() if tls is not None else None
     if token is None and not _is_loopback(host):
         _log.warning(
-            "listens on %s without a token: whoever reaches the port can join a job, read its model and spoil it; "
+            "listens on %s without a token: all that reach the port can join a job, read its model and corrupt it; "
             "give --token-file, or set FTOPT_TOKEN",
             bind,
         )

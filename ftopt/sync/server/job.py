@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
 _HALTED_S = 1.0
-"""A halted job refuses everybody for so long, then starts anew from its journal as soon as that can be written.
+"""A halted job refuses all replicas for so long, then starts anew from its journal as soon as that can be written.
 
 Two coordinators of one job must not take turns too quickly.
 """
 
 
 class Peer:
-    """One connection, as a job sees it. ``send`` and ``close`` come from whoever owns the socket."""
+    """One connection, as a job sees it. ``send`` and ``close`` are the socket's."""
 
     def __init__(self, send: Callable[[str], None], close: Callable[[], None]) -> None:
         self.send = send
@@ -40,7 +40,7 @@ class Job:
     """Runs the machine of one job: performs its effects, keeps its timer, and the rendezvous keys of its groups.
 
     It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL): the machine is then ahead of the
-    disk, so nothing that it knows is told, to members or to ``/status``. All connections are closed, and a new machine
+    disk, so nothing that it knows goes out, to members or to ``/status``. All connections are closed, and a new machine
     takes up what the journal holds. Trainers train on meanwhile.
     """
 
@@ -150,17 +150,17 @@ class Job:
     def _perform(self, effects: list[e.CoordinatorEffect]) -> None:
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:
             try:
-                self._journal.write(self.name, entries)  # before anybody is told
+                self._journal.write(self.name, entries)  # before anything is sent
             except JournalError as error:
                 self._say(Event("halt", "coordinator", data={"reason": str(error)}))
                 self._halt(str(error))
                 return
-        told, text = None, ""
+        sent, text = None, ""
         for effect in effects:
             match effect:
                 case e.SendTo(conn=conn, message=message):
-                    if message is not told:  # many are told the same, one after another
-                        told, text = message, m.encode(message)
+                    if message is not sent:  # many are sent the same, one after another
+                        sent, text = message, m.encode(message)
                     self._send_text(conn, text)
                 case e.Close(conn=conn):
                     if peer := self._peers.pop(conn, None):
@@ -211,7 +211,7 @@ class Job:
         )  # fmt: skip
 
     def _say(self, event: Event) -> None:
-        self.metrics.told(event, time.monotonic())
+        self.metrics.count(event, time.monotonic())
         self._on_event(event)
 
     def _inner_step(self) -> int | None:
@@ -227,7 +227,7 @@ class Job:
             self._timer = asyncio.get_running_loop().call_later(max(due_s, _TICK_S), self._tick)
 
     def _refuses(self, hello: m.Hello) -> str:
-        """Why there is no room for those whom ``hello`` names, "" when there is."""
+        """Why the replicas that ``hello`` names are too many, "" when they are not."""
         known = self.machine.roster.members
         new = {hello.replica, *(replica for replica, _ in hello.roster)} - known.keys()
         heard = self.machine.startup.hellos if self.machine.startup is not None else ()

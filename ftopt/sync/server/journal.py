@@ -1,4 +1,4 @@
-"""The coordinator's journal: what it decided, in SQLite, on disk before anybody is told (rule JOURNAL).
+"""The coordinator's journal: what it decided, in SQLite, on disk before anything is sent (rule JOURNAL).
 
 One file for all jobs of a coordinator. ``synchronous=FULL``: a commit survives the loss of power (0.2 ms on an SSD). A
 torn write is SQLite's business: the transaction is there, or it is not.
@@ -103,7 +103,7 @@ class Journal:
 
         Raises:
             JournalError: they could not be written. `load` finds none of them, until the process ends at least: then
-                all of them may be there if the very last step failed, as after a crash before anybody was told.
+                all of them may be there if the very last step failed, as after a crash before anything was sent.
         """
         try:
             self._db.execute("BEGIN")

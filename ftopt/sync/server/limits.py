@@ -1,4 +1,4 @@
-"""What a coordinator bears. Whoever goes beyond it loses the connection; nobody else notices.
+"""What a coordinator bears. A connection that goes beyond it is closed; the others do not notice.
 
 What a single message may hold is in `ftopt.sync.protocol.limits`.
 """
@@ -18,7 +18,7 @@ class Limits:
         patience_s: seconds until the token must be shown, and from then until the hello. 10: a hello needs
             milliseconds, a frozen laptop more.
         connections: replicas connected at a time, over all jobs. 4096.
-        jobs: jobs at a time; when a further one comes, those that nobody is connected to make room. 64.
+        jobs: jobs at a time; when a further one comes, those without a connection make room. 64.
         replicas: known replicas a job. 4096.
         messages_per_s: messages that a connection may send, on average. 1000: a replica with 50 fragments under way
             sends a few hundred a round.

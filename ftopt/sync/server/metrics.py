@@ -20,7 +20,7 @@ STATES = frozenset(
     {"starting", "training", "waiting", "fetching", "evaluating", "checkpointing", "compiling", "busy", "leaving",
      "done", "stalled", "away"}
 )  # fmt: skip
-"""States of replicas that are told by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
+"""States of replicas that are shown by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
 FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "mismatch", "rollback", "halt")
 """Events that are counted from 0: the first one is a rise, too."""
 FAMILIES = {
@@ -31,10 +31,10 @@ FAMILIES = {
     "ftopt_waiting_connections": ("gauge", "Connections that have not shown the token yet."),
     "ftopt_refused_connections_total": (
         "counter",
-        "Connections refused: token (none, or a wrong one), door (too long, or too many at the door), connections (too "
-        "many replicas), message (none of the protocol's), limit (too much on a connection).",
+        "Connections refused: token (none, or a wrong one), accept_queue (no token in time, or too many waiting), "
+        "connections (too many replicas), message (none of the protocol's), limit (too much on a connection).",
     ),
-    "ftopt_job_up": ("gauge", "1 while the job runs; 0 while it gathers replicas, or has halted."),
+    "ftopt_job_up": ("gauge", "1 while the job runs; 0 while it starts up, or has halted."),
     "ftopt_job_halted": ("gauge", "1 while the job has halted: its journal cannot be written, or another epoch."),
     "ftopt_job_epoch": ("gauge", "Epoch of the job's machine."),
     "ftopt_job_connections": ("gauge", "Connections of the job."),
@@ -44,9 +44,9 @@ FAMILIES = {
     "ftopt_fragment_round_age_seconds": ("gauge", "Seconds since the last outer step, or since the job was taken up."),
     "ftopt_replicas": ("gauge", "Known replicas by state."),
     "ftopt_replica_connected": ("gauge", "1 while the replica is connected."),
-    "ftopt_replica_inner_step": ("gauge", "Inner step, as the replica has told it last."),
-    "ftopt_replica_step_seconds": ("gauge", "Usual seconds of an inner step, as the replica has told it last."),
-    "ftopt_events_total": ("counter", "What the coordinator has told of the job, by event (docs/events.md)."),
+    "ftopt_replica_inner_step": ("gauge", "Inner step, as last reported by the replica."),
+    "ftopt_replica_step_seconds": ("gauge", "Usual seconds of an inner step, as last reported by the replica."),
+    "ftopt_events_total": ("counter", "Events of the job, by name (docs/events.md)."),
     "ftopt_deaths_total": ("counter", "Incarnations given up: superseded, away for too long, or on another branch."),
     "ftopt_messages_total": ("counter", "Messages of the job's connections, by direction: received, sent."),
     "ftopt_message_bytes_total": ("counter", "Bytes of these messages."),
@@ -86,7 +86,7 @@ class JobMetrics:
         self._taken_up_s = 0.0
         self._decided_s: dict[int, float] = {}
 
-    def told(self, event: Event, now: float) -> None:
+    def count(self, event: Event, now: float) -> None:
         """An event of the coordinator, of or about a replica."""
         self._events[event.event] += 1
         match event.event:
@@ -109,7 +109,7 @@ class JobMetrics:
         Args:
             to: is added to.
             status: the job's status, as ``/status`` tells it.
-            now: the clock of `told`, in seconds.
+            now: the clock of `count`, in seconds.
         """
         job = status["job"]
         up = status["phase"] == "running"

@@ -129,7 +129,7 @@ async def _refusals() -> None:
         writer.close()
         samples = await _metrics(url)
         counts = {dict(labels)["reason"]: n for (name, labels), n in samples.items() if "refused" in name}
-        assert counts == {"token": 3, "connections": 1, "message": 1, "limit": 1, "door": 1}
+        assert counts == {"token": 3, "connections": 1, "message": 1, "limit": 1, "accept_queue": 1}
         async with session.get(f"{url}/metrics", headers=authorization(TOKEN)) as answer:
             assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
 
@@ -153,8 +153,8 @@ def test_states_are_told_by_known_names_alone() -> None:
 
 def test_the_age_of_a_round_counts_from_its_fragments_last_decision() -> None:
     metrics, shown = JobMetrics(), Exposition()
-    metrics.told(Event("start", "coordinator"), 10.0)
-    metrics.told(Event("decide", "coordinator", fragment=1), 14.0)
+    metrics.count(Event("start", "coordinator"), 10.0)
+    metrics.count(Event("decide", "coordinator", fragment=1), 14.0)
     fragments = [{"version": 0, "inner_step": 0, "proposed": []}, {"version": 1, "inner_step": 5, "proposed": ["r"]}]
     metrics.show(shown, {"job": "j", "epoch": 1, "phase": "running", "fragments": fragments, "replicas": []}, 15.5)
     samples = parse(shown.text())

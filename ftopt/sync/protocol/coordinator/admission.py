@@ -1,4 +1,4 @@
-"""Who may come in: whether a hello fits the job, and what happens when two processes use one id."""
+"""Admission: whether a hello fits the job, and what happens when two processes use one id."""
 
 from __future__ import annotations
 

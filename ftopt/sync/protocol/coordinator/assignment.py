@@ -38,8 +38,8 @@ class Assignment:
     samples: Samples | None = None
     ledger: Ledger | None = None
     recheck_s = math.inf
-    """Seconds after which a round is looked at again although nothing has happened, since time alone changes who can
-    take part; inf: it does not."""
+    """Seconds after which a round is looked at again although nothing has happened, since time alone changes which
+    members can take part; inf: it does not."""
     holds_open = True
     """Whether a round may be held open for members that still fetch its version."""
 
@@ -127,7 +127,7 @@ class Assignment:
     # ------------------------------------------------------------ attempts
 
     def begin(self, attempt: Attempt) -> None:
-        """An attempt begins; says which units it marks as done."""
+        """An attempt begins: sets the units that it uses."""
 
     def substitutes(self, able: Callable[[], list[Member]]) -> set[str]:
         """Replicas that have proposed nothing and could take the place of members that hang."""

@@ -111,7 +111,7 @@ class Attempt:
     def _since(
         self, before: tuple[m.IncarnationId, ...]
     ) -> tuple[tuple[m.IncarnationId, ...], tuple[m.IncarnationId, ...]]:
-        """Who is a member that was none, and the other way round. Nearly all members know the same list."""
+        """Members that were none before, and the other way round. Nearly all members know the same list."""
         if before is not self._change[0]:
             known = set(before)
             self._change = (
@@ -124,7 +124,7 @@ class Attempt:
     def invitation(
         self, fragment: int, group: int, rank: int, before: tuple[m.IncarnationId, ...], *, last_step: int, outlier: str
     ) -> m.Quorum:
-        """What the member of ``rank`` is told; ``before``: the last member list that it knows.
+        """The message to the member of ``rank``; ``before``: the last member list that it has received.
 
         ``last_step``: its contribution that is meant. ``outlier``: why that one weighs nothing, "" when it does.
         """
@@ -170,8 +170,8 @@ class Attempt:
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
         """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.
 
-        Before anybody has prepared: what rounds take (``usual_s``), and ``patience_s`` more, from the start on. Twice
-        as long for each time that one of them came too late before.
+        Before any member has prepared: what rounds take (``usual_s``), and ``patience_s`` more, from the start on.
+        Twice as long for each time that one of them came too late before.
         """
         since_s, took_s = self.started_s, usual_s
         if self.prepared:

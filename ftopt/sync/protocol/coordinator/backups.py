@@ -5,8 +5,8 @@ replica and says so (`Keeps`). When the replica has died and another process com
 the work again that is in no commit (`Inherit`).
 
 A copy is good as long as no contribution of the replica is in a commit that the copy does not know: what it has done
-since the copy is then uncounted, all of it. Nothing of this is journalled: a coordinator of a new life is told anew,
-and takes whatever is committed by then for counted.
+since the copy is then uncounted, all of it. Nothing of this is journalled: a new coordinator hears of copies again,
+and takes all that is committed by then as counted.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ftopt.sync.protocol.coordinator.roster import Member, Roster
 
 @dataclass(slots=True)
 class _Copies:
-    """Of one replica: the newest copy that it has told of, and the one that its keeper has."""
+    """Of one replica: the newest copy that it has reported, and the one that its keeper has."""
 
     incarnation_id: m.IncarnationId
     keeper: m.IncarnationId
-    told: m.Copied
+    newest: m.Copied
     kept: m.Copied | None = None
 
 
 class Backups:
-    """Who keeps whose copy.
+    """Which member keeps the copy of which.
 
     Args:
-        roster: who is there.
+        roster: the members.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -51,7 +51,7 @@ class Backups:
             keeper.incarnation_id,
         ):
             kept = before.kept
-            if kept == before.told == message:  # told again after a reconnection
+            if kept == before.newest == message:  # reported again after a reconnection
                 self._copies[member.replica] = before
                 return []
         self._copies[member.replica] = _Copies(member.incarnation_id, keeper.incarnation_id, message, kept)
@@ -62,8 +62,8 @@ class Backups:
         copies = self._copies.get(message.incarnation_id[0])
         if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
             return []
-        copies.kept = copies.told if copies.told.serial == message.serial else None
-        data = {"keeper": member.replica, "versions": list(copies.told.versions)}
+        copies.kept = copies.newest if copies.newest.serial == message.serial else None
+        data = {"keeper": member.replica, "versions": list(copies.newest.versions)}
         return [Emit("kept", *copies.incarnation_id, data=data)] if copies.kept else []
 
     def lost(self, member: Member) -> list[CoordinatorEffect]:
@@ -73,11 +73,11 @@ class Backups:
         for replica in bereft:
             copies, owner = self._copies.pop(replica), self._roster.members.get(replica)
             if owner is not None and owner.incarnation_id == copies.incarnation_id and owner.conn is not None:
-                effects += self.copied(owner, copies.told)
+                effects += self.copied(owner, copies.newest)
         return effects
 
     def forget(self, incarnation_id: m.IncarnationId) -> None:
-        """It is gone: nobody asks for its copy any more."""
+        """It is gone: its copy is not needed any more."""
         self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
 
     def source_of(self, member: Member) -> str | None:

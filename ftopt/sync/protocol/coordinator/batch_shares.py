@@ -21,7 +21,7 @@ class BatchShares(Assignment):
 
     Args:
         samples: the job's.
-        roster: who is there.
+        roster: the members.
         numbers: what plans are numbered with.
         recheck_s: seconds after which a member that is unreachable or busy may be able to take part again.
     """
@@ -39,7 +39,7 @@ class BatchShares(Assignment):
         self._batch: Ranges = ()
 
     def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
-        """RESTART: what is left of the plans before is told by the replicas.
+        """RESTART: what is left of earlier plans is what the replicas report.
 
         BATCH: the version is the cursor, if the initial source's state had no units in it: the batches follow what is
         ``done``.

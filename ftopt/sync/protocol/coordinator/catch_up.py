@@ -1,7 +1,7 @@
-"""Who lacks the current version of a fragment, and when each is told where to fetch it.
+"""Members that lack the current version of a fragment, and when each is sent where to fetch it.
 
-A member is told of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
-sources it is told again after a pause that grows to `PAUSE_S`: neither side runs hot while nobody can help.
+A member hears of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
+sources it is sent them again after a pause that grows to `PAUSE_S`: neither side runs hot while there is no source.
 
 A fetch goes on with the version that it began with. What took one fetch, the next one will take too: so it is known by
 when a member that the version has overtaken will hold what it fetches now.
@@ -29,13 +29,13 @@ class Arrival:
 
 @dataclass
 class _Lack:
-    """``told``: the version it was told of last. ``sourced``: with sources, so that it will answer.
+    """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer.
 
     ``since_s``: when the fetch under way began, None without one.
     """
 
     heal: bool
-    told: m.Position | None = None
+    notified: m.Position | None = None
     sourced: bool = False
     failures: int = 0
     due_s: float = 0.0
@@ -86,19 +86,19 @@ class CatchUp:
         self._took_s.pop(replica, None)
 
     def step(self, now: float, at: m.Position) -> list[CoordinatorEffect]:
-        """Tells whoever is to be told now."""
+        """Sends `Behind` to those that need it now."""
         effects: list[CoordinatorEffect] = []
         for replica, lack in sorted(self._lacks.items()):
             member = self._roster.members.get(replica)
             if member is None or member.conn is None or member.held.get(self.fragment) == at:
                 del self._lacks[replica]
                 continue
-            news = lack.told != at
+            news = lack.notified != at
             if not news and (lack.sourced or now < lack.due_s):
                 continue
             sources = self._roster.sources(at, but=replica)
             if news or sources:
-                lack.told, lack.sourced = at, bool(sources)
+                lack.notified, lack.sourced = at, bool(sources)
                 if sources:
                     member.maybe_fetched[self.fragment] = at
                     lack.since_s = now if lack.since_s is None else lack.since_s

@@ -62,7 +62,7 @@ class Decide:
     # ------------------------------------------------------------ step 3
 
     def begin(self, now: float, formed: Formed) -> list[CoordinatorEffect]:
-        """An attempt has formed: its members are told to reduce."""
+        """An attempt has formed: its members are asked to reduce."""
         members, chosen = formed.members, formed.contributions
         contributors = [c for c in chosen.values() if c.weight > 0]
         self.attempts += 1

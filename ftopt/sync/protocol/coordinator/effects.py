@@ -1,4 +1,4 @@
-"""What the coordinator machine asks of its shell, in order: a decision is journalled before it is told."""
+"""What the coordinator machine asks of its shell, in order: a decision is journalled before it is sent."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Formed:
 
 @dataclass
 class Setbacks:
-    """Of one round: attempts that failed, results without a majority, and how often who disagreed with one."""
+    """Of one round: attempts that failed, results without a majority, and how often each replica disagreed with one."""
 
     failures: int = 0
     ties: int = 0
@@ -148,7 +148,7 @@ class Gather:
         return [x for x in holders if x.replica not in self._late and not x.busy(now, self._sync.dead_after_s)]
 
     def assign(self, now: float) -> list[CoordinatorEffect]:
-        """PLAN: who cannot hand in its share loses it to those who can."""
+        """PLAN: members that cannot hand in their shares lose them to those that can."""
         at = self._versions.at
         renewed = self._assignment.renew(at, self.proposals, lambda: self._membership.choose(now, self.able(now)))
         if renewed:
@@ -204,7 +204,7 @@ class Gather:
         return found
 
     def _release(self, proposers: list[Member]) -> list[CoordinatorEffect]:
-        """Their training threads need not wait for what they have offered; each is told once a round."""
+        """Their training threads need not wait for what they have offered; each is notified once a round."""
         new = [x for x in proposers if x.replica not in self._notified_train_on and x.conn is not None]
         self._notified_train_on |= {x.replica for x in new}
         return [SendTo(x.conn, m.TrainOn(self._fragment)) for x in new if x.conn is not None]

@@ -1,7 +1,7 @@
-"""Who is granted units when, coordinator side: the `Ledger`, the questions that wait, and what is told.
+"""When replicas are granted units, coordinator side: the `Ledger`, the requests that wait, and the answers.
 
-With step triggers a fault-free run is deterministic: whoever was a member of a commit is granted as many units as it
-has used, so that it holds what it ``wants`` again, in the order of ids. Who runs short in between asks.
+With step triggers a fault-free run is deterministic: the members of a commit are granted as many units as they
+have used, so that each holds what it ``wants`` again, in the order of ids. One that runs short in between asks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Grants(Assignment):
 
     Args:
         samples: what is counted.
-        roster: who is there.
+        roster: the members.
     """
 
     ledger: Ledger
@@ -41,7 +41,7 @@ class Grants(Assignment):
         self._notified_out_of_units: set[m.IncarnationId] = set()
         self._since_s: dict[m.IncarnationId, float] = {}
 
-    # ------------------------------------------------------------ who holds what
+    # ------------------------------------------------------------ leases
 
     def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
         """See `Ledger.open`; nobody has asked yet."""
@@ -140,7 +140,7 @@ class Grants(Assignment):
         return effects
 
     def waits(self) -> Mapping[m.IncarnationId, float]:
-        """Who has hung, or is away, is waited for no longer than ``tail_s``."""
+        """Those that hang, or are away, are waited for no longer than ``tail_s``."""
         return self._since_s
 
     def gave_up(self, replica: str) -> None:

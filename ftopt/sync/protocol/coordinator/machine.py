@@ -1,8 +1,8 @@
 """The coordinator side of the outer-sync protocol: a pure state machine for one job.
 
-Two phases. While it gathers (`Startup`: after a start, a restart or a rollback) it keeps hellos and decides nothing.
-While it runs, each fragment's `Rounds` do the work. Here are the inputs, how a hello is answered, and the passage from
-one phase to the other; what becomes of members is in `Members`.
+Two phases. In the startup phase (`Startup`: after a start, a restart or a rollback) it keeps hellos and decides
+nothing. While it runs, each fragment's `Rounds` do the work. Here are the inputs, how a hello is answered, and the
+passage from one phase to the other; what becomes of members is in `Members`.
 
 Connections are numbers that the shell gives. Time is seconds on any steady clock. A coordinator of a new life gets what
 its journal saved, or nothing.
@@ -181,7 +181,7 @@ class Coordinator:
         return effects + self._identify(now, conn, hello)
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
-        """FENCE. Who restores a checkpoint and was given a life that this knows comes back as the next one after it."""
+        """FENCE. A replica that restores a checkpoint, as an incarnation that is gone, comes back as the next one."""
         replica, incarnation = incarnation_id
         member = self.roster.members.get(replica)
         reads = self.startup is not None and replica in self.startup.sent
@@ -283,7 +283,7 @@ class Coordinator:
         return []
 
     def _see_off(self, now: float) -> list[CoordinatorEffect]:
-        """Lets go who has said goodbye: at once, unless it is the only holder of what somebody else may still fetch."""
+        """Lets members go that said goodbye: at once, unless one is the only holder of what others may still fetch."""
         effects: list[CoordinatorEffect] = []
         for member in [x for x in self.roster.connected() if x.said_bye]:
             others = [x for x in self.roster.connected() if not x.said_bye]
@@ -312,7 +312,7 @@ class Coordinator:
     # ------------------------------------------------------------ phases
 
     def _step(self, now: float) -> list[CoordinatorEffect]:
-        """What has become due: contenders, the end of gathering, a rollback, rounds."""
+        """What has become due: contenders, the end of the startup phase, a rollback, rounds."""
         if self.halted:
             return []
         self._stepped_s = now
@@ -333,7 +333,7 @@ class Coordinator:
         return effects
 
     def _open(self, now: float, startup: Startup) -> list[CoordinatorEffect]:
-        """Gathering ends: finds the truth among the journal and the hellos, then welcomes everybody."""
+        """The startup phase ends: finds the truth among the journal and the hellos, then welcomes everybody."""
         self.startup = None
         state_holders, initial_source = startup.state_holders(), startup.initial_source()
         effects: list[CoordinatorEffect] = []
@@ -351,7 +351,7 @@ class Coordinator:
             effects += [SendTo(conn, m.Hold(_LOST)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.inner_step, data=data))
         newcomers = sorted(hello.replica for hello in startup.hellos.values() if hello.incarnation == 0)
-        for replica in newcomers:  # before the first is let in, who would be told of each of the others
+        for replica in newcomers:  # else the first would be sent an update for each of the others
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
             own = not state_holders and conn == initial_source
@@ -363,17 +363,18 @@ class Coordinator:
         return effects
 
     def _restore_checkpoints(self, now: float, startup: Startup) -> list[CoordinatorEffect]:
-        """RESTORE: who has the newest checkpoint is sent for it. It comes back with that, and is waited for."""
+        """RESTORE: those that have the newest checkpoint are to restore it. They come back with it, and are waited
+        for."""
         effects: list[CoordinatorEffect] = []
-        told: list[tuple[int, m.IncarnationId, m.Position]] = []
+        sent: list[tuple[int, m.IncarnationId, m.Position]] = []
         for conn, hello, at in startup.restorers():
             startup.lose(conn)
             incarnation_id = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
             effects += self._await_restored(now, incarnation_id)
             startup.sent.add(hello.replica)
-            told.append((conn, incarnation_id, at))
-        roster = tuple(incarnation_id for _, incarnation_id, _ in told)
-        for conn, incarnation_id, at in told:
+            sent.append((conn, incarnation_id, at))
+        roster = tuple(incarnation_id for _, incarnation_id, _ in sent)
+        for conn, incarnation_id, at in sent:
             effects += [
                 Emit("restore", *incarnation_id, version=at.version),
                 SendTo(conn, m.Restore(incarnation_id[1], roster)),
@@ -385,7 +386,8 @@ class Coordinator:
         return any(x.may_hold(r.at) for x in self.roster.members.values())
 
     def _rollback(self, now: float) -> list[CoordinatorEffect]:
-        """ROLLBACK: every holder of the highest version is gone. The job gathers anew, with what it knows of others."""
+        """ROLLBACK: every holder of the highest version is gone. The job starts up again, with what it knows of
+        others."""
         effects: list[CoordinatorEffect] = [
             Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.inner_step)
             for r in self.rounds

@@ -1,4 +1,4 @@
-"""What happens to members, and whom it is told: known, away, gone. Each change is journalled before it is told."""
+"""What happens to members: known, admitted, away, gone. Each change is journalled before it is sent."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class Members:
     def gone(
         self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None
     ) -> list[CoordinatorEffect]:
-        """Irrevocable: journalled, told to everybody, its COUNT entries dropped with the next commits.
+        """Irrevocable: journalled, sent to all, its COUNT entries dropped with the next commits.
 
-        ADOPT: what it held is ``adopter``'s, if there is one, until that one says itself what it holds.
+        ADOPT: what it held is ``adopter``'s, if there is one, until that one reports what it holds.
         """
         member = self.roster.members.get(incarnation_id[0])
         conn = member.conn if member is not None and member.incarnation <= incarnation_id[1] else None
@@ -162,5 +162,5 @@ class Members:
         return [*effects, Close(conn)] if conn is not None else effects
 
     def broadcast(self, message: m.FromCoordinator) -> list[CoordinatorEffect]:
-        """To everybody who is connected."""
+        """To all that are connected."""
         return [SendTo(x.conn, message) for x in self.roster.connected() if x.conn is not None]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ftopt.sync.protocol.messages import Contribution
 
 _PEERS = 2
-"""With fewer peers nobody can say who is out of line."""
+"""With fewer peers none can be told from the others."""
 
 
 def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> dict[str, str]:

@@ -1,12 +1,13 @@
-"""Members that cannot reach each other although both reach the coordinator, and who of them takes part.
+"""Members that cannot reach each other although both reach the coordinator, and which of them take part.
 
-An attempt with both ends of a cut fails, `dead_after_s` after it began. So a pair that has failed twice without having
-met in between is parted beyond the round: only one of the two is a member of an attempt. They are tried together again
-after ``dead_after_s``, and after each further failure when twice as long has passed, `PAUSES` times ``dead_after_s`` at
-most: a cut that lasts costs one failed attempt in so long. A cut is forgotten when an attempt with both goes through,
-or when one of the two is gone.
+An attempt with both ends of a partition fails, `dead_after_s` after it began. So a pair that has failed twice without
+having met in between is kept apart beyond the round: only one of the two is a member of an attempt. They are tried
+together again after ``dead_after_s``, and after each further failure when twice as long has passed, `PAUSES` times
+``dead_after_s`` at
+most: a partition that lasts costs one failed attempt in so long. It is forgotten when an attempt with both goes
+through, or when one of the two is gone.
 
-Who sits out keeps its contribution, and its claim grows with each round: nobody sits out for ever.
+A member that sits out keeps its contribution, and its claim grows with each round: none sits out forever.
 """
 
 from __future__ import annotations
@@ -32,74 +33,75 @@ class _Partition:
 
 
 class Partitions:
-    """One job's cuts: they are the network's, and the same for all fragments."""
+    """The pairs of one job that cannot reach each other: the same for all fragments."""
 
     def __init__(self) -> None:
         self._partitions: dict[frozenset[IncarnationId], _Partition] = {}
 
     def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> None:
         """An attempt with both has failed since one could not reach the other."""
-        cut = self._partitions.setdefault(frozenset((a, b)), _Partition())
-        if now < cut.until_s:
-            return  # begun before they were parted
-        cut.failures += 1
-        if cut.failures >= 2:
-            cut.pause_s = min(max(2 * cut.pause_s, dead_after_s), PAUSES * dead_after_s)
-            cut.until_s = now + cut.pause_s
+        pair = self._partitions.setdefault(frozenset((a, b)), _Partition())
+        if now < pair.until_s:
+            return  # begun before they were kept apart
+        pair.failures += 1
+        if pair.failures >= 2:
+            pair.pause_s = min(max(2 * pair.pause_s, dead_after_s), PAUSES * dead_after_s)
+            pair.until_s = now + pair.pause_s
 
     def met(self, members: Collection[IncarnationId]) -> None:
         """An attempt with these members went through."""
         if not self._partitions:
             return
-        self._partitions = {pair: cut for pair, cut in self._partitions.items() if not pair <= set(members)}
+        self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= set(members)}
 
     def forget(self, gone: IncarnationId) -> None:
         """An incarnation is gone, and all before it."""
         self._partitions = {
-            pair: cut
-            for pair, cut in self._partitions.items()
+            pair: x
+            for pair, x in self._partitions.items()
             if not any(is_gone(incarnation_id, dict([gone])) for incarnation_id in pair)
         }
 
     def unreachable(
         self, now: float, incarnation_ids: Collection[IncarnationId]
     ) -> dict[IncarnationId, set[IncarnationId]]:
-        """Mark -> those of the others whom it must not meet in an attempt now; those with nobody are missing."""
+        """Each -> those of the others that it must not meet in an attempt now; those that may meet all are left out."""
         found: dict[IncarnationId, set[IncarnationId]] = {}
-        for pair, cut in self._partitions.items():  # few, if any
-            if now < cut.until_s and pair <= set(incarnation_ids):
+        for pair, x in self._partitions.items():  # few, if any
+            if now < x.until_s and pair <= set(incarnation_ids):
                 for incarnation_id in pair:
                     found.setdefault(incarnation_id, set()).update(pair - {incarnation_id})
         return found
 
 
 class Membership:
-    """Who takes part in the attempts of one fragment."""
+    """Which members take part in the attempts of one fragment."""
 
-    def __init__(self, cuts: Partitions, roster: Roster) -> None:
-        self._partitions = cuts
+    def __init__(self, partitions: Partitions, roster: Roster) -> None:
+        self._partitions = partitions
         self._roster = roster
         self._sat_out: dict[IncarnationId, int] = {}
         """Rounds since it was last a member of what was decided, although it had proposed."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
-        """All, but of two that are parted one: who keeps fewer others out, and has waited longer; then the first by id.
+        """All, but of two that cannot meet one: that which keeps fewer others out, and has waited longer; then the
+        first by id.
 
         Each round of waiting weighs as much as one member that must sit out instead. A member that reaches nobody has
-        its turn after as many rounds as it has peers; of two that are cut from each other each has every other one.
+        its turn after as many rounds as it has peers; of two that cannot reach each other each has every other one.
         """
         unreachable = self._partitions.unreachable(now, [x.incarnation_id for x in proposers])
         if not unreachable:
             return proposers
-        seated: set[IncarnationId] = set()
+        chosen: set[IncarnationId] = set()
         order = {
             x.incarnation_id: len(unreachable.get(x.incarnation_id, ())) - self._sat_out.get(x.incarnation_id, 0)
             for x in proposers
         }
         for x in sorted(proposers, key=lambda x: (order[x.incarnation_id], x.replica)):
-            if not unreachable.get(x.incarnation_id, set()) & seated:
-                seated.add(x.incarnation_id)
-        return [x for x in proposers if x.incarnation_id in seated]
+            if not unreachable.get(x.incarnation_id, set()) & chosen:
+                chosen.add(x.incarnation_id)
+        return [x for x in proposers if x.incarnation_id in chosen]
 
     def taken(self, members: Collection[IncarnationId], proposed: Collection[str]) -> None:
         """A round has ended: these were the members, those replicas had proposed."""

@@ -1,7 +1,7 @@
 """The numbers that triggers go by: the last ones of each replica, and their means.
 
-They are hints. Nothing that is decided depends on them, so they are neither journalled nor told again: whoever is back
-reads anew.
+They are hints. Nothing that is decided depends on them, so they are neither journalled nor repeated: a member that is
+back reads anew.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Readings:
             self._means = None
 
     def _make(self, version: int) -> m.Means:
-        """Of as many numbers as everybody has told."""
+        """Of as many numbers as all have sent."""
         columns = zip(*self._values.values(), strict=False)
         count = len(self._values)
         return m.Means(self._fragment, version, count, tuple(math.fsum(column) / count for column in columns))

@@ -1,4 +1,5 @@
-"""Who is known, who is connected, what each replica holds. STICKY: suspicion never shrinks the roster, only *gone*."""
+"""The members, which of them are connected, and what each holds. STICKY: suspicion never shrinks the roster, only
+*gone*."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Member:
     """Its inner step when it let a call-in pass; it counts as hung until that moves on."""
     held: dict[int, m.Position] = field(default_factory=dict)
     maybe_fetched: dict[int, m.Position] = field(default_factory=dict)
-    """The highest version per fragment that it was told to fetch, and may hold by now."""
+    """The highest version per fragment that it was sent sources of, and may hold by now."""
     in_doubt: bool = False
     """It has held a version, and has said since that it lacks the next one: it may still hold that."""
     said_bye: bool = False
@@ -114,7 +115,7 @@ class Member:
 
 
 class Roster:
-    """All members by replica id, who of them is connected, and the gone incarnations."""
+    """All members by replica id, those that are connected, and the gone incarnations."""
 
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
@@ -178,7 +179,7 @@ class Roster:
         return max(member.incarnation if member else 0, self.gone.get(replica, 0)) + 1
 
     def forget(self, incarnation_id: m.IncarnationId) -> None:
-        """Marks an incarnation, and all before it, as gone: irrevocable."""
+        """An incarnation, and all before it, is gone: irrevocable."""
         replica, incarnation = incarnation_id
         self.gone[replica] = max(incarnation, self.gone.get(replica, 0))
         member = self.members.get(replica)

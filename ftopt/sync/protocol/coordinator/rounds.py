@@ -78,7 +78,7 @@ class Rounds:
         return self.attempt is None and self.gather.waits_on(now, member, contribution)
 
     def place(self, member: Member, hello: m.Hello, *, initial_source: bool) -> list[CoordinatorEffect]:
-        """Brings a member that is welcomed up to date, or has it told how to get there."""
+        """Brings a member that is welcomed up to date, or has it sent how to get there."""
         f, versions, last, conn = self.fragment, self.versions, self.versions.last, member.conn
         assert conn is not None
         found = [self.decide.find(member.replica, x) for x in hello.prepared if x.fragment == f]

@@ -1,11 +1,11 @@
 """The phase before a job runs: hellos are kept and nothing is decided, until it is known what the truth is.
 
-- WAIT: if anybody holds a version, until everybody on the roster was heard or is gone, ``recovery_s`` at most (with a
+- WAIT: if a replica holds a version, until all on the roster are heard or gone, ``recovery_s`` at most (with a
   journal that knows as much as they do ``dead_after_s``: nothing that it knows can be reversed). A member that may hold
-  more than anybody heard is waited for until it is gone (ROLLBACK).
-- COLD: if nobody holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
+  more than those that were heard is waited for until it is gone (ROLLBACK).
+- COLD: if none holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
   are unheard that may hold one.
-- RESTORE: in the place of a cold start, if the job has had a state: whoever has the newest checkpoint of it is to
+- RESTORE: in the place of a cold start, if the job has had a state: those that have its newest checkpoint are to
   restore that.
 """
 
@@ -22,18 +22,18 @@ from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.settings import Sync
 
 _NEWS = 32
-"""Of many that come, not every one is worth telling all the others: only when their number has grown by this part."""
+"""Of many that come, not each is announced to all the others: only when their number has grown by this part."""
 
 
 class Startup:
     """Hellos, and what they say together with the journal (``saved``), and what the job has ``lost``: the chain of
-    fragment 0 that nobody holds any more."""
+    fragment 0 that no replica holds any more."""
 
     def __init__(self, roster: Roster, saved: JournalState | None = None, *, lost: str = "") -> None:
         self.hellos: dict[int, m.Hello] = {}
         self.sync = Sync()
         self.sent: set[str] = set()
-        """RESTORE: replicas that were told to restore a checkpoint."""
+        """RESTORE: replicas that were asked to restore a checkpoint."""
         self._roster = roster
         self._decided = saved.decided if saved else ()
         self._cursor = saved.cursor if saved else 0
@@ -54,15 +54,15 @@ class Startup:
         self.hellos[conn] = hello
         hold = m.Hold(self.text(now))
         count = len(self.hellos)
-        told = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
-        return [*effects, *(SendTo(number, hold) for number in told)]
+        notified = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
+        return [*effects, *(SendTo(number, hold) for number in notified)]
 
     def lose(self, conn: int) -> None:
         """A connection has ended."""
         self.hellos.pop(conn, None)
 
     def outlived(self) -> list[tuple[int, m.Hello]]:
-        """Takes out whose incarnation is gone by now: another one has told so."""
+        """Takes out hellos of incarnations that are gone by now: another hello has reported them."""
         gone = [
             (conn, h)
             for conn, h in self.hellos.items()
@@ -77,7 +77,7 @@ class Startup:
         return any((h.replica, h.incarnation) == incarnation_id for h in self.hellos.values())
 
     def state_holders(self) -> list[m.Hello]:
-        """Who holds a version of every fragment."""
+        """Hellos that hold a version of every fragment."""
         return [h for h in self.hellos.values() if len(h.positions) == h.fragments]
 
     def initial_source(self) -> int:
@@ -85,8 +85,8 @@ class Startup:
         return min(self.hellos, key=lambda conn: (not self.hellos[conn].initial, self.hellos[conn].replica))
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
-        """RESTORE: who can restore the newest checkpoint of this job, by connection; nobody while somebody holds a
-        state. Who cannot read its newest one is among them: it finds out, and tells its user."""
+        """RESTORE: those that can restore the newest checkpoint of this job, by connection; none while one holds a
+        state. One that cannot read its newest checkpoint is among them: it finds out, and says so to its user."""
         if self.state_holders() or not self.lost:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
@@ -112,7 +112,7 @@ class Startup:
         return (wanted is not None and len(self.hellos) >= wanted) or now >= self.deadline_s()
 
     def _indispensable(self, unheard: list[Member]) -> list[Member]:
-        """Who may hold what nobody here does, and is waited for until it is gone."""
+        """Members that may hold what none here does; each is waited for until it is gone."""
         if state_holders := self.state_holders():
             best = {p.fragment: _highest(state_holders, p.fragment) for p in state_holders[0].positions}
             return [x for x in unheard if x.may_exceed(best)]
@@ -154,13 +154,13 @@ class Startup:
         return f"{len(self.hellos)} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
     def _up_to_date(self) -> bool:
-        """Whether the journal knows all that anybody has told: else it is an old copy."""
+        """Whether the journal knows all that was reported: else it is an old copy."""
         state_holders = self.state_holders()
         tops = {d.fragment: d.version for p in state_holders[0].positions for d in self.saved(p.fragment)}
         return all(tops.get(p.fragment, -1) >= p.version for h in state_holders for p in h.positions)
 
     def _unheard(self) -> list[Member]:
-        """Members that may hold something that nobody here has told of."""
+        """Members that may hold something that no hello reports."""
         incarnation_ids = {(h.replica, h.incarnation) for h in self.hellos.values()}
         reset = {h.replica for h in self.hellos.values() if h.incarnation == 0}
         return [x for x in self._roster.away() if x.incarnation_id not in incarnation_ids and x.replica not in reset]
@@ -170,7 +170,7 @@ class Startup:
     def saved(self, fragment: int) -> list[Decided]:
         """The journal's decisions of one fragment, oldest first.
 
-        None if all who hold something come from another start of the job: then it is an old copy.
+        None if all that hold something come from another start of the job: then it is an old copy.
         """
         decided = [d for d in self._decided if d.fragment == fragment]
         chains = [p.chain for h in self.state_holders() for p in h.positions if p.fragment == fragment]
@@ -216,12 +216,12 @@ class Startup:
 
     def done(self, at: m.Position) -> Ranges:
         """Units that are in the committed state ``at`` of fragment 0."""
-        told = [d.done for d in self.saved(0) if d.chain == at.chain]
-        told += [h.done for h in self.hellos.values() if at in h.positions]
-        return told[0] if told else ()
+        known = [d.done for d in self.saved(0) if d.chain == at.chain]
+        known += [h.done for h in self.hellos.values() if at in h.positions]
+        return known[0] if known else ()
 
     def shares(self, at: m.Position) -> dict[m.IncarnationId, tuple[int, Ranges]]:
-        """RESTART: the plan and the share of who holds ``at``, as they were told last."""
+        """RESTART: plan and share of each holder of ``at``, as it has received them last."""
         return {
             (h.replica, h.incarnation): (h.plan, h.units)
             for h in self.hellos.values()

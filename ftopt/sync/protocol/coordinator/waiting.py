@@ -1,4 +1,4 @@
-"""Whom a round still waits for: grace, call-in, trainers that hang, and members that still fetch (step 2)."""
+"""Members that a round still waits for: grace, call-in, trainers that hang, and members that still fetch (step 2)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Waiting:
         self._arrival_s = math.inf
         self._alone_s: float | None = None
         self.awaited: tuple[str, ...] = ()
-        """Who alone is missing, and will fetch for a while: the others need not stand still for them."""
+        """Those that alone are missing, and will fetch for a while: the others need not stand still for them."""
 
     def forget(self, replica: str) -> None:
         """It is away; when it is back it is asked anew."""
@@ -45,7 +45,7 @@ class Waiting:
         self._asked.discard(replica)
 
     def close(self) -> None:
-        """Nobody has proposed any more: the next proposal opens the round."""
+        """No proposal is left: the next one opens the round."""
         self._opened_s = self._quorate_s = self._last_s = None
         self._hurried = False
         self._asked.clear()
@@ -70,7 +70,7 @@ class Waiting:
         grace_s: float,
         arrival: Callable[[str], Arrival | None],
     ) -> list[CoordinatorEffect] | None:
-        """What is to be told; None once the quorum need not wait for anybody.
+        """What is to be sent; None once the quorum need not wait any more.
 
         ``grace_s`` counts from the moment on when ``min_replicas`` have proposed; without that, those at work are
         called in when the job's own grace has passed since the first proposal. ``arrival``: when a member that the
@@ -127,7 +127,7 @@ class Waiting:
 
     def goes_on(self, now: float, proposed: Collection[str], holds: Callable[[Member], bool]) -> bool:
         """Whether `step` would find the round as it has left it but for a proposal more: it waits for one at least of
-        those whom it has waited for, and nothing is to be told."""
+        those that it has waited for, and nothing is to be sent."""
         x = self._witness
         if x is None or x.conn is None or now >= min(self._late_s, self._deadline.get(x.replica, math.inf)):
             return False

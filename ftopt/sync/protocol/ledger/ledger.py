@@ -65,7 +65,7 @@ class Ledger:
         Args:
             done: units in the committed state that it goes on from.
             cursor: the highest that it knows of: of the journal, of the replicas, of itself.
-            unheard: whoever is on the roster and has not said yet what it holds.
+            unheard: incarnations on the roster that have not reported yet what they hold.
         """
         self.done, self.under_way, self.leases = done, (), {}
         self.unheard = set(unheard)
@@ -113,12 +113,12 @@ class Ledger:
         return subtract(((0, self.cursor),), union(self.done, self.under_way, *self.leases.values()))
 
     def grant(self, asks: Sequence[tuple[IncarnationId, int]], *, shares: int = 1) -> dict[IncarnationId, Ranges]:
-        """Leases units, the smallest first; nothing to whom there is none for.
+        """Leases units, the smallest first; nothing where there are none.
 
         Near the end of the data nobody takes more than its share of the rest.
 
         Args:
-            asks: who asks for how many, in the order in which they are served.
+            asks: how many each asks for, in the order in which they are served.
             shares: replicas that are there to use up the rest.
         """
         free = self.free() if not self.unheard and self.cursor else ()
@@ -142,7 +142,7 @@ class Ledger:
         return granted
 
     def promise(self) -> bool:
-        """CURSOR: before a grant is told. Returns whether the end of the stride has moved: it is journalled then."""
+        """CURSOR: before a grant is sent. Returns whether the end of the stride has moved: it is journalled then."""
         if self.cursor <= self.promised:
             return False
         total = self.samples.units

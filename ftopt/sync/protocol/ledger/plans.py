@@ -1,13 +1,13 @@
-"""How the global batch of a gradient method is shared out, and shared out anew when somebody fails.
+"""How the global batch of a gradient method is shared out, and shared out anew when a replica fails.
 
-A *plan* says who computes the gradients of which units. Every unit has one owner, and a replica's gradients are the sum
-over the units of its share, so the sum over all replicas is the batch's whoever has failed in between:
+A *plan* says which replica computes the gradients of which units. Every unit has one owner, and a replica's gradients
+are the sum over the units of its share, so the sum over all replicas is the batch's whichever has failed in between:
 
 - BATCH: version ``v + 1`` is made of the units ``[v B, (v + 1) B)`` and of all of them. The version is the cursor;
   nothing is leased.
-- PLAN: whoever is lost loses its share; the next plan gives it to those who are there, by speed, and leaves them what
-  they have. None is issued while an attempt is undecided.
-- OWN: `Portion`: whose gradients hold a unit that is somebody else's by now drops them all, since a sum cannot be
+- PLAN: a replica that is lost loses its share; the next plan gives it to those that are there, by speed, and leaves
+  them what they have. None is issued while an attempt is undecided.
+- OWN: `Portion`: a replica whose gradients hold a unit that is another's by now drops them all, since a sum cannot be
   taken apart; any other keeps what it has computed, and adds to it.
 - COVER: a quorum forms only from contributions of the newest plan that are the batch, each unit once.
 - TIE: gradients belong to one version: those of another are dropped.
@@ -35,13 +35,13 @@ WORTH_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Who computes what of one batch.
+    """Which replica computes what of one batch.
 
     Args:
         number: unique in the job; a newer plan has a higher one.
         version: what the batch makes.
         batch: its units.
-        shares: of everybody who has one; together, they are the batch.
+        shares: of all that have one; together, they are the batch.
     """
 
     number: int
@@ -50,7 +50,7 @@ class BatchPlan:
     shares: Mapping[IncarnationId, Ranges]
 
     def share(self, incarnation_id: IncarnationId) -> Ranges:
-        """Empty for who has none."""
+        """Empty for a replica that has none."""
         return self.shares.get(incarnation_id, ())
 
     def covers(self, parts: Mapping[IncarnationId, Ranges]) -> bool:
@@ -69,8 +69,8 @@ class BatchPlan:
 
         Args:
             number: its number.
-            present: who keeps its share.
-            speeds: who takes over what the others had: seconds a unit, 0 if unknown; not empty.
+            present: those that keep their shares.
+            speeds: of those that get what the others had: seconds a unit, 0 if unknown; not empty.
         """
         kept = {
             incarnation_id: self.shares[incarnation_id] for incarnation_id in present if incarnation_id in self.shares
@@ -104,7 +104,7 @@ def restart(version: int, batch: Ranges, claims: Mapping[IncarnationId, tuple[in
 
 
 def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: int = 0) -> dict[IncarnationId, Ranges]:
-    """Who computes which units so that all are done soonest; those that get none are left out.
+    """Which replica computes which units so that all are done soonest; those that get none are left out.
 
     Even shares (the first by id have one more) unless that would take `EVEN` times as long, and `WORTH_S` longer. Each
     share is a run of neighbours.
@@ -112,7 +112,7 @@ def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: in
     Args:
         units: to be computed.
         speeds: seconds a unit, 0 if unknown: then as the mean of the others.
-        least: so many for everybody, if there are enough: who has none is not measured any more.
+        least: so many for each, if there are enough: the speed of one that has none is not measured any more.
     """
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
@@ -137,7 +137,7 @@ def _even(count: int, pace: Mapping[IncarnationId, float]) -> dict[IncarnationId
 
 
 def _soonest(count: int, pace: Mapping[IncarnationId, float], least: int) -> dict[IncarnationId, int]:
-    """The least makespan: each unit goes to whoever would be done with it first."""
+    """The least makespan: each unit goes to the replica that would be done with it first."""
     least = least if least * len(pace) <= count else 0
     counts = dict.fromkeys(pace, least)
     done = [((least + 1) * unit_s, incarnation_id) for incarnation_id, unit_s in pace.items()]
@@ -162,7 +162,7 @@ class Portion:
         plan: the newest plan's number.
         units: this replica's share.
         kept: units whose gradients are in the sum.
-        dropped: how often the sum was given up (OWN, TIE): who keeps the sum empties it when this has changed.
+        dropped: how often the sum was given up (OWN, TIE): the holder of the sum empties it when this has changed.
     """
 
     version: int = 0
