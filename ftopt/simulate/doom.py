@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from ftopt.simulate.checkpoints import SimCheckpoint
+from ftopt.simulate.replica import ReplicaProcess
 from ftopt.simulate.simulation import Simulation
-from ftopt.simulate.world import Process
 from ftopt.sync.protocol.coordinator import effects as e
 
 
@@ -85,7 +85,7 @@ def _resume(
             world.at(chooser.uniform(3.0, 12.0), _let_in, process)
 
 
-def _let_in(process: Process) -> None:
+def _let_in(process: ReplicaProcess) -> None:
     process.barred = False
     process.spawn()
 

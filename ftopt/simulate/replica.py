@@ -11,6 +11,7 @@ from dataclasses import replace
 from ftopt.simulate.backups import SimBackup
 from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Checks
+from ftopt.simulate.checkpoints import Coming
 from ftopt.simulate.host import Content, Shard
 from ftopt.simulate.knobs import JOB
 from ftopt.simulate.loader import Loader
@@ -42,6 +43,10 @@ class ReplicaProcess(Process):
         groups: dict[tuple[int, int], SimReduction],
     ) -> None:
         super().__init__(world, name, initial=initial, step_s=step_s)
+        self.barred = False
+        """It does not come back by itself: the others were told to go on without it."""
+        self.coming: Coming | None = None
+        """As what it is started next; None: as a newcomer."""
         self._checks = checks
         self._groups = groups
 

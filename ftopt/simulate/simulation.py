@@ -17,12 +17,14 @@ class Simulation(World):
         super().__init__(seed, knobs, trace=trace)
         self.checks = Checks(self)
         self.servers.append(CoordinatorProcess(self, self.checks))
+        self.processes: dict[str, ReplicaProcess] = {}
         self._groups: dict[tuple[int, int], SimReduction] = {}
 
     def add_process(self, name: str, *, initial: str, step_s: float) -> ReplicaProcess:
         """A further replica; it is not started yet."""
-        process = ReplicaProcess(self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups)
-        self.processes[name] = process
+        process = self.processes[name] = ReplicaProcess(
+            self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups
+        )
         return process
 
     def rival(self) -> None:

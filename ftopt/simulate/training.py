@@ -46,104 +46,100 @@ class InnerSteps:
             self._process.later(0.0, self._boundary)
 
     def _step(self) -> None:
-        if self._process.gone:
+        p = self._process
+        if p.gone:
             return
-        if self._world.now < self._process.hung_until_s:
-            self._process.later(self._process.hung_until_s - self._world.now, self._step)
+        if self._world.now < p.hung_until_s:
+            p.later(p.hung_until_s - self._world.now, self._step)
             return
-        if self._process.loader is not None and not self._process.loader.draw(self._process.local_steps + 1):
-            self._idle(self._process.loader)
+        if p.loader is not None and not p.loader.draw(p.local_steps + 1):
+            self._idle(p.loader)
             return
-        self._process.local_steps += 1
+        p.local_steps += 1
         self._boundary()
 
     def _idle(self, loader: Loader) -> None:
         """What `Units.take` does while there are no units; at the end of the data the rest is offered."""
-        for fragment in range(len(self._process.shards)):
+        p = self._process
+        for fragment, (shard, state) in enumerate(zip(p.shards, p.machine.fragments, strict=True)):
             self._take_over(fragment)
-            pending = self._process.local_steps > self._process.shards[fragment].base_step
+            pending = p.local_steps > shard.base_step
             if not fragment and loader.unit_queue.offer() and self._world.now >= self._spent_s + 2.0:
                 pending, self._spent_s = True, self._world.now
-            if (
-                loader.waits
-                and not self._process.machine.fragments[fragment].outstanding
-                and (pending or self._process.machine.fragments[fragment].called_in)
-            ):
+            if loader.waits and not state.outstanding and (pending or state.called_in):
                 self._propose(fragment, now=False)
-        if not self._process.alive:
+        if not p.alive:
             return
-        if self._process.leaving and not any(self._waiting(f) for f in range(len(self._process.shards))):
-            self._process.goodbye()
+        if p.leaving and not any(self._waiting(f) for f in range(len(p.shards))):
+            p.goodbye()
         else:
-            self._process.later(self._world.between(0.1, 0.3), self._step)
+            p.later(self._world.between(0.1, 0.3), self._step)
 
     def _boundary(self) -> None:
         """What `OuterStep.boundary` does; then the next step, unless it waits."""
-        if self._process.gone:
+        p = self._process
+        if p.gone:
             return
-        if self._world.now < self._process.hung_until_s:
-            self._process.later(self._process.hung_until_s - self._world.now, self._boundary)
+        if self._world.now < p.hung_until_s:
+            p.later(p.hung_until_s - self._world.now, self._boundary)
             return
-        for fragment, shard in enumerate(self._process.shards):
+        for fragment, (shard, state) in enumerate(zip(p.shards, p.machine.fragments, strict=True)):
             self._take_over(fragment)
-            due = self._process.local_steps - shard.marked_step >= self._world.knobs.sync_every
+            due = p.local_steps - shard.marked_step >= self._world.knobs.sync_every
             now = self._world.knobs.hasty > 0 and self._world.chance(self._world.knobs.hasty)
-            rest = self._process.leaving and not self._offered and self._process.local_steps > shard.base_step
-            if (
-                due or now or rest or self._process.machine.fragments[fragment].called_in
-            ) and not self._process.machine.fragments[fragment].outstanding:
+            rest = p.leaving and not self._offered and p.local_steps > shard.base_step
+            if (due or now or rest or state.called_in) and not state.outstanding:
                 self._offered = self._offered or rest
                 self._propose(fragment, now=now)
-            if (due or now or self._process.leaving) and self._waiting(fragment):
+            if (due or now or p.leaving) and self._waiting(fragment):
                 self.waits = fragment
                 return
             self._take_over(fragment)
-        if self._process.leaving and (
-            self._offered or all(self._process.local_steps == s.base_step for s in self._process.shards)
-        ):
-            self._process.goodbye()
+        if p.leaving and (self._offered or all(p.local_steps == s.base_step for s in p.shards)):
+            p.goodbye()
         else:
-            self._process.later(self._process.step_s * self._world.between(0.8, 1.2), self._step)
+            p.later(p.step_s * self._world.between(0.8, 1.2), self._step)
 
     def _waiting(self, fragment: int) -> bool:
         f = self._process.machine.fragments[fragment]
         return f.outstanding and not f.released
 
     def _take_over(self, fragment: int) -> None:
-        shard = self._process.shards[fragment]
+        p = self._process
+        shard = p.shards[fragment]
         begins = shard.counted
-        if shard.take_over(self._process.local_steps):
-            self._process.count_anew(fragment)
-            if self._process.loader is not None and not fragment:
-                self._process.loader.redo()
+        if shard.take_over(p.local_steps):
+            p.count_anew(fragment)
+            if p.loader is not None and not fragment:
+                p.loader.redo()
         if not fragment:
-            give(self._process)
+            give(p)
         if begins and not shard.counted:
             self._backup.begin()
 
     def _propose(self, fragment: int, *, now: bool) -> None:
-        shard, before = self._process.shards[fragment], self._process.shards[fragment].base_step
-        if fragment in self._process.installing:
+        p, knobs = self._process, self._world.knobs
+        shard, before = p.shards[fragment], p.shards[fragment].base_step
+        if fragment in p.installing:
             return
-        finite = not self._world.chance(self._world.knobs.nonfinite)
-        knobs = self._world.knobs
+        finite = not self._world.chance(knobs.nonfinite)
         contribution = shard.propose(
-            self._process.incarnation_id,
-            self._process.local_steps,
+            p.incarnation_id,
+            p.local_steps,
             finite=finite,
-            ranges=self._process.loader.unit_queue.offer() if self._process.loader is not None and not fragment else (),
-            overlap_s=knobs.overlap_steps * self._process.step_s,
+            ranges=p.loader.unit_queue.offer() if p.loader is not None and not fragment else (),
+            overlap_s=knobs.overlap_steps * p.step_s,
             grace=knobs.grace,
         )
         if contribution is None:
             return
         if not finite:
-            self._world.discard(self._process.incarnation_id, fragment, before, self._process.local_steps)
+            self._world.discard(p.incarnation_id, fragment, before, p.local_steps)
         if self._world.strike():
-            self._process.misfortune()
-            if not self._process.alive:
+            p.misfortune()
+            if not p.alive:
                 return
-        effects = self._process.machine.propose(contribution, now=now)
-        if self._process.loader is not None and self._process.machine.fragments[0].contribution is contribution:
-            self._process.check_offered(before, contribution)
-        self._process.act(effects)
+        effects = p.machine.propose(contribution, now=now)
+        if p.loader is not None and p.machine.fragments[0].contribution is contribution:
+            p.check_offered(before, contribution)
+        p.act(effects)

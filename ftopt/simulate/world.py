@@ -13,10 +13,10 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ftopt.simulate.checkpoints import Coming, SimCheckpoints
+from ftopt.simulate.checkpoints import SimCheckpoints
 from ftopt.simulate.host import Shard, SimCopy
 from ftopt.simulate.knobs import Knobs
 from ftopt.simulate.loader import Loader
@@ -52,7 +52,7 @@ class World:
         self.servers: list[Server] = []
         self.lives = itertools.count(1)
         self.contested = False
-        self.processes: dict[str, Process] = {}
+        self.processes: Mapping[str, Process] = {}
         self.cuts: dict[frozenset[str], str] = {}
         """Pairs that cannot reach each other; who of the two hears nothing, if the other one does, else ""."""
         self.checkpoints = SimCheckpoints(knobs.save_every)
@@ -224,27 +224,6 @@ class Process(ABC):
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.conn: Conn | None = None
         self.local_steps = 0
-        self.barred = False
-        """It does not come back by itself: the others were told to go on without it."""
-        self.coming: Coming | None = None
-        """As what it is started next; None: as a newcomer."""
-
-    @property
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether it knows that all data are in the committed state."""
-
-    @abstractmethod
-    def spawn(self) -> None:
-        """The process starts."""
-
-    @abstractmethod
-    def crash(self) -> None:
-        """SIGKILL."""
-
-    @abstractmethod
-    def leave(self) -> None:
-        """SIGTERM: from the next boundary on it wants to go."""
 
     @abstractmethod
     def goodbye(self) -> None:
