@@ -1,18 +1,21 @@
-"""The sections whose ``name`` picks a dataclass. Nothing else has to know a new method, model or schedule."""
+"""The sections whose ``name`` picks a dataclass. A new method, model or schedule is registered here alone."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Mapping
 
 from ftopt.codecs.named import CODECS
 from ftopt.config import data, schema
+from ftopt.errors import UserError
 from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
 from ftopt.methods.decoupled import DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo
 from ftopt.methods.divergence import LinearFDA, LocalCondition
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
+from ftopt.methods.method import Method
 from ftopt.methods.outer_optimizers import SGD, Adam
 from ftopt.methods.pacing import BySpeed
 from ftopt.methods.paft import PAFT
@@ -78,6 +81,26 @@ def choices_of(path: str) -> Mapping[str, type] | None:
     return CHOICES.get(section_of(path))
 
 
+def class_of(path: str, name: str) -> type | None:
+    """The dataclass that ``name`` picks in the section ``path``; None: there is none.
+
+    A ``method`` may also be the user's own: ``package.module.Class``.
+
+    Raises:
+        UserError: there is no such class, or it is not a method.
+    """
+    if section_of(path) != "method" or "." not in name:
+        return CHOICES[section_of(path)].get(name)
+    module, _, attribute = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{path}.name={name!r} cannot be imported: {error}; use package.module.Class") from None
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"{path}.name={name!r} is not a method; must be a subclass of ftopt.Method, a frozen dataclass")
+    return found
+
+
 def has_items(path: str) -> bool:
     """Whether ``path`` is a list of sections that are choices."""
     return section_of(path) in LISTS
@@ -90,7 +113,10 @@ def is_required(path: str) -> bool:
 
 def name_of(path: str, instance: object) -> str:
     """The name under which ``instance`` stands in the section ``path``."""
-    return next(name for name, cls in CHOICES[section_of(path)].items() if type(instance) is cls)
+    own = type(instance)
+    return next(
+        (name for name, cls in CHOICES[section_of(path)].items() if own is cls), f"{own.__module__}.{own.__name__}"
+    )
 
 
 def section_of(path: str) -> str:

@@ -19,7 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ftopt.config.choices import SHORT, choices_of, has_items, is_required, name_of, section_of
+from ftopt.config.choices import SHORT, choices_of, class_of, has_items, is_required, name_of, section_of
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
@@ -136,7 +136,7 @@ def _merge(base: Any, over: Any, path: str) -> Any:
     name = over.get("name")
     choices = choices_of(path)
     if choices and name is not None and name != base.get("name"):
-        cls = choices.get(str(name))
+        cls = class_of(path, str(name))
         keep = {field.name for field in dataclasses.fields(cls)} if cls else set(base)
         base = {key: value for key, value in base.items() if key in keep}
     merged = dict(base)
@@ -225,12 +225,17 @@ def _choice(raw: Any, path: str, errors: list[str], default: str | None = None) 
         errors.append(f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
         return None
     name = raw.get("name", default or (None if is_required(path) else next(iter(choices))))
-    if name not in choices:
+    try:
+        cls = class_of(path, str(name))
+    except UserError as error:
+        errors.append(str(error))
+        return None
+    if cls is None:
         near = difflib.get_close_matches(str(name), choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         errors.append(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
         return None
-    return _section(choices[name], raw, path, errors)
+    return _section(cls, raw, path, errors)
 
 
 def _items(raw: Any, path: str, errors: list[str]) -> list[Any] | None:
