@@ -73,13 +73,14 @@ class Checkpoints:
     def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
         if (every is not None and every < 1) or keep < 1:
             raise ValueError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1")
-        group = optimizer._core.group
+        core = optimizer._core
+        group = core.group
         if group is None:
             raise ValueError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
         self._folder = Path(folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
-        self._optimizer = optimizer
+        self._core = core
         self._group = group
         self._every = every
         self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
@@ -88,7 +89,7 @@ class Checkpoints:
         self._watched: dict[str, Stateful] = {}
         self._resumed: SavedReplica | None = None
         self._loop: Mapping[str, Any] = {}
-        optimizer.fall_back(self)
+        self._core.fallback = self
 
     # Resuming.
 
@@ -113,7 +114,7 @@ class Checkpoints:
         checkpoint = find(Path(path) if path is not None else self._folder)
         mine = self._group.replica
         present = sorted({*(replicas if replicas is not None else checkpoint.replicas), mine})
-        self._optimizer.resume(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, present)))
+        self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, present)))
         return True
 
     def newest(self) -> Position | None:
@@ -162,7 +163,7 @@ class Checkpoints:
                 continue
             each.load_state_dict(loop[name])
         if self._resumed.own["inner"] is not None and self._loop:
-            restore_groups(self._optimizer._core.inner, self._resumed.own["inner"])
+            restore_groups(self._core.inner, self._resumed.own["inner"])
         if "rng" in self._loop:
             set_rng_state(self._loop["rng"])
         self._resumed, self._loop = None, {}
@@ -178,7 +179,7 @@ class Checkpoints:
         Returns:
             Whether it started to write one.
         """
-        cut = self._optimizer.cut()
+        cut = self._core.cut()
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
         return self._begin(cut)
@@ -186,7 +187,7 @@ class Checkpoints:
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
         there."""
-        cut = self._optimizer.cut()
+        cut = self._core.cut()
         if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
         self._writer.wait(_CLOSE_S)
@@ -202,7 +203,7 @@ class Checkpoints:
         if not self._writer.idle(cut.version, cut.attempt):
             return False
         self._copies.recycle()
-        saved = self._optimizer.capture(self._copies)
+        saved = self._core.capture(self._copies)
         own = {
             "replica": saved.own,
             "loop": {name: each.state_dict() for name, each in self._watched.items()},
@@ -215,7 +216,7 @@ class Checkpoints:
         return True
 
     def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
-        core, held = self._optimizer._core, saved.held
+        core, held = self._core, saved.held
         outer, model = core.started(), core.model
         assert model is not None
         places, fixed = layout(outer, model)

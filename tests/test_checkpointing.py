@@ -168,7 +168,7 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
         (group,) = local_groups(1, sync=PATIENT)
         optimizer = wrap(TASK.inner(model.parameters()), model, STREAMING, group=group)
         if resume:
-            optimizer.resume(captured[0])
+            optimizer._core.go_on_from(captured[0])
         with optimizer:
             core = optimizer._core.started()
             while optimizer.local_steps < 40:
@@ -188,8 +188,9 @@ def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Pat
 
 def _resume_of(optimizer: Any) -> Any:
     from ftopt.optimizer.recovery.restore import Resume
+    from ftopt.optimizer.tensors.pool import CopyPool
 
-    saved = copy.deepcopy(optimizer.capture())
+    saved = copy.deepcopy(optimizer._core.capture(CopyPool()))
     saved = replace(saved, held=replace(saved.held, roster={"r0": 1}))
     lines = optimizer._core.started().fingerprint().lines
     return Resume(saved, (), saved.committed, lines, "here", UserError, UserError)

@@ -14,24 +14,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ftopt.codecs import Codec
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.micro_batches import MicroBatches
+from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
 from ftopt.optimizer.recovery.replay import Replays
-from ftopt.optimizer.recovery.restore import Fallback, Resume, check_replica, restore_replica
-from ftopt.optimizer.tensors.buffers import averaged, shared_out
-from ftopt.optimizer.tensors.flat import FlatView, check_covered, parameters
+from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
+from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.memory import Memory
-from ftopt.optimizer.tensors.moments import moments
 from ftopt.optimizer.tensors.pool import CopyPool
+from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.streams import used_here
-from ftopt.sync.group import Foreign, GlobalBatch, Held, ReplicaGroup
+from ftopt.sync.group import GlobalBatch, ReplicaGroup
 
 _POLL_S = 0.005
 _SPENT_S = 2.0
@@ -215,7 +213,7 @@ class Core:
     def _no_step_now(self) -> str:
         if self.closed:
             return "step() after close(): this replica has left the job; call ftopt.wrap() again to join anew"
-        return "step() while the outer parameters are in the model; call exit_outer() first"
+        return "step() while the outer parameters are in the model; leave outer_parameters() first"
 
     def _joined(self, outer: OuterStep) -> None:
         """Nothing is being frozen from here. Parameters that are not finite are given up, and with them the
@@ -272,14 +270,16 @@ class Core:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
         check_covered(self.model, self.inner.param_groups)
         if self.group.global_batch is not None:
-            self._check_averages_gradients(self.method)
-        views = self._views(self.model, self.method, self.group.codec)
+            check_averages_gradients(self.method)
+        views = views_of(self.model, self.method, self.inner, self.group.codec)
         outer = OuterStep(
             views, self.method, self.group, (self.inner, self.model), clock=self._clock, memory=self._memory
         )
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
-        fetched = self._join(outer, self.model, self.group)
+        resume, self.resume = self.resume, None
+        fetched = start_or_resume(outer, self.inner, self.model, self.group, resume, self.fallback)
+        self._rounds_applied = outer.counters.rounds_applied
         self.outer = outer
         if self.replays is not None:
             fetched |= self.replays.inherit(outer)
@@ -291,65 +291,31 @@ class Core:
         outer.report("training")
         return fetched
 
-    def _join(self, outer: OuterStep, model: nn.Module, group: ReplicaGroup) -> bool:
-        """Starts, from a checkpoint if that was asked for, or if nobody holds the job's state any more."""
-        pending: tuple[int, ...] = ()
-        resume, self.resume = self.resume, None
-        if resume is not None:
-            pending = self._put_in(outer, model, resume, group.resume)
-        if (fallback := self.fallback) is not None:
+    def go_on_from(self, resume: Resume) -> None:
+        """Sets what this replica goes on from when it starts; call it before.
 
-            def go_on() -> Held:
-                nonlocal pending
-                resume = fallback.go_on(group.incarnation)
-                pending = self._put_in(outer, model, resume, lambda held: None)
-                return resume.held
-
-            group.fall_back(fallback.newest, go_on)
-        fetched = outer.start()
-        if not outer.counters.resumed:
-            return fetched
-        self._rounds_applied = outer.counters.rounds_applied
-        group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": list(pending)})
-        return True
-
-    def _put_in(
-        self, outer: OuterStep, model: nn.Module, resume: Resume, tell: Callable[[Held], None]
-    ) -> tuple[int, ...]:  # fmt: skip
-        """What a checkpoint holds; the inner steps of each fragment that are pending in it."""
-        try:
-            check_replica(outer, self.inner, model, resume)
-            restore_replica(outer, self.inner, model, resume)
-            tell(resume.held)
-        except Foreign as error:
-            raise resume.foreign(str(error)) from None
-        except ValueError as error:
-            raise resume.damaged(str(error)) from None
-        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
-            raise resume.damaged(f"it holds no replica ({type(error).__name__}: {error})") from error
-        return outer.pending_by_fragment()
+        What does not fit the model, the method or the inner optimizers is refused at the start (`UserError`).
+        """
+        if self.outer is not None:
+            raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
+        self.resume = resume
 
     def cut(self) -> Cut | None:
-        """See `OuterOptimizer.cut`."""
+        """The outer step of fragment 0 that the parameters are based on, if this replica could be saved now.
+
+        None: before the start, while the outer parameters are in the model, or when this replica has fetched that
+        version instead of making it.
+        """
         if self.outer is None or self._before_outer is not None:
             return None
         return cut_of(self.outer)
 
     def capture(self, copies: CopyPool) -> SavedReplica:
-        """See `OuterOptimizer.capture`."""
+        """This replica, between two inner steps. What training changes is copied, into the memory of ``copies``."""
         outer = self.started()
         assert self.model is not None and self.group is not None
         self._joined(outer)
         return capture_replica(outer, self.inner, self.model, self.group, copies=copies)
-
-    def _check_averages_gradients(self, method: Method) -> None:
-        """For a job with a global batch. Raises UserError."""
-        if method.gradients is not method or method.sync_every != 1:
-            raise UserError(
-                f"method {method.name} with sync_every={method.sync_every} in a job with a global batch; that is for a "
-                "method that averages gradients, and nothing else, before each step: use ftopt.SyncSGD(), or leave "
-                "global_batch out"
-            )
 
     def _offer_rest(self) -> None:
         """While the loader waits for units that other replicas hold: the data's end is near, and nobody can reach it
@@ -365,16 +331,6 @@ class Core:
                 self._spent_at = self._clock()
         self._after_outer_work(outer)
         self._ended_at = None
-
-    def _views(self, model: nn.Module, method: Method, codec: Codec) -> list[FlatView]:
-        try:
-            fragments = method.partition(parameters(model))
-        except ValueError as error:
-            raise UserError(f"method {method.name}: {error}") from None
-        kept = averaged(model) if method.buffers == "mean" else []
-        buffers = shared_out(kept, fragments)
-        more = moments(model, self.inner, codec) if method.inner_state == "average" else []
-        return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
 
     def started(self) -> OuterStep:
         """The outer step's state; RuntimeError before the start."""
@@ -425,9 +381,13 @@ class Core:
             self.outer.report(state)
 
     def enter_outer(self) -> None:
-        """See `OuterOptimizer.enter_outer`."""
+        """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept aside.
+
+        Raises:
+            RuntimeError: it is there already.
+        """
         if self._before_outer is not None:
-            raise RuntimeError("the outer parameters are in the model already; call exit_outer() first")
+            raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
         if self.outer is None:
             self.start()
         self._joined(self.started())
@@ -440,7 +400,7 @@ class Core:
         self.report("evaluating")
 
     def exit_outer(self) -> None:
-        """See `OuterOptimizer.exit_outer`."""
+        """Puts the replica's parameters back, bit for bit. Nothing happens when they are there."""
         if self._before_outer is None:
             return
         for fragment, clones in zip(self.started().fragments, self._before_outer, strict=True):

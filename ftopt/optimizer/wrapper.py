@@ -23,11 +23,8 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.recovery.capture import Cut, SavedReplica
-from ftopt.optimizer.recovery.restore import Fallback, Resume
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
-from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import Committed, ReplicaGroup
 
 STATE_KEY = "ftopt"
@@ -294,33 +291,6 @@ class OuterOptimizer(Optimizer):
         replicas."""
         return self._core.started().anchor_digest()
 
-    # For `ftopt.Checkpoints`.
-
-    def cut(self) -> Cut | None:
-        """The outer step of fragment 0 that the parameters are based on, if this replica could be saved now.
-
-        None: before the start, while the outer parameters are in the model, or when this replica has fetched that
-        version instead of making it.
-        """
-        return self._core.cut()
-
-    def capture(self, copies: CopyPool | None = None) -> SavedReplica:
-        """This replica, between two inner steps. What training changes is copied, into the memory of ``copies``."""
-        return self._core.capture(copies or CopyPool())
-
-    def resume(self, resume: Resume) -> None:
-        """Goes on from a checkpoint when it starts; call it before.
-
-        What does not fit the model, the method or the inner optimizers is refused at the start (`UserError`).
-        """
-        if self._core.outer is not None:
-            raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
-        self._core.resume = resume
-
-    def fall_back(self, fallback: Fallback) -> None:
-        """Checkpoints to go on from if nobody holds the job's state when it starts; call it before."""
-        self._core.fallback = fallback
-
     # What a training loop may say.
 
     def sync(self) -> bool:
@@ -333,7 +303,7 @@ class OuterOptimizer(Optimizer):
         return self._core.sync()
 
     def settle(self) -> bool:
-        """Waits until what this replica has proposed is decided, and takes it up at once, whatever the ``delay``.
+        """Waits until what this replica has proposed is decided, and applies it at once, whatever the ``delay``.
 
         Returns:
             False when something is still undecided: this replica is cut off, or too few others are there.
@@ -383,22 +353,13 @@ class OuterOptimizer(Optimizer):
         finally:
             self._core.suspended -= 1
 
-    def enter_outer(self) -> None:
-        """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept
-        aside.
+    @contextmanager
+    def outer_parameters(self) -> Iterator[None]:
+        """The committed anchor in the model, to evaluate and export; afterwards the parameters are what they were.
 
         Raises:
             RuntimeError: it is there already.
         """
-        self._core.enter_outer()
-
-    def exit_outer(self) -> None:
-        """Puts the replica's parameters back, bit for bit. Nothing happens when they are there."""
-        self._core.exit_outer()
-
-    @contextmanager
-    def outer_parameters(self) -> Iterator[None]:
-        """The committed anchor in the model: to evaluate and export."""
         self._core.enter_outer()
         try:
             yield

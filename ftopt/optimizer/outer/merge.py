@@ -1,4 +1,4 @@
-"""How parameters take up a new anchor when steps have been taken since: rebased, or mixed."""
+"""How parameters follow a new anchor when steps have been taken since: rebased, or mixed."""
 
 from __future__ import annotations
 

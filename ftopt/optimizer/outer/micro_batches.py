@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ftopt.errors import UserError
+from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.freeze import ShareOffer
 from ftopt.optimizer.outer.step import OuterStep
@@ -75,3 +77,17 @@ class MicroBatches:
     def report(self, state: str, *, unit_s: float) -> None:
         self._outer.counters.set_step_s(unit_s)
         self._outer.report(state)
+
+
+def check_averages_gradients(method: Method) -> None:
+    """Refuses a method that cannot be used in a job with a global batch.
+
+    Raises:
+        UserError: it does more than to average gradients before each step.
+    """
+    if method.gradients is not method or method.sync_every != 1:
+        raise UserError(
+            f"method {method.name} with sync_every={method.sync_every} in a job with a global batch; that is for a "
+            "method that averages gradients, and nothing else, before each step: use ftopt.SyncSGD(), or leave "
+            "global_batch out"
+        )

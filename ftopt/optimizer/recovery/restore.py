@@ -26,7 +26,7 @@ from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, buffers
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
-from ftopt.sync.group import Contribution, Foreign, Held, Position, union
+from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
 
 
@@ -90,6 +90,58 @@ def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica)
         "model": peer.own["model"],
     }
     return SavedReplica(replace(held, records=tuple(v.record for v in newest)), tuple(newest), own)
+
+
+def start_or_resume(
+    outer: OuterStep,
+    inner: Inner,
+    model: nn.Module,
+    group: ReplicaGroup,
+    resume: Resume | None,
+    fallback: Fallback | None,
+) -> bool:
+    """Starts, from ``resume`` if it is given, or from ``fallback`` if nobody holds the job's state any more.
+
+    Returns:
+        True when the parameters are not what they were.
+
+    Raises:
+        UserError: a checkpoint is damaged, or of another job.
+    """
+    pending: tuple[int, ...] = ()
+    if resume is not None:
+        pending = _restore_checked(outer, inner, model, resume, group.resume)
+    if fallback is not None:
+
+        def go_on() -> Held:
+            nonlocal pending
+            found = fallback.go_on(group.incarnation)
+            pending = _restore_checked(outer, inner, model, found, lambda held: None)
+            return found.held
+
+        group.fall_back(fallback.newest, go_on)
+    fetched = outer.start()
+    if not outer.counters.resumed:
+        return fetched
+    group.emit("resumed", inner_step=outer.inner_step(), data={"pending_by_fragment": list(pending)})
+    return True
+
+
+def _restore_checked(
+    outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume, tell: Callable[[Held], None]
+) -> tuple[int, ...]:
+    """Restores a replica; the inner steps of each fragment that are pending then."""
+    try:
+        check_replica(outer, inner, model, resume)
+        restore_replica(outer, inner, model, resume)
+        tell(resume.held)
+    except Foreign as error:
+        raise resume.foreign(str(error)) from None
+    except ValueError as error:
+        raise resume.damaged(str(error)) from None
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise resume.damaged(f"it holds no replica ({type(error).__name__}: {error})") from error
+    return outer.pending_by_fragment()
 
 
 def check_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:

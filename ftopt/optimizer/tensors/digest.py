@@ -104,20 +104,3 @@ def damage(tensor: Tensor, sums: Tensor) -> list[slice]:
     """The blocks of a flat tensor, as slices of its elements, that are not what they were when ``sums`` were taken."""
     size = BLOCK_BYTES // tensor.element_size()
     return [slice(b * size, (b + 1) * size) for b in (block_sums(tensor) != sums).nonzero().flatten().tolist()]
-
-
-def bad_blocks(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> list[str]:
-    """Where two sets of named tensors differ, ``name[start:stop]`` in bytes, a line a block.
-
-    Tensors that only one side has, or that differ in dtype or shape, are named as a whole.
-    """
-    lines = []
-    for name in sorted(ours.keys() | theirs.keys()):
-        a, b = ours.get(name), theirs.get(name)
-        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape:
-            lines.append(name)
-            continue
-        for block in (block_sums(a) != block_sums(b)).nonzero().flatten().tolist():
-            stop = min((block + 1) * BLOCK_BYTES, a.numel() * a.element_size())
-            lines.append(f"{name}[{block * BLOCK_BYTES}:{stop}]")
-    return lines

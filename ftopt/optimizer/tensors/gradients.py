@@ -81,7 +81,7 @@ class GradientView(FlatView):
 class Fetched:
     """A peer's model, inner state and, unless it had been applied there, the last agreed gradient.
 
-    ``tensors``: all of it as it came, to be served on until the training thread has taken it up.
+    ``tensors``: all of it as it came, to be served on until the training thread has applied it.
     """
 
     params: Tensor
