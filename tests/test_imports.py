@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
     "optimizer": {
         "optimizer/inner", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",
-        "optimizer/undo", "methods", "codecs", "sync/group",
+        "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/protocol/samples"},
