@@ -1,0 +1,29 @@
+"""``docs/events.md`` has a line for every event that is emitted."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
+PAGE = PACKAGE.parent / "docs" / "events.md"
+EMITTERS = {"emit", "Emit", "Event", "tell", "_tell", "_event"}
+
+
+def emitted() -> dict[str, str]:
+    """Event -> a file that emits it, by the calls whose first argument is a literal."""
+    found: dict[str, str] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.Constant):
+                continue
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if function in EMITTERS and isinstance(node.args[0].value, str):
+                found[node.args[0].value] = path.relative_to(PACKAGE).as_posix()
+    return found
+
+
+def test_every_event_has_a_line() -> None:
+    page, events = PAGE.read_text(encoding="utf-8"), emitted()
+    assert len(events) > 30
+    assert {name: file for name, file in events.items() if f"`{name}`" not in page} == {}
