@@ -47,6 +47,17 @@ def test_every_reference_names_a_definition(reference: str) -> None:
     assert not name or name in names_in(path), f"docs/architecture.md names {name}, which {path} does not define"
 
 
+def test_the_larger_folders_are_shown_with_every_file() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## The larger folders")[1].split("\n## ")[0]
+    tables = re.findall(r"^\| `([\w/]+)/` \|.*\n\|---\|---\|\n((?:\|.*\n)+)", section, re.MULTILINE)
+    assert len(tables) == 5
+    for folder, rows in tables:
+        shown = {
+            name for cell in re.findall(r"^\| (.*?) \|", rows, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)
+        }
+        assert shown == {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"}, folder
+
+
 def table() -> str:
     """The table of imports, as the page shows it."""
     shown = {part: ", ".join(f"`{x}`" for x in sorted(allowed)) for part, allowed in MAY_IMPORT.items()}
