@@ -1,13 +1,12 @@
 """CUDA streams for what is done beside training. On other devices all of this is nothing.
 
-What is queued on one stream is done in its order; what is queued on two is not, unless one is told to wait. Each thread
-has a current stream, and unless somebody changes it that is the default stream, the same in all threads: training's,
-mostly. What another thread queued there would hold training up. Three rules keep the threads in order:
+Work queued on one stream is done in order; work on two streams is not, unless one waits for the other. Each thread has
+a current stream, by default the same one in all threads, which training uses. Work that another thread queued there
+would hold training up. Three rules keep the threads in order:
 
 1. What is done beside training is queued on a stream of its own (`SideStream`), behind what it needs, and the thread
-waits
-   for its end. So whatever another thread hands on is complete.
-2. What training hands on need not be. Whoever takes it waits for a `Point` (`reached`), or takes it from the default
+   waits for its end. So what another thread hands on is complete.
+2. What training hands on need not be. The receiver waits for a `Point` (`reached`), or takes it from the default
    stream, which has been told to wait (`publish`).
 3. Memory belongs to the stream that it was allocated on, and is used again there when the last tensor on it is gone,
    although another stream may have it in use. Work beside training holds its tensors until it is complete; training,

@@ -1,7 +1,7 @@
 """``ftopt run``: the coordinator and all replicas of a job on this machine, to their end.
 
 The runner starts the processes, follows their lines, writes down deaths, brings back what a fault killed, and stops
-everything when the job is done, when it cannot go on, or when it is told to.
+everything when the job is done, when it cannot go on, or on a signal.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Runner:
         del state.children[child.name]
         child.end(0.0)
         if child.name in state.ended:
-            if status:  # It has left in good order, so this is no death; but somebody should know.
+            if status:  # It has left in good order, so this is no death; but it is worth a note.
                 self._display.note(f"{describe_exit(status)} after its end: {_last_lines(child)}")
             return
         if status == 2:
@@ -362,5 +362,5 @@ def _signals(state: _State) -> Iterator[None]:
 
 
 def on_terminal() -> bool:
-    """Whether somebody is watching."""
+    """Whether standard output is a terminal."""
     return sys.stdout.isatty()

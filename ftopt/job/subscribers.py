@@ -1,4 +1,4 @@
-"""The subscribers of one replica's events, in the order in which they hear of each."""
+"""The subscribers of one replica's events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ftopt.telemetry.jsonl import JsonLines
 
 @dataclass(slots=True)
 class CurrentStep:
-    """What the loop knows of the step that it is taking, for whoever hears of ``stepped``."""
+    """The step that the loop is taking, for subscribers of ``stepped``."""
 
     loss: float = math.nan
     lr: float = 0.0
@@ -27,7 +27,7 @@ class StepLog:
     Args:
         lines: the replica's file.
         record: is read at each step.
-        also: is told each step too (tracking).
+        also: called with each step, too (tracking).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepLog:
 
 
 def fan_out(*subscribers: OnEvent) -> OnEvent:
-    """One ``on_event`` that tells each of ``subscribers``, in this order."""
+    """One ``on_event`` that calls each of ``subscribers``, in this order."""
 
     def on_event(event: Event) -> None:
         for subscriber in subscribers:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class FinishUp:
-    """Set once standard input has ended; the process then has ``patience_s`` to end by itself.
+    """Set once standard input has ended; the process then has ``patience_s`` to end on its own.
 
     Args:
         patience_s: seconds after which the process is ended, whatever it is doing.

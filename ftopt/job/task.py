@@ -70,7 +70,7 @@ class Score:
 
     Args:
         loss: mean cross-entropy, nats a target.
-        accuracy: share of samples whose target has the largest logit; None where nobody asks for it.
+        accuracy: share of samples whose target has the largest logit; None if the task does not report it.
         samples: windows or images that it is the mean of.
     """
 

@@ -36,11 +36,11 @@ class Trainer:
     Args:
         recipe: what to train, and how.
         group: who takes part.
-        on_event: is told ``evaluate`` and ``end``.
-        record: is kept up to date for those who hear of ``stepped``.
+        on_event: called with ``evaluate`` and ``end``.
+        record: kept up to date for subscribers of ``stepped``.
         evaluates: whether this replica evaluates at the start and in between.
-        wait_for_others: called when the job has ended, before leaving: so long this replica serves its state to those
-            that come late.
+        wait_for_others: called when the job has ended, before leaving: until then this replica serves its state to
+            latecomers.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A modelled training thread of a gradient method: ``ftopt.sync.replica.global_batch`` with a list for the sum.
 
-It computes the units of its share one after the other, offers their sum, and computes what it inherits while the fate
-of the batch is open. The network thread brings plans at any moment; what is offered reaches it a moment later.
+It computes the units of its share one after the other, offers their sum, and computes inherited units while the batch
+is undecided. The network thread brings plans at any moment; an offer reaches it a moment later.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from ftopt.sync.protocol.messages import Contribution
 
 AGAIN_S = 0.2
 LOOK_S = 2.0
-"""Seconds: until it offers again what was not taken, and until it looks for news that nobody has told it of."""
+"""Seconds until it offers again what was not accepted, and until it looks again without having been woken."""
 
 
 class Shares:
-    """Of one life of a process."""
+    """The training thread of one life of a process."""
 
     def __init__(self, process: Process) -> None:
         self.portion = Portion()
@@ -36,7 +36,7 @@ class Shares:
 
     @property
     def state(self) -> str:
-        """What it reports."""
+        """The state that heartbeats report."""
         return "waiting" if self._unit is None else "training"
 
     @property

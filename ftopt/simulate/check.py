@@ -33,9 +33,9 @@ class SimVersion:
 class Checks:
     """What is known of the history so far.
 
-    ``gone``: marks that some coordinator has given up. ``deciders``: the epoch in which a version was decided first.
-    ``excused``: epochs that may have forked the history, and why. ``founded``: where the first global batch of a start
-    begins, by the beginning of its chains.
+    ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the epoch in which a version was
+    decided first. ``excused``: epochs that may have forked the history, and why. ``founded``: where the first global
+    batch of a start begins, by the beginning of its chains.
     """
 
     def __init__(self, world: World) -> None:
@@ -87,7 +87,7 @@ class Checks:
         machine, conn = self.world.server.machine, process.conn
         past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
         if past and any(server.forgot for server in self.world.servers) and not parent:
-            # It hears only now what a coordinator whose memory is lost had told it: nobody could know of that.
+            # A message of a coordinator that has lost its memory arrives late: no process could know of it.
             self.excuse(self.deciders[key], f"{process.name} was started late by this coordinator of the past")
         if not self.counts(process):
             return
@@ -118,11 +118,11 @@ class Checks:
         self.deciders.setdefault((decision.fragment, decision.chain), machine.epoch)
 
     def excuse(self, epoch: int, why: str) -> None:
-        """What that coordinator decides may be decided otherwise by another one."""
+        """Another coordinator may decide otherwise than the one of this epoch."""
         self.excused.setdefault(epoch, why)
 
     def all_died(self, kept: Iterable[m.Record]) -> None:
-        """What no checkpoint has is void, and may be made again."""
+        """Versions that no checkpoint contains are void, and may be made again."""
         lines = {(x.fragment, chain) for x in kept for chain in self._line(x.fragment, x.chain).values()}
         self.versions = {key: version for key, version in self.versions.items() if key in lines}
 
@@ -167,8 +167,8 @@ class Checks:
                 + ("committed and pending" if inside > shard.base_step else "neither committed nor pending"),
             )
 
-    def rebirth(self, process: Process, reason: str) -> None:
-        """A replica gives itself up; only a fork can have brought it there."""
+    def was_reset(self, process: Process, reason: str) -> None:
+        """A replica resets itself; only a fork can have brought it there."""
         if reason.startswith("another process") and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
 
@@ -202,7 +202,7 @@ class Checks:
             raise Violation("I3", f"{process.name} offers units {named} with steps that have used {used}")
 
     def granted(self, conn: Conn, ranges: Ranges, machine: Coordinator | None) -> None:
-        """Units that are granted are nobody else's: of those who live and were not given up."""
+        """Granted units are held by no other living replica that has not been given up."""
         if self.excused or self.world.contested or machine is None:
             return
         for process in self.world.processes.values():
@@ -212,7 +212,7 @@ class Checks:
                 raise Violation("I3", f"{conn.process.name} is granted {both}, and {process.name} holds them")
 
     def leases(self, server: Server) -> None:
-        """What the coordinator takes for leased is held, or on its way: nothing is lost."""
+        """Units that the coordinator counts as leased are held or on their way: none is lost."""
         assert server.machine is not None
         ledger = server.machine.assignment.ledger
         if ledger is None:
@@ -250,7 +250,7 @@ class Checks:
             raise Violation("I5", f"{process.name} is a member on {at}, and holds {held}")
 
     def served(self, source: Process, fragment: int) -> None:
-        """A source of state holds a state that nobody doubts."""
+        """A source of state holds an undamaged one."""
         shard = source.shards[fragment]
         if shard.record is None or source.machine.fragments[fragment].reset:
             raise Violation("I5", f"{source.name} serves a state that it does not hold")
@@ -261,7 +261,7 @@ class Checks:
     # ------------------------------------------------------------ I6
 
     def opened(self, server: Server, heard: list[m.Hello]) -> None:
-        """A coordinator ends its gathering: was each living holder of a version heard?"""
+        """A coordinator ends its startup: has it heard each living holder of a version?"""
         assert server.machine is not None
         remembers, server.remembers = server.remembers, True
         again, server.opened = server.opened, True  # after a rollback it knows what those hold whom it does not hear

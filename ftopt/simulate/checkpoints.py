@@ -1,9 +1,9 @@
 """Modelled checkpoints: what ``ftopt.checkpointing`` keeps of replicas, and what these go on from when all have died.
 
 A replica gives its part where its training thread has taken up an outer step of fragment 0. A checkpoint is whole when
-every member of that outer step has given its part, and the parts do not contradict each other on COUNT. Who goes on
-from it is as it was, or the adopter of others that do not come back: their pending steps, and the units that these have
-used, go out with its next contribution (ADOPT).
+every member of that outer step has given its part, and the parts do not contradict each other on COUNT. A replica
+that goes on from it is as it was, or the adopter of others that do not come back: their pending steps, and the units
+that these have used, go out with its next contribution (ADOPT).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SimPart:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Who comes back, and as what. ``adopted``: whose pending work it takes over, on the newest state then."""
+    """A replica that comes back. ``adopted``: the parts whose pending work it adopts, on the newest state then."""
 
     part: SimPart
     newest: tuple[Kept, ...]
@@ -78,7 +78,7 @@ class SimCheckpoint:
         return True
 
     def resumed(self, present: Iterable[str]) -> dict[str, Coming]:
-        """Everybody who is ``present`` now, as what the job was told to resume from."""
+        """All replicas that are ``present`` now, each with the part that it resumes from."""
         newest, there = self.newest, [part.held for part in self.parts.values()]
         back = returning(there, present, [kept.record for kept in newest])
         coming = {}
@@ -99,7 +99,7 @@ class SimCheckpoint:
         return coming
 
     def another_life(self, incarnation_id: IncarnationId) -> Coming:
-        """RESTORE: a newcomer that takes over what its former life had pending."""
+        """RESTORE: a newcomer that adopts what its former life had pending."""
         there = [part.held for part in self.parts.values()]
         incarnation_id, gone = another_life(incarnation_id, there, [kept.record for kept in self.newest])
         blank, former = self._blank(incarnation_id[0]), self.parts.get(incarnation_id[0])
@@ -107,7 +107,7 @@ class SimCheckpoint:
         return Coming(part, self.newest, (former,) if former is not None else ())
 
     def _blank(self, name: str) -> SimPart:
-        """One that was not there: the newest state, and nothing pending."""
+        """A replica without a part: the newest state, and nothing pending."""
         newest = tuple(Kept(kept.record, kept.content) for kept in self.newest)
         some = next(iter(self.parts.values())).held
         held = Held(name, 0, 0, records=tuple(kept.record for kept in newest), samples=some.samples)

@@ -1,4 +1,5 @@
-"""All replicas die at once, and the job goes on from a checkpoint: resumed by a list of replicas, or by itself."""
+"""All replicas die at once, and the job goes on from a checkpoint: resumed by a list of replicas, or of its own
+accord."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _start_anew(world: Simulation, chooser: random.Random) -> None:
 def _resume(
     world: Simulation, chooser: random.Random, checkpoint: SimCheckpoint, remembers: list[e.Journalled] | None
 ) -> None:
-    """By a list of replicas, which all are told. ``remembers``: what a new coordinator knows; None: it is none."""
+    """Resumes with a list of replicas that all of them know. ``remembers``: the journal of a new coordinator; None: the
+    old one lives."""
     there = sorted(checkpoint.parts)
     what = chooser.choice(("as many", "as many", "fewer", "more"))
     least = int(world.knobs.settings["min_replicas"] or 1)

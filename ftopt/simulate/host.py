@@ -22,7 +22,7 @@ class Content:
     """A committed state of one fragment: bit-equal states have equal digests.
 
     ``steps``: the last inner step included of each incarnation (never dropped, unlike COUNT). ``flaw``: what I2 says
-    against it, "" when nothing. ``gaps``: steps (mark, first, last) that it skips, since their
+    against it, "" when nothing. ``gaps``: steps (incarnation, first, last) that it skips, since their
     replica had given them up. ``units``: of the sample ledger, in it; ``twice``: those that came in although they were.
     """
 
@@ -125,7 +125,7 @@ class Shard:
     """What is taken, while a newer state waits."""
 
     def advance(self, record: Record, content: Content, counted_step: int) -> None:
-        """A newer committed state; the snapshot has learnt its fate."""
+        """A newer committed state, which decides the snapshot's fate."""
         if self.record is self.taken is not None:
             self.before = self.kept()
         snapshot, self.snapshot, self.results, self.made = self.snapshot, None, None, None
@@ -180,7 +180,7 @@ class Shard:
         return contribution
 
     def take_over(self, local_steps: int) -> bool:
-        """Step 6, at a boundary. Returns whether pending steps were dropped (a reborn replica's)."""
+        """Step 6, at a boundary. Returns whether pending steps were dropped (of a replica that was reset)."""
         if self.record is self.taken:
             return False
         self.taken, self.marked_step, self.before, self.counted = self.record, local_steps, None, False

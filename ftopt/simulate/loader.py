@@ -35,7 +35,7 @@ class Loader:
         self._used: dict[int, list[int]] = {}
         """Inner step of this life -> the units that it has used."""
         self.inherited: Ranges = ()
-        """Units that steps of replicas had used which have not come back."""
+        """Units used by steps of replicas that have not come back."""
         machine.lease.wants = 3 * knobs.sync_every * knobs.accumulate + knobs.ahead
 
     @property

@@ -2,7 +2,7 @@
 
 It ends for all when every member is there, lives, runs and reaches every other one for the whole duration. A member
 that dies or stops breaks it for the others at once; a frozen one, one whose reducer hangs, or a cut between two, by the
-time-out: who cannot reach a peer names it, and who reaches all comes `WORD_S` later with its complaint.
+time-out: a member that cannot reach a peer names it, and one that reaches all complains `WORD_S` later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SimReduction:
         self.payloads: dict[str, Payload] = {}
         self.exchanged = False
         self.deaf: dict[str, str] = {}
-        """Who misses the last piece of the result, and from whom: the others have it."""
+        """Members that miss the last piece of the result, and the peer that it should come from; the others have it."""
 
     def join(self, process: Process, payload: Payload) -> None:
         self.inside[process.name] = process

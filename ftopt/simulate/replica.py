@@ -44,7 +44,7 @@ class ReplicaProcess(Process):
     ) -> None:
         super().__init__(world, name, initial=initial, step_s=step_s)
         self.barred = False
-        """It does not come back by itself: the others were told to go on without it."""
+        """It is not started again: the job was resumed without it."""
         self.coming: Coming | None = None
         """As what it is started next; None: as a newcomer."""
         self._checks = checks
@@ -283,9 +283,9 @@ class ReplicaProcess(Process):
                         self.loader.reset()
                     if self.shares is not None:
                         self.shares.reset()
-                    self.world.note(self.name, f"is reborn: {reason}")
-                    self.world.coverage["rebirth"] += 1
-                    self._checks.rebirth(self, reason)
+                    self.world.note(self.name, f"is reset: {reason}")
+                    self.world.coverage["a replica is reset"] += 1
+                    self._checks.was_reset(self, reason)
                     self.drop()
                 case r.GiveUp(reason=reason):
                     raise AssertionError(f"{self.name} is refused for good: {reason}")

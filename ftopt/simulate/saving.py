@@ -12,7 +12,7 @@ from ftopt.sync.protocol.replica.resumed import Held
 
 
 def give(process: Process) -> None:
-    """The training thread has taken up an outer step: this replica's part is copied, and written by and by."""
+    """The training thread has applied an outer step: this replica's part is copied, and written a while later."""
     world, shard = process.world, process.shards[0]
     if shard.record is None or shard.made is None or not world.checkpoints.due(shard.record.version):
         return

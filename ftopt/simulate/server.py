@@ -86,7 +86,7 @@ class CoordinatorProcess(Server):
         self.world.servers.remove(self)
 
     def _told_of(self, effects: list[e.CoordinatorEffect]) -> list[Conn]:
-        """The connections that are told of a decision."""
+        """The connections that a decision is sent on."""
         numbers = [x.conn for x in effects if isinstance(x, e.SendTo) and isinstance(x.message, m.Commit)]
         return [self.conns[number] for number in numbers if number in self.conns]
 

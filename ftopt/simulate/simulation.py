@@ -1,4 +1,4 @@
-"""A whole history in the making: the world, those who live in it, and the checks of all that they do."""
+"""A history in the making: the world, its processes, and the checks of all that they do."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from ftopt.simulate.world import Process
 
 
 class InnerSteps:
-    """Of one life of a process: a method that takes steps of its own between outer steps."""
+    """The training thread of one life of a process; its method takes inner steps between outer steps."""
 
     def __init__(self, process: Process, backup: SimBackup) -> None:
         self.waits: int | None = None
@@ -24,7 +24,7 @@ class InnerSteps:
 
     @property
     def state(self) -> str:
-        """What it reports."""
+        """The state that heartbeats report."""
         if self.waits is not None:
             return "waiting"
         loader = self._process.loader

@@ -216,7 +216,7 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
 
 
 def _quiet(world: Simulation) -> None:
-    """I4: faults stop; those who live go on, and become one."""
+    """I4: faults stop; the living replicas go on, and agree on one history."""
     world.note("walk", "faults stop")
     world.faults_left = 0
     world.cuts.clear()
@@ -276,7 +276,7 @@ def _unit_s(world: Simulation) -> float:
 
 
 def _unjam(world: Simulation) -> None:
-    """Reducers that hang: half of them for ever, if somebody is left to go on without them."""
+    """Reducers that hang: half of them for ever, if another replica can go on without them."""
     jammed = [p for p in world.processes.values() if p.alive and world.now < p.jammed_until_s]
     able = [p for p in world.processes.values() if p.alive and not p.leaving and p not in jammed]
     for process in jammed:

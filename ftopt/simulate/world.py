@@ -160,7 +160,7 @@ class Conn:
             self.process.deliver(self, message)
 
     def cut(self, *, told: bool = True) -> None:
-        """It breaks; the replica learns it by and by, the coordinator too if ``told``."""
+        """It breaks; the replica notices after a while, and so does the coordinator if ``told``."""
         if not self.works:
             return
         self.works = False
@@ -317,7 +317,7 @@ class Server(ABC):
         self.forgot = False
         self.first_hello_s = math.inf
         self.schism = False
-        """At the next decision of which several members are told, one alone shall hear of it, and go away with it."""
+        """Of the next decision that is sent to several members only one shall hear, and be cut off with it."""
 
     @property
     def up(self) -> bool:

@@ -140,7 +140,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What must agree among the replicas of a job: a refused replica is told which line differs.
+    """What must agree among the replicas of a job: a refusal names the line that differs.
 
     Args:
         lines: name -> value, e.g. ``{"model": "28 tensors, 135,424 parameters, 9f3c..", "method.sync_every": "50"}``.
@@ -163,7 +163,8 @@ class ReplicaGroup(Protocol):
     codec: Codec
     """``sync.codec``, resolved."""
     tells_steps: bool
-    """Whether anybody wants to be told of every inner step (``inner``, ``stepped``); if not, these are not emitted."""
+    """Whether a subscriber wants the events of every inner step (``inner``, ``stepped``); if not, they are not
+    emitted."""
     units: Units | None
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
     global_batch: GlobalBatch | None
@@ -206,7 +207,7 @@ class ReplicaGroup(Protocol):
         """
 
     def fall_back(self, newest: Callable[[], Position | None], restore: Callable[[], Held]) -> None:
-        """Before `start`: what to do when nobody holds the job's state any more (RESTORE).
+        """Before `start`: what to do when no replica holds the job's state any more (RESTORE).
 
         Args:
             newest: fragment 0's state in the newest checkpoint at hand; None: there is none. Any thread.

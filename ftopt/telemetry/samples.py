@@ -84,7 +84,7 @@ _BEGINS = ("start", "recover")
 
 
 def _versions(events: Iterable[Line]) -> dict[int, list[UnitRange]]:
-    """Version of fragment 0 -> the units that its commit has added; -1: those of decisions that nobody has told."""
+    """Version of fragment 0 -> the units that its commit has added; -1: those of decisions whose events are lost."""
     versions: dict[int, list[UnitRange]] = {}
     for event in events:
         data = data_of(event)

@@ -128,10 +128,10 @@ class EncodedMean:
         shares: of all members, in rank order.
         rank: this member.
         piece_bytes: bytes that one exchange sends, at most (but a block to each member at least).
-        owed: what this member owes of earlier sums; None: nobody pays.
+        owed: what this member owes of earlier sums; None: no account is kept.
         carry: its error feedback; None: there is none.
         buffers: for the exchanges.
-        summed: is told which elements of the mean are there, start and stop, while others are on the wire.
+        summed: called with the parts of the mean that are complete, while others are on the wire.
     """
 
     def __init__(

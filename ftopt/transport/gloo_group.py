@@ -22,9 +22,9 @@ _OPEN_MARGIN_S = 0.5
 """`open` waits this much longer than the store, whose TimeoutError names the missing rank."""
 
 _PROBE_S = 0.5
-"""After a time-out, who does not answer within so long is named."""
+"""After a time-out, a member that does not answer within so long is named."""
 _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
-"""Who reaches everybody waits so much longer with its complaint: those who are cut from each other name the peer."""
+"""A member that reaches all others complains so much later: members that are cut off from each other name the peer."""
 
 
 class PeerLost(ConnectionError):
@@ -116,7 +116,7 @@ class GlooGroup:
         """The group, in a box, and the works under way, oldest first; both are let go of if anything fails."""
         pending: deque[Work] = deque()
         with self._lock:
-            box = [self._group]  # in a box: whoever lets go of the group last waits for its works
+            box = [self._group]  # in a box: the last to let go of the group waits for its works
         try:
             self.check()
             yield box, pending
@@ -135,7 +135,7 @@ class GlooGroup:
                 pending[0].wait(_SLICE)
                 pending.popleft()
                 return time.monotonic()
-            except IndexError:  # what was told, when the collective is closed by another thread
+            except IndexError:  # a row under way when another thread closes the collective
                 raise InterruptedError("the reduction was stopped") from None
             except RuntimeError as error:
                 if done:  # then it is the work's own error, not the end of the slice

@@ -74,7 +74,7 @@ class Collective(Protocol):
 
         Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
         alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
-        ``carry`` is told of each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
+        ``carry`` is called for each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.
 
         Raises, besides: FloatingPointError when a lossy codec meets NaN or Inf; the collective is then closed.
         """

@@ -110,7 +110,7 @@ class LocalCollective:
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """Sums ``flat`` (1-D, contiguous; any dtype) over the members, in place, in rank order.
 
-        ``summed`` is told of the first half of the elements, as if the other one were on the wire.
+        ``summed`` is called for the first half of the elements, as if the other one were on the wire.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         flat.detach().copy_(self._meet(flat.detach().cpu(), _sum_in_rank_order))

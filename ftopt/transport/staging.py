@@ -33,7 +33,7 @@ class Staging(Protocol):
         """A tensor on the host for as much, with nothing in particular in it."""
 
     def back(self, host: Tensor, tensor: Tensor) -> None:
-        """Begins to copy ``host`` to ``tensor``; nobody changes ``host`` any more."""
+        """Begins to copy ``host`` to ``tensor``; ``host`` must not change any more."""
 
     def join(self) -> None:
         """What the caller does from here on comes after all copies that were begun."""

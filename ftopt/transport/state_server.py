@@ -3,7 +3,7 @@
 `StateServer` runs in a replica's network loop and hands out what ``provider`` holds. The body is sent straight
 from the tensors' memory: nothing is serialized, copied or hashed, only the header is written. Equal states give
 bit-equal bodies on every peer, and the ETag (a hash of the header, thus of version, chain and digest in
-``meta``) says so. A version that somebody is fetching is kept though the replica moves on.
+``meta``) says so. A version that a peer is fetching is kept though the replica moves on.
 
 HTTP surface (``Authorization: Bearer TOKEN`` when the server has a token, else 401):
 
@@ -49,7 +49,7 @@ class StateServer:
             must not block; raises KeyError for what there never is, LookupError for what is not there yet. The
             tensors are never changed from then on. ``meta`` names the state (version, chain, digest, ...):
             equal on all peers that hold the same state, unequal for different states.
-        token: what a request must bring; None: anybody may fetch.
+        token: what a request must bring; None: any process may fetch.
         host: address to listen on.
         port: port to listen on; 0 (default): a free one.
         on_serve: called with what is asked for and meta when a serve begins: at a request that names no version.

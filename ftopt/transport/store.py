@@ -2,7 +2,7 @@
 
 A process group needs a place where each member leaves its address and reads the others'. ftopt opens no
 further port and starts no further server for that: the store's calls travel on the connection that each
-replica has to the coordinator anyway. This file knows neither; whoever builds a group injects the two
+replica has to the coordinator anyway. This file knows neither; the builder of a group injects the two
 operations as `StoreOps`.
 """
 

@@ -20,7 +20,7 @@ from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
 
 HISTORIES = int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
 COVERED = (
-    "abort", "return", "join", "leave", "gone", "fork", "rebirth", "rollback", "mismatch", "evicted", "void",
+    "abort", "return", "join", "leave", "gone", "fork", "a replica is reset", "rollback", "mismatch", "evicted", "void",
     "stalled", "held_open", "hurry", "a reducer that hangs for ever", "decided while a member was away",
     "decided with a dead member's work", "restart with journal", "restart without journal",
     "two coordinators at once", "a link that carries one way only", "a result that one member misses",
