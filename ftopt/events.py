@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,21 @@ class Event:
 
 
 OnEvent = Callable[[Event], None]
+
+
+class Emit(Protocol):
+    """Tells an event in one replica's name. ``inner_step``: None: the one that its training thread has come to."""
+
+    def __call__(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None: ...
 
 
 def ignore(event: Event) -> None:

@@ -16,11 +16,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from ftopt.codecs.codec import Codec
+from ftopt.events import Emit
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
@@ -267,14 +268,6 @@ class ReplicaGroup(Protocol):
     def close(self) -> None:
         """Ends threads and connections at once; idempotent."""
 
-    def emit(
-        self,
-        event: str,
-        *,
-        fragment: int | None = None,
-        version: int | None = None,
-        attempt: int | None = None,
-        inner_step: int | None = None,
-        data: Mapping[str, Any] | None = None,
-    ) -> None:
+    @property
+    def emit(self) -> Emit:
         """Tells an event in this replica's name. Any thread."""

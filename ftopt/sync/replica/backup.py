@@ -8,57 +8,44 @@ that one would have used them.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, in_order
-from ftopt.sync.protocol.replica import effects as e
-from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
+from ftopt.sync.replica.shell import Shell
 from ftopt.transport.interface import Meta, StateTransfer
-
-OnEnd = Callable[[asyncio.Task[None]], None]
 
 _KEEP_GONE_S = 60.0
 """So long a copy is kept of who is gone: its replacement fetches it in that time, if there is one."""
-
-
-class Owner(Protocol):
-    """What it asks of the client."""
-
-    @property
-    def machine(self) -> Replica:
-        """The machine."""
-
-    @property
-    def replica(self) -> str:
-        """This replica's id."""
-
-    def run(self, effects: list[e.ReplicaEffect]) -> None:
-        """Performs what the machine asks for."""
-
-    def inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:
-        """These units are this replica's, in this order; what it goes on from, None when it could not be had."""
-
-    def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
-        """Tells an event."""
 
 
 class Backup:
     """One replica's own copy, and those that it keeps.
 
     Args:
-        owner: the client.
+        shell: the session.
         transfer: moves the bytes.
         timeout_s: seconds without a byte after which a source is given up.
+        on_inherited: called with the predecessor's units, in the order of their use, and what this replica goes on
+            from; None when it could not be had.
     """
 
-    def __init__(self, owner: Owner, transfer: StateTransfer, *, timeout_s: float) -> None:
-        self._owner = owner
+    def __init__(
+        self,
+        shell: Shell,
+        transfer: StateTransfer,
+        *,
+        timeout_s: float,
+        on_inherited: Callable[[Ranges, Inherited | None], None],
+    ) -> None:
+        self._shell = shell
+        self._on_inherited = on_inherited
         self._transfer = transfer
         self._timeout_s = timeout_s
         self._own: ReplicaCopy | None = None
@@ -70,7 +57,7 @@ class Backup:
 
     def copy_of(self, replica: str) -> tuple[Meta, Mapping[str, Tensor]]:
         """To be served. LookupError: there is none."""
-        copy = self._own if replica == self._owner.replica else self._kept.get(replica)
+        copy = self._own if replica == self._shell.replica else self._kept.get(replica)
         if copy is None:
             raise LookupError(f"no copy of {replica}")
         return copy.meta(), copy.tensors
@@ -78,16 +65,16 @@ class Backup:
     def offer(self, copy: ReplicaCopy) -> None:
         """This replica's own, to be kept by whom the coordinator chooses."""
         self._own, self._serial = copy, self._serial + 1
-        self._owner.run(self._owner.machine.copied(self._serial, copy.versions))
+        self._shell.run(self._shell.machine.copied(self._serial, copy.versions))
 
-    def keep(self, order: m.Keep, on_end: OnEnd) -> None:
+    def keep(self, order: m.Keep) -> None:
         """Fetches a neighbour's copy."""
-        self._begin(order.incarnation_id[0], self._keep(order), on_end)
+        self._begin(order.incarnation_id[0], self._keep(order))
 
-    def inherit(self, order: m.Inherit, clock: Callable[[], float], on_end: OnEnd) -> None:
+    def inherit(self, order: m.Inherit) -> None:
         """Fetches the predecessor's copy."""
         self.inheriting = True
-        self._begin("", self._inherit(order, clock), on_end)
+        self._begin("", self._inherit(order))
 
     def gone(self, incarnation_ids: tuple[m.IncarnationId, ...]) -> None:
         """These are gone; their replacements may still ask for the copies."""
@@ -105,11 +92,11 @@ class Backup:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _begin(self, name: str, work: Coroutine[Any, Any, None], on_end: OnEnd) -> None:
+    def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         if (before := self._tasks.get(name)) is not None:
             before.cancel()
         self._tasks[name] = asyncio.create_task(work)
-        self._tasks[name].add_done_callback(on_end)
+        self._shell.watch(self._tasks[name])
 
     def _drop(self, copy: ReplicaCopy) -> None:
         if self._kept.get(copy.incarnation_id[0]) is copy:
@@ -118,19 +105,19 @@ class Backup:
     async def _keep(self, order: m.Keep) -> None:
         with suppress(ConnectionError, ValueError):  # it may have died meanwhile; the next round brings another one
             self._kept[order.incarnation_id[0]] = await self._fetch(order.incarnation_id, order.source)
-            self._owner.run(self._owner.machine.keeps(order))
+            self._shell.run(self._shell.machine.keeps(order))
 
-    async def _inherit(self, order: m.Inherit, clock: Callable[[], float]) -> None:
-        began = clock()
+    async def _inherit(self, order: m.Inherit) -> None:
+        began = time.monotonic()
         inherited: Inherited | None = None
         try:
             copy = await self._fetch(order.incarnation_id, order.source)
-            inherited = Inherited(copy, order.inner_step, clock() - began)
+            inherited = Inherited(copy, order.inner_step, time.monotonic() - began)
         except (ConnectionError, ValueError) as error:
-            self._owner.emit("replay_failed", data={"of": list(order.incarnation_id), "reason": str(error)})
+            self._shell.emit("replay_failed", data={"of": list(order.incarnation_id), "reason": str(error)})
         self.inheriting = False
         known = (*inherited.copy.used, *inherited.copy.queue) if inherited is not None else ()
-        self._owner.inherit(in_order(order.ranges, known), inherited)
+        self._on_inherited(in_order(order.ranges, known), inherited)
 
     async def _fetch(self, incarnation_id: m.IncarnationId, source: str) -> ReplicaCopy:
         def expect(meta: Meta) -> None:

@@ -10,80 +10,47 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
 
 from torch import Tensor
 
-from ftopt.sync.group import Committed, Contribution, Host
+from ftopt.sync.group import Contribution
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
-from ftopt.sync.protocol.replica.machine import Replica
-from ftopt.sync.replica.backup import Backup
-from ftopt.transport.interface import Meta, StateTransfer
+from ftopt.sync.replica.shell import Shell, committed_of
+from ftopt.transport.interface import Meta, Provider, StateTransfer
 
 _FETCH_AGAIN_S = 0.2
-
-
-class Owner(Protocol):
-    """What the fetcher asks of the client."""
-
-    @property
-    def cut_off(self) -> bool:
-        """Whether nothing reaches anybody, by fault injection."""
-
-    @property
-    def machine(self) -> Replica:
-        """The machine."""
-
-    @property
-    def backup(self) -> Backup:
-        """The copies that are kept here."""
-
-    @property
-    def host(self) -> Host:
-        """The optimizer's side."""
-
-    def committed(self, record: m.Record) -> Committed:
-        """``record`` as the host sees it."""
-
-    def run(self, effects: list[e.ReplicaEffect]) -> None:
-        """Performs what the machine asks for."""
-
-    def accept(self, contribution: Contribution) -> None:
-        """Passes a proposal on to the machine."""
-
-    def drop(self, fragment: int, count: int) -> None:
-        """``count`` proposals are void; the training thread may know."""
-
-    def emit(
-        self,
-        event: str,
-        *,
-        fragment: int | None = None,
-        version: int | None = None,
-        attempt: int | None = None,
-        inner_step: int | None = None,
-        data: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Tells an event."""
 
 
 class Fetcher:
     """One replica's part in the transfer of committed states.
 
     Args:
-        owner: the client.
+        shell: the session.
         transfer: moves the bytes.
         timeout_s: seconds without a byte after which a source is given up.
+        copy_of: the copy that is kept of a replica, to be served. Raises LookupError.
+        accept: passes a proposal on to the machine; whether it means now.
+        drop: so many proposals of a fragment are void.
     """
 
-    def __init__(self, owner: Owner, transfer: StateTransfer, *, timeout_s: float) -> None:
-        self._owner = owner
+    def __init__(
+        self,
+        shell: Shell,
+        transfer: StateTransfer,
+        *,
+        timeout_s: float,
+        copy_of: Provider,
+        accept: Callable[[Contribution, bool], None],
+        drop: Callable[[int, int], None],
+    ) -> None:
+        self._shell = shell
+        self._copy_of, self._accept, self._drop = copy_of, accept, drop
         self._transfer = transfer
         self._timeout_s = timeout_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._installing: set[int] = set()
-        self._deferred: dict[int, list[Contribution]] = {}
+        self._deferred: dict[int, list[tuple[Contribution, bool]]] = {}
 
     async def start(self) -> str:
         """Serves; returns the address for peers."""
@@ -96,45 +63,45 @@ class Fetcher:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await self._transfer.stop()
 
-    def begin(self, effect: e.Fetch, on_end: Callable[[asyncio.Task[None]], None]) -> None:
+    def begin(self, effect: e.Fetch) -> None:
         """Starts a fetch; the machine asks for one at a time a fragment."""
         task = asyncio.create_task(self._fetch(effect))
         self._tasks[effect.position.fragment] = task
-        task.add_done_callback(on_end)
+        self._shell.watch(task)
 
-    def defers(self, contribution: Contribution) -> bool:
+    def defers(self, contribution: Contribution, now: bool) -> bool:
         """Whether a proposal has to wait for an install that is under way; it is kept then."""
         if contribution.fragment not in self._installing:
             return False
-        self._deferred.setdefault(contribution.fragment, []).append(contribution)
+        self._deferred.setdefault(contribution.fragment, []).append((contribution, now))
         return True
 
     def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
-        if self._owner.cut_off:
+        if self._shell.cut_off:
             raise LookupError("cut off")
         kind, _, name = what.partition("/")
         if kind == "copy":
-            return self._owner.backup.copy_of(name)
-        machine, fragment = self._owner.machine, int(name)
+            return self._copy_of(name)
+        machine, fragment = self._shell.machine, int(name)
         if not 0 <= fragment < machine.identity.fragments:
             raise KeyError(fragment)
         record = machine.fragments[fragment].serves()
         if record is None:
             raise LookupError("no committed state yet")
-        digest, tensors = self._owner.host.state(fragment)
+        digest, tensors = self._shell.host.state(fragment)
         return {"record": json.dumps(asdict(record), separators=(",", ":")), "digest": digest}, tensors
 
     def _on_serve(self, what: str, meta: Meta) -> None:
         kind, _, name = what.partition("/")
         if kind == "state":
-            self._owner.emit("serve", fragment=int(name), version=_record(meta).version)
+            self._shell.emit("serve", fragment=int(name), version=_record(meta).version)
 
     async def _fetch(self, effect: e.Fetch) -> None:
-        machine = self._owner.machine
+        machine = self._shell.machine
         fragment = effect.position.fragment
         target = machine.fragments[fragment].wanted or effect
         at = target.position
-        self._owner.emit("fetch", fragment=fragment, version=at.version)
+        self._shell.emit("fetch", fragment=fragment, version=at.version)
 
         def expect(meta: Meta) -> None:
             record = _record(meta)
@@ -150,21 +117,21 @@ class Fetcher:
                 if len(target.sources) < 2:
                     raise
                 # Damaged, and nobody knows by whom: each source alone, the preferred one last.
-                self._owner.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
+                self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
                 record = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
         except (ConnectionError, ValueError) as error:
-            self._owner.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
+            self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
             await asyncio.sleep(_FETCH_AGAIN_S)
             self._installing.discard(fragment)
-            self._owner.run(machine.fetch_failed(fragment))
+            self._shell.run(machine.fetch_failed(fragment))
         else:
             self._installing.discard(fragment)
-            self._owner.emit("fetched", fragment=fragment, version=record.version)
+            self._shell.emit("fetched", fragment=fragment, version=record.version)
             # The install has freed what was to be proposed meanwhile.
-            self._owner.drop(fragment, len(self._deferred.pop(fragment, [])))
-            self._owner.run(machine.fetched(record))
-        for contribution in self._deferred.pop(fragment, []):
-            self._owner.accept(contribution)
+            self._drop(fragment, len(self._deferred.pop(fragment, [])))
+            self._shell.run(machine.fetched(record))
+        for contribution, now in self._deferred.pop(fragment, []):
+            self._accept(contribution, now)
 
     async def _take(self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]) -> m.Record:
         """Fetches and installs; returns what is held by then.
@@ -173,16 +140,16 @@ class Fetcher:
             ConnectionError: no source gives it, or it is not wanted any more.
             ValueError: what came is damaged; nothing has changed.
         """
-        machine = self._owner.machine
+        machine = self._shell.machine
         meta, tensors = await self._transfer.fetch(
             sources, f"state/{fragment}", timeout_s=self._timeout_s, expect=expect
         )
         record = _record(meta)
-        if self._owner.cut_off or not machine.install(record):
+        if self._shell.cut_off or not machine.install(record):
             raise ConnectionError(f"version {record.version} is not wanted any more")
         self._installing.add(fragment)
-        committed, reset = self._owner.committed(record), machine.fragments[fragment].reset
-        await asyncio.to_thread(self._owner.host.install, committed, meta["digest"], tensors, reset=reset)
+        committed, reset = committed_of(machine, record), machine.fragments[fragment].reset
+        await asyncio.to_thread(self._shell.host.install, committed, meta["digest"], tensors, reset=reset)
         return record
 
     async def _take_from_any(self, sources: Sequence[str], fragment: int, expect: Callable[[Meta], None]) -> m.Record:

@@ -6,57 +6,22 @@ import base64
 import logging
 import queue
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
 
-from ftopt.sync.group import AttemptView, Collective, Damaged, Host, bits
+from ftopt.sync.group import AttemptView, Collective, Damaged, bits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.replica.shell import Shell
 from ftopt.transport.interface import Transport
 
 _log = logging.getLogger(__name__)
 
 
-class Owner(Protocol):
-    """What the reducer asks of the client."""
-
-    replica: str
-
-    @property
-    def host(self) -> Host:
-        """The optimizer's side."""
-
-    def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
-        """The reduction is done and prepared."""
-
-    def damaged(self, fragment: int, attempt: int, reason: str) -> None:
-        """The host's own committed state is damaged."""
-
-    def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
-        """The reduction failed; ``peer`` is the member that was lost, "" when unknown."""
-
-    def send(self, message: m.FromReplica) -> None:
-        """Sends a message of the rendezvous store. Raises ConnectionError when the coordinator is away."""
-
-    def emit(
-        self,
-        event: str,
-        *,
-        fragment: int | None = None,
-        version: int | None = None,
-        attempt: int | None = None,
-        inner_step: int | None = None,
-        data: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Tells an event."""
-
-
 class Reducer:
     """The reducer thread, its process groups, and the rendezvous store that they are built with."""
 
-    def __init__(self, owner: Owner, transport: Transport) -> None:
-        self._owner = owner
+    def __init__(self, shell: Shell, transport: Transport) -> None:
+        self._shell = shell
         self._transport = transport
         self._jobs: queue.SimpleQueue[e.StartReduce | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -125,42 +90,46 @@ class Reducer:
             del start
 
     def _reduce(self, start: e.StartReduce) -> None:
-        owner, q = self._owner, start.quorum
+        shell, q = self._shell, start.quorum
         with self._lock:
             attempt = self._attempts.get(q.attempt)
         if attempt is None:
             return
         try:
-            owner.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
+            shell.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
             group = self._group(q)
             before = group.sent_bytes
             group.tell([start.contribution.last_step, *bits([attempt.weight])])
-            digest = owner.host.reduce(attempt, group)
+            digest = shell.host.reduce(attempt, group)
             rows = [row[:1] for row in group.told()]
             self._sent_bytes += group.sent_bytes - before
             data = {"wire_bytes": self._sent_bytes}
-            owner.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
+            shell.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
         except InterruptedError as error:
             self._drop(q.fragment)
-            owner.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], "")  # heeded if it is news
+            self._failed(q, f"{error}")  # heeded if it is news
         except Damaged as error:
             self._drop(q.fragment)
-            owner.damaged(q.fragment, q.attempt, f"{error}"[:500])
+            reason = f"{error}"[:500]
+            shell.act(lambda machine: machine.damaged(q.fragment, q.attempt, reason=reason))
         except (ConnectionError, TimeoutError) as error:
             self._drop(q.fragment)
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
-            owner.reduce_failed(q.fragment, q.attempt, f"{error}"[:500], peer)
+            self._failed(q, f"{error}", peer)
         except Exception as error:
-            _log.exception("replica %s: the reduction failed", owner.replica)
+            _log.exception("replica %s: the reduction failed", shell.replica)
             self._drop(q.fragment)
-            owner.reduce_failed(q.fragment, q.attempt, f"{error!r}"[:500], "")
+            self._failed(q, f"{error!r}")
         else:
-            owner.reduced(q.fragment, q.attempt, digest, rows)
+            shell.act(lambda machine: machine.reduced(q.fragment, q.attempt, digest, rows))
         finally:
             with self._lock:
                 self._users.pop(q.attempt, None)
                 self._aborted.discard(q.attempt)
+
+    def _failed(self, q: m.Quorum, reason: str, peer: str = "") -> None:
+        self._shell.act(lambda machine: machine.reduce_failed(q.fragment, q.attempt, reason=reason[:500], peer=peer))
 
     def _group(self, q: m.Quorum) -> Collective:
         with self._lock:
@@ -187,12 +156,12 @@ class Reducer:
     # The rendezvous store: StoreOps, called on the transport's threads.
 
     def set(self, key: str, value: bytes) -> None:
-        self._owner.send(m.StoreSet(key, base64.b64encode(value).decode()))
+        self._shell.send(m.StoreSet(key, base64.b64encode(value).decode()))
 
     def get(self, key: str, timeout_s: float) -> bytes:
         with self._lock:
             future = self._values.setdefault(key, Future())
-        self._owner.send(m.StoreGet(key))
+        self._shell.send(m.StoreGet(key))
         try:
             return future.result(timeout=timeout_s)
         finally:

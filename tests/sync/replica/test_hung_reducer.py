@@ -43,15 +43,16 @@ def test_a_reducer_thread_that_hangs_is_left_out_and_comes_back(monkeypatch: pyt
     decisions, done, hangs, free = Decisions(), threading.Event(), threading.Event(), threading.Event()
     sync = Sync(grace_s=0.3, heartbeat_s=0.2, dead_after_s=1.0)
     groups = local_groups(3, sync=sync, on_event=decisions.on_event)
-    report = groups[2].reduced  # type: ignore[attr-defined]
+    session = groups[2].session  # type: ignore[attr-defined]
+    report = session.act
 
-    def reduced(*args: Any) -> None:
+    def act(event: Any) -> None:
         """Between the result and the word of it."""
-        if hangs.is_set():
+        if hangs.is_set() and threading.current_thread().name == "ftopt-reducer":
             free.wait(LIMIT_S)
-        report(*args)
+        report(event)
 
-    monkeypatch.setattr(groups[2], "reduced", reduced)
+    monkeypatch.setattr(session, "act", act)
 
     task = problem()
     models = [task.model(0) for _ in groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -47,12 +47,13 @@ class Alone:
     def reduce(self, attempt: AttemptView, collective: Collective) -> str:
         return "digest"
 
+    def act(self, event: Callable[[Any], Any]) -> None:
+        event(self)
+
     def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
         self.heard.put(("reduced", attempt))
 
-    def damaged(self, fragment: int, attempt: int, reason: str) -> None: ...
-
-    def reduce_failed(self, fragment: int, attempt: int, reason: str, peer: str) -> None:
+    def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str) -> None:
         self.heard.put(("failed", attempt))
 
     def send(self, message: m.FromReplica) -> None: ...
@@ -82,7 +83,7 @@ def start_reduce(attempt: int, fragment: int = 0) -> p.StartReduce:
 
 def test_attempts_that_are_over_leave_nothing_behind() -> None:
     alone = Alone()
-    reducer = Reducer(alone, alone)
+    reducer = Reducer(alone, alone)  # type: ignore[arg-type]
     reducer.start()
     for attempt in range(1, 51):
         reducer.begin(start_reduce(attempt, attempt % 2), 4 * attempt)
@@ -96,7 +97,7 @@ def test_attempts_that_are_over_leave_nothing_behind() -> None:
 
 def test_an_attempt_that_is_aborted_while_it_waits_for_its_turn_is_not_reduced() -> None:
     alone = Alone()
-    reducer = Reducer(alone, alone)
+    reducer = Reducer(alone, alone)  # type: ignore[arg-type]
     reducer.begin(start_reduce(1), 4)
     reducer.abort(1)
     reducer.begin(start_reduce(2, 1), 4)

@@ -13,7 +13,7 @@ from ftopt.fragments import Strided
 from ftopt.methods import LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import wrap
 from ftopt.optimizer.tensors.flat import parameters
-from ftopt.sync.replica.client import Client
+from ftopt.sync.replica.session import Session
 from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 
@@ -22,13 +22,13 @@ H, ROUNDS = 5, 3
 
 def test_a_proposal_that_the_network_thread_is_busy_with_is_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine has it, the message is not sent yet. A busy machine stretches that moment; here a sleep does."""
-    perform = Client._perform
+    perform = Session._perform
 
-    def slowly(client: Client, effect: Any) -> None:
+    def slowly(session: Session, effect: Any) -> None:
         time.sleep(0.01)
-        perform(client, effect)
+        perform(session, effect)
 
-    monkeypatch.setattr(Client, "_perform", slowly)
+    monkeypatch.setattr(Session, "_perform", slowly)
     assert _contributions(2, LocalSGD(sync_every=H), H * ROUNDS) == [[H, H]] * ROUNDS
 
 

@@ -1,0 +1,397 @@
+"""The network thread's part of a replica: the connection to the coordinator, and what the machine asks for.
+
+The thread runs the machine: messages, heartbeats, commits, the state served to peers and fetched from them. After each
+event it publishes what the training thread is to see (`ftopt.sync.replica.view`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ftopt.errors import FtoptError, Refused, Unreachable
+from ftopt.events import Event, OnEvent
+from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges, contains, union
+from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WANTS, MAX_WORD
+from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.replica.backup import Backup
+from ftopt.sync.replica.fetcher import Fetcher
+from ftopt.sync.replica.global_batch import GlobalBatch
+from ftopt.sync.replica.inheritance import Inherited
+from ftopt.sync.replica.link import Channel, Link
+from ftopt.sync.replica.loop import LoopThread
+from ftopt.sync.replica.reducer import Reducer
+from ftopt.sync.replica.shell import committed_of
+from ftopt.sync.replica.units import Units
+from ftopt.sync.replica.view import View
+from ftopt.transport.interface import StateTransfer, Transport
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """The `Shell` of one replica. What the training thread says goes into its public fields, or through `LoopThread`.
+
+    Args:
+        replica: this replica's id.
+        sync: the job's settings.
+        link: how to reach the coordinator.
+        transport: makes the process groups.
+        state: serves and fetches the committed state.
+        network: the loop to live on.
+        on_event: called with what happens.
+        connect_s: seconds after which it gives up when nobody has answered yet.
+        view: what the training thread sees.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        sync: Sync,
+        *,
+        link: Link,
+        transport: Transport,
+        state: StateTransfer,
+        network: LoopThread,
+        on_event: OnEvent,
+        connect_s: float,
+        view: View,
+    ) -> None:
+        self.replica = replica
+        self.state = "starting"
+        """What the training thread is doing, for the heartbeats."""
+        self.readings: dict[int, m.Reading] = {}
+        self.newest: Callable[[], m.Position | None] = lambda: None
+        """Fragment 0's state in the newest checkpoint at hand."""
+        self.inherited: Inherited | None = None
+        self.units: Units | None = None
+        self.global_batch: GlobalBatch | None = None
+        self._sync = sync
+        self._view = view
+        self._link = link
+        self._network = network
+        self._on_event = on_event
+        self._connect_s = connect_s
+        self._machine: Replica | None = None
+        self._host: Host | None = None
+        self._channel: Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._notice = ""
+        self._said_bye = False
+        self._cut_until_s = 0.0
+        self.backup = Backup(self, state, timeout_s=sync.dead_after_s, on_inherited=self._inherit)
+        self.reducer = Reducer(self, transport)
+        served, timeout_s = self.backup.copy_of, sync.dead_after_s
+        self._fetcher = Fetcher(self, state, timeout_s=timeout_s, copy_of=served, accept=self.accept, drop=view.drop)
+
+    @property
+    def machine(self) -> Replica:
+        """The replica machine; there from `open` on."""
+        assert self._machine is not None
+        return self._machine
+
+    @property
+    def host(self) -> Host:
+        """The optimizer's side; there from `open` on. Any thread."""
+        assert self._host is not None
+        return self._host
+
+    @property
+    def opened(self) -> bool:
+        """Whether the machine is there."""
+        return self._machine is not None
+
+    # ------------------------------------------------------------ any thread
+
+    def emit(
+        self,
+        event: str,
+        *,
+        fragment: int | None = None,
+        version: int | None = None,
+        attempt: int | None = None,
+        inner_step: int | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        if inner_step is None:
+            inner_step = self._host.standing()[0] if self._host is not None else 0
+        life = self._view.incarnation
+        self._on_event(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
+
+    def cut(self, for_s: float) -> None:
+        """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds."""
+        self._cut_until_s = time.monotonic() + for_s
+        self.reducer.cut()
+        self._network.soon(self._hang_up)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether a `cut` lasts."""
+        return time.monotonic() < self._cut_until_s
+
+    def act(self, event: Callable[[Replica], list[e.ReplicaEffect]]) -> None:
+        """Gives the machine an event, and performs what it asks for."""
+        self._network.soon(lambda: self.run(event(self.machine)))
+
+    def send(self, message: m.FromReplica) -> None:
+        """Sends a message of the rendezvous store. Raises ConnectionError: the coordinator is away."""
+        if self._channel is None:
+            raise ConnectionError("the coordinator is away")
+        self._network.soon(self._send, message)
+
+    # ------------------------------------------------------------ the connection
+
+    async def open(self, host: Host, fingerprint: Fingerprint, job: str, resumed: Held | None) -> None:
+        """Begins to serve, connects, and goes on by itself."""
+        self._host = host
+        address = await self._fetcher.start()
+        source = self.units or self.global_batch
+        settings = self._sync.values()
+        identity = Identity(
+            job=job,
+            replica=self.replica,
+            lines=dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()},
+            settings=settings,
+            initial=fingerprint.initial,
+            fragments=fingerprint.fragments,
+            address=address,
+            samples=source.samples if source is not None else None,
+        )
+        self._machine = Replica(identity)
+        if resumed is not None:
+            self._machine.resume(resumed)
+        self._want()
+        self._tasks = [asyncio.create_task(self._session()), asyncio.create_task(self._beat())]
+        for task in self._tasks:
+            self.watch(task)
+
+    async def _session(self) -> None:
+        """Connects, listens until the connection is lost, connects again."""
+        machine = self.machine
+        give_up = time.monotonic() + self._connect_s
+        ever, delay_s, complaint = False, 0.02, ""
+        while True:
+            try:
+                if self.cut_off or self._view.restoring:
+                    raise ConnectionError("cut off" if self.cut_off else "a checkpoint is being restored")
+                if not machine.complete:
+                    machine.checkpoint = await asyncio.to_thread(self.newest)
+                self._channel = channel = await self._link.open(self._receive)
+            except (OSError, Refused) as error:
+                if isinstance(error, Refused) and not ever:
+                    self._fail(error)
+                    return
+                # Later whoever answers so is not the coordinator that let us in: the trainer goes on alone meanwhile.
+                if isinstance(error, Refused) and str(error) != complaint:
+                    complaint = str(error)
+                    _log.warning("replica %s: %s", self.replica, complaint)
+                if not ever and time.monotonic() > give_up:
+                    text = f"no coordinator answers within {self._connect_s:g} s ({error}); start one with "
+                    text += "`ftopt coordinator`, or check the address and the network between"
+                    self._fail(Unreachable(text))
+                    return
+                await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
+                delay_s = min(0.5, delay_s * 2)
+                continue
+            ever, complaint = True, ""
+            self.run(machine.connect())
+            await channel.closed()
+            delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
+            self._channel = None
+            self.backup.lost()
+            self.run(machine.disconnect())
+            self.reducer.fail_store()
+            if self._said_bye:
+                return
+            self.emit("disconnected")
+            await asyncio.sleep(delay_s)
+
+    async def _beat(self) -> None:
+        while True:
+            machine, channel = self._machine, self._channel
+            if channel is not None and machine is not None and machine.welcomed:
+                state, (inner_step, step_s) = self.state, self.host.standing()
+                if self._view.waiting and state == "training":
+                    state = "waiting"
+                progress = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
+                channel.send(m.encode(progress))
+            await asyncio.sleep(self._sync.derived.heartbeat_s)
+
+    def _current_readings(self) -> tuple[m.Reading, ...]:
+        held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
+        return tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
+
+    async def restored(self, held: Held) -> None:
+        """The host holds what a checkpoint did: connect anew."""
+        if self.units is not None:
+            self.units.put_back(held.used, held.queue)
+        self.machine.restore(held)
+        self._view.restore(done=True)
+
+    async def bye(self) -> None:
+        """Says goodbye; returns when the coordinator has hung up."""
+        self._said_bye = True
+        if (channel := self._channel) is not None:
+            channel.send(m.encode(m.Bye()))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(channel.closed(), timeout=2.0)  # the coordinator hangs up when it has heard it
+
+    async def end(self) -> None:
+        """Ends connections and tasks."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+        await self._link.end()
+        await self.backup.stop()
+        await self._fetcher.stop()
+
+    async def committed(self) -> list[Committed]:
+        """What the machine holds, as the host sees it."""
+        return [committed_of(self.machine, f.record) for f in self.machine.fragments if f.record is not None]
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """If the task fails, so does the membership."""
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("replica %s: the network thread failed", self.replica, exc_info=error)
+            self._fail(FtoptError(f"the outer-sync layer of {self.replica} failed: {error!r}; please report this"))
+
+    def _fail(self, error: FtoptError) -> None:
+        self._view.fail(error)
+        if self.global_batch is not None:
+            self.global_batch.poke()
+
+    # ------------------------------------------------------------ the machine
+
+    def _receive(self, text: str) -> None:
+        if self.cut_off:
+            return
+        message = m.decode(text)
+        if isinstance(message, m.StoreValue):
+            self.reducer.store_value(message.key, base64.b64decode(message.value))
+        elif isinstance(message, m.FromCoordinator):
+            if isinstance(message, m.RosterUpdate):
+                self.backup.gone(message.gone)
+            self.run(self.machine.receive(message))
+
+    def accept(self, contribution: Contribution, now: bool) -> None:
+        """A proposal of the training thread arrives."""
+        if self._fetcher.defers(contribution, now):
+            return
+        self._want()
+        effects = self.machine.propose(contribution, now=now)
+        self._publish(arrived=contribution.fragment)  # at once: before that it is on its way, to the training thread
+        self.run(effects)
+
+    def _want(self) -> None:
+        """How many units it wants to hold: by what its rounds have taken."""
+        if self.units is not None:
+            self.machine.lease.wants = min(self.units.wants, MAX_WANTS)
+
+    def run(self, effects: list[e.ReplicaEffect]) -> None:
+        """Performs what the machine asks for."""
+        for effect in effects:
+            self._perform(effect)
+        self._publish()
+
+    def _perform(self, effect: e.ReplicaEffect) -> None:
+        match effect:
+            case e.Send(message=message):
+                self._send(message)
+            case e.StartReduce(quorum=q):
+                if q.outlier:
+                    data = {"reason": q.outlier}
+                    self.emit("outlier", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
+                record = self.machine.fragments[q.fragment].record
+                self.reducer.begin(effect, record.inner_step if record is not None else 0)
+            case e.StopReduce(fragment=fragment, attempt=attempt):
+                self.reducer.abort(attempt)
+                self.host.discard(fragment)
+                self._view.stop(fragment)
+            case e.CommitPrepared(attempt=attempt, record=record):
+                started = self.reducer.started(attempt)
+                self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
+                self.host.commit(started, committed_of(self.machine, record))
+            case e.Begin(record=record, reset=reset):
+                if reset:  # otherwise the host begins with its own state anyway
+                    digest, tensors = self.host.state(record.fragment)
+                    self.host.install(committed_of(self.machine, record), digest, tensors, reset=True)
+            case e.RestoreCheckpoint():
+                self._view.restore(done=False)
+                self._hang_up()
+            case e.Fetch():
+                self._fetcher.begin(effect)
+            case e.Granted(ranges=ranges, out_of_units=out_of_units) if self.units is not None:
+                self.units.grant(ranges, out_of_units=out_of_units)
+            case e.Settled(done=done, own=own) if self.units is not None:
+                if twice := self.units.settle(done, own):
+                    self.emit("used_twice", fragment=0, data={"ranges": twice})
+            case e.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
+                self.global_batch.assign(version, plan, units, ended=ended)
+            case e.KeepCopy(order=order):
+                self.backup.keep(order)
+            case e.InheritWork(order=order):
+                self.backup.inherit(order)
+            case e.Reset(reason=reason):
+                self.inherited = None
+                if self.units is not None:
+                    self.units.reset()
+                if self.global_batch is not None:
+                    self.global_batch.reset()
+                self.emit("reset", data={"reason": reason})
+                self._hang_up()
+            case e.GiveUp(reason=reason):
+                self._fail(Refused(reason))
+            case e.Disconnect(reason=reason):
+                self.emit("epoch", data={"reason": reason})
+                self._hang_up()
+            case e.Notice(text=text) if text != self._notice:
+                self._notice = text
+                self.emit("hold", data={"text": text})
+
+    def _send(self, message: m.FromReplica) -> None:
+        if self._channel is None or self.cut_off:
+            return
+        sent = None
+        if isinstance(message, m.Propose):
+            c = message.contribution
+
+            def sent() -> None:
+                self.emit("gather", fragment=c.fragment, version=c.version + 1)
+
+        self._channel.send(m.encode(message), sent)
+
+    def _hang_up(self) -> None:
+        if self._channel is not None:
+            task = asyncio.create_task(self._channel.close())
+            self._tasks.append(task)
+            task.add_done_callback(self._tasks.remove)
+
+    def _publish(self, *, arrived: int | None = None) -> None:
+        self._view.publish(self.machine, let_in=not self.backup.inheriting, arrived=arrived)
+        if self.global_batch is not None:
+            self.global_batch.poke()
+
+    def _inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:
+        """These units are this replica's, in this order; what it goes on from."""
+        if not contains(self.machine.lease.held, union(ranges)):
+            inherited, ranges = None, ()  # given up meanwhile, or connected anew
+        if self.units is not None:
+            self.units.inherit(ranges)
+        self.inherited = inherited
+        self._publish()

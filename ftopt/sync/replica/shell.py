@@ -1,0 +1,54 @@
+"""What the parts of a replica's shell (reducer, fetcher, backup) share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from ftopt.events import Emit
+from ftopt.sync.group import Committed, Host
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import effects as e
+from ftopt.sync.protocol.replica.machine import Replica
+
+
+class Shell(Protocol):
+    """The machine, and what stands around it. Network thread unless said otherwise."""
+
+    replica: str
+
+    @property
+    def machine(self) -> Replica:
+        """The machine."""
+
+    @property
+    def host(self) -> Host:
+        """The optimizer's side. Any thread."""
+
+    @property
+    def emit(self) -> Emit:
+        """Tells an event in this replica's name. Any thread."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether nothing reaches anybody, by fault injection."""
+
+    def run(self, effects: list[e.ReplicaEffect]) -> None:
+        """Performs what the machine asks for."""
+
+    def act(self, event: Callable[[Replica], list[e.ReplicaEffect]]) -> None:
+        """Gives the machine an event, and performs what it asks for. Any thread."""
+
+    def send(self, message: m.FromReplica) -> None:
+        """Sends a message that is not the machine's. Any thread. Raises ConnectionError: the coordinator is away."""
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """If the task fails, so does the membership."""
+
+
+def committed_of(machine: Replica, record: m.Record) -> Committed:
+    """``record`` as the host of ``machine`` sees it."""
+    first = record if record.fragment == 0 else machine.fragments[0].record
+    inner_step = first.inner_step if first is not None else record.inner_step
+    return Committed(record.fragment, record.version, inner_step, machine.counted_step(record), record)

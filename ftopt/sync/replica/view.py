@@ -1,0 +1,123 @@
+"""What the training thread sees of the machine: published by the network thread, read without a lock."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+from ftopt.errors import FtoptError
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica.machine import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentView:
+    """A fragment as it was published last.
+
+    Args:
+        proposed: proposals that are on their way to the machine.
+        offered: whether the machine has an outstanding contribution.
+        released: whether nobody shall wait for that.
+        called_in: whether the others wait for a contribution.
+        means: of the replicas' readings.
+        stopped: attempts that have ended without a commit so far.
+    """
+
+    proposed: int = 0
+    offered: bool = False
+    released: bool = False
+    called_in: bool = False
+    means: m.Means | None = None
+    stopped: int = 0
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether a contribution is not decided yet."""
+        return self.offered or self.proposed > 0
+
+
+class View:
+    """The only state that the training thread and the network thread share; its methods are its only writers."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        """Notified after each change."""
+        self.fragments: list[FragmentView] = []
+        self.incarnation = 0
+        self.ready = False
+        """Every fragment has the committed state."""
+        self.may_train = False
+        self.restoring = False
+        """A checkpoint is to be restored; no connection is opened meanwhile."""
+        self.waiting = False
+        """The training thread waits for a decision."""
+        self.closed = False
+        self.failure: FtoptError | None = None
+        self._welcomed = False
+
+    def check(self) -> None:
+        """Raises what has ended this replica's membership."""
+        if self.failure is not None:
+            raise self.failure
+
+    # ------------------------------------------------------------ training thread
+
+    def propose(self, fragment: int) -> None:
+        """A proposal is on its way."""
+        with self.changed:
+            self.check()
+            self._add(fragment, 1)
+
+    def close(self) -> bool:
+        """Nobody waits any longer; False if it is closed already."""
+        with self.changed:
+            first, self.closed = not self.closed, True
+            self.changed.notify_all()
+        return first
+
+    # ------------------------------------------------------------ network thread
+
+    def publish(self, machine: Replica, *, let_in: bool, arrived: int | None = None) -> None:
+        """What the machine holds now. ``arrived``: a fragment of which it has been given one more proposal.
+
+        ``let_in``: whether nothing else keeps training from starting, if the machine does not.
+        """
+        with self.changed:
+            if arrived is not None:
+                self._add(arrived, -1)
+            for index, (f, old) in enumerate(zip(machine.fragments, self.fragments, strict=True)):
+                self.fragments[index] = FragmentView(
+                    old.proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
+                )
+            self.incarnation = machine.incarnation or self.incarnation
+            self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
+            let_in = let_in and self._welcomed
+            self.ready, self.may_train = machine.ready and let_in, machine.may_train and let_in
+            self.changed.notify_all()
+
+    def drop(self, fragment: int, count: int) -> None:
+        """``count`` proposals that the machine has not been given are void."""
+        with self.changed:
+            self._add(fragment, -count)
+
+    def stop(self, fragment: int) -> None:
+        """An attempt has ended without a commit."""
+        with self.changed:
+            old = self.fragments[fragment]
+            self.fragments[fragment] = replace(old, stopped=old.stopped + 1)
+
+    def restore(self, *, done: bool) -> None:
+        """A checkpoint is to be restored, or is."""
+        with self.changed:
+            self.restoring = not done
+            self._welcomed = self._welcomed and done
+
+    def fail(self, error: FtoptError) -> None:
+        """This replica's membership has ended; the first reason counts."""
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()
+
+    def _add(self, fragment: int, proposals: int) -> None:
+        old = self.fragments[fragment]
+        self.fragments[fragment] = replace(old, proposed=old.proposed + proposals)
