@@ -1,7 +1,8 @@
 """Semi-synchronous optimizers for PyTorch in which replicas come and go and no survivor loses an inner step.
 
 Wrap the inner optimizer with `wrap`, choose a method (`DiLoCo`, `LocalSGD`), connect with `connect`, `solo` or
-`local_groups`. A method's parts are in `outer` (outer optimizers), `fragments` and `triggers`. ``docs/`` explains the
+`local_groups`. A method's parts are in `outer` (outer optimizers), `fragments` and `triggers`; what a method
+of your own needs is in `methods`; wire precisions are in `codecs`. ``docs/`` explains the
 rest.
 
 The names that need torch are looked up when they are first used: the command line and the coordinator do without it.
@@ -21,7 +22,9 @@ from ftopt.events import Event as Event
 from ftopt.sync.protocol.settings import Sync as Sync
 
 if TYPE_CHECKING:
+    from ftopt import codecs as codecs
     from ftopt import fragments as fragments
+    from ftopt import methods as methods
     from ftopt import outer as outer
     from ftopt import triggers as triggers
     from ftopt.checkpointing import Checkpoints as Checkpoints
@@ -65,7 +68,7 @@ _LATER = {
     **dict.fromkeys(_METHODS, "ftopt.methods"),
     **dict.fromkeys(_OPTIMIZER, "ftopt.optimizer"),
 }
-_MODULES = ("fragments", "outer", "triggers")
+_MODULES = ("codecs", "fragments", "methods", "outer", "triggers")
 
 
 def __getattr__(name: str) -> Any:

@@ -72,11 +72,11 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
         if (every is not None and every < 1) or keep < 1:
-            raise ValueError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1")
+            raise UserError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1; use every=5, keep=2")
         core = optimizer._core
         group = core.group
         if group is None:
-            raise ValueError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
+            raise UserError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
         self._folder = Path(folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")

@@ -73,8 +73,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Where the parts are put together.
     "connect": {"net", "sync/group", "sync/local", "sync/protocol", "sync/replica", "transport"},
     "__init__": {
-        "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data", "sync/group",
-        "sync/protocol",
+        "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
+        "sync/group", "sync/protocol",
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},

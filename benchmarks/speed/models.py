@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ftopt.config.schema import GptConfig
+from ftopt.config.model import GptConfig
 from ftopt.job.model import Transformer
 
 BYTE_GPT = "byte GPT, 131k"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from ftopt.codecs.named import CODECS
-from ftopt.config import data, schema
+from ftopt.config import data, inner, model
 from ftopt.errors import UserError
 from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
 from ftopt.methods.decoupled import DecoupledDiLoCo
@@ -27,17 +27,17 @@ from ftopt.methods.torch_optimizers import Torch
 from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStaged
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
-    "model": {"gpt": schema.GptConfig, "convnet": schema.ConvnetConfig, "factory": schema.FactoryConfig},
+    "model": {"gpt": model.GptConfig, "convnet": model.ConvnetConfig, "factory": model.FactoryConfig},
     "data": {"stdlib_bytes": data.StdlibBytes, "text": data.Text, "tokens": data.TokensConfig, "digits": data.Digits},
     "sync.codec": CODECS,
     "inner": {
-        "adamw": schema.AdamWConfig,
-        "adam": schema.AdamConfig,
-        "sgd": schema.SgdConfig,
-        "muon": schema.MuonConfig,
-        "torch": schema.TorchConfig,
+        "adamw": inner.AdamWConfig,
+        "adam": inner.AdamConfig,
+        "sgd": inner.SgdConfig,
+        "muon": inner.MuonConfig,
+        "torch": inner.TorchConfig,
     },
-    "inner.schedule": {"constant": schema.ConstantConfig, "cosine": schema.CosineConfig},
+    "inner.schedule": {"constant": inner.ConstantConfig, "cosine": inner.CosineConfig},
     "method": {
         "diloco": DiLoCo,
         "local_sgd": LocalSGD,

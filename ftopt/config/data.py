@@ -10,16 +10,16 @@ from ftopt.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """What every kind of data has: how its samples (windows, images) are drawn.
+    """The settings of every kind of data: how its samples (windows, images) are drawn.
 
     Args:
-        batch_size: samples a micro-batch.
-        sampling: ``once`` (default): the job hands out each sample once an epoch, whoever comes and goes. ``random``:
-            each replica draws for itself, windows at any place, with replacement.
-        epochs: the job ends with its data after so many, or at ``train.inner_steps`` if that is first. Default null:
-            without end.
-        drop_last: whether the samples of an epoch that fill no batch are left out.
-        workers: processes a replica that load ahead; 0: batches are loaded between two steps.
+        batch_size: samples per micro-batch.
+        sampling: ``once`` (default): the job hands out each sample once per epoch, however replicas join and leave.
+            ``random``: each replica draws for itself, windows at any place, with replacement.
+        epochs: the job ends after this many epochs, or at ``train.inner_steps`` if that comes first. Default null:
+            no end.
+        drop_last: whether the samples of an epoch that do not fill a batch are left out.
+        workers: processes per replica that load ahead; 0: batches are loaded between two steps.
     """
 
     batch_size: int = 16

@@ -28,6 +28,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from ftopt.errors import UserError
+
 ROUNDS = 12
 """Rounds of the network: with 8 the orders of five samples are visibly uneven, with 4 those of a dozen."""
 BLOCK = 1024
@@ -47,12 +49,12 @@ class Order:
         seed: any whole number.
 
     Raises:
-        ValueError: ``samples`` is out of range.
+        UserError: ``samples`` is out of range.
     """
 
     def __init__(self, samples: int, *, seed: int) -> None:
         if not 1 <= samples <= MAX_SAMPLES:
-            raise ValueError(f"samples={samples}; must be 1 to 2^62")
+            raise UserError(f"samples={samples}; must be 1 to 2^62")
         self.samples = samples
         self.seed = seed
         self._rows = math.isqrt(samples - 1) + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ftopt.config.schema import ConvnetConfig
+from ftopt.config.model import ConvnetConfig
 from ftopt.data.digits import CLASSES
 
 

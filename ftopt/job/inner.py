@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ftopt.config.schema import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
+from ftopt.config.inner import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
 
 NamedParameters = dict[str, nn.Parameter]

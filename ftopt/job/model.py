@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ftopt.config.schema import ConvnetConfig, FactoryConfig, GptConfig, ModelConfig
+from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig, ModelConfig
 from ftopt.errors import UserError
 from ftopt.job.convnet import ConvolutionalNet
 

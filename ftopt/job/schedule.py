@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ftopt.config.schema import CosineConfig, ScheduleConfig
+from ftopt.config.inner import CosineConfig, ScheduleConfig
 
 
 def factor(schedule: ScheduleConfig, inner_step: int, inner_steps: int) -> float:

@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from ftopt.config.data import Digits, StdlibBytes, Text, TokensConfig
-from ftopt.config.schema import ConvnetConfig, FactoryConfig, GptConfig, Recipe
+from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig
+from ftopt.config.schema import Recipe
 from ftopt.data.batches import MapStyle
 from ftopt.data.corpus import HELD_OUT, Bytes, stdlib_bytes, text
 from ftopt.data.digits import Draws, digits

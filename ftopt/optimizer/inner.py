@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ftopt.errors import UserError
+
 
 class Inner:
     """The inner optimizers as one.
@@ -116,7 +118,7 @@ class Inner:
         """The reverse of `state_dict`.
 
         Raises:
-            ValueError: another number of groups or parameters.
+            UserError: another number of groups.
         """
         if self.single is not None:
             self.single.load_state_dict(state_dict)
@@ -167,7 +169,7 @@ class Inner:
     def _split(self, groups: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         counts = [len(optimizer.param_groups) for optimizer in self.optimizers]
         if len(groups) != sum(counts):
-            raise ValueError(
+            raise UserError(
                 f"{len(groups)} parameter groups for {len(counts)} inner optimizers that have {sum(counts)}; "
                 "load a state dict of the same optimizers in the same order"
             )

@@ -320,10 +320,10 @@ class OuterOptimizer(Optimizer):
                 next outer step, not here. Default: what a closure returns.
 
         Raises:
-            ValueError: a negative number.
+            UserError: a negative number.
         """
         if tokens < 0 or samples < 0:
-            raise ValueError(f"count(tokens={tokens}, samples={samples}); both must be 0 or more")
+            raise UserError(f"count(tokens={tokens}, samples={samples}); both must be 0 or more")
         self._core.count(tokens=tokens, samples=samples, loss=loss)
 
     @contextmanager

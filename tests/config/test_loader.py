@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from ftopt.config.data import Text
+from ftopt.config.inner import AdamWConfig, CosineConfig, MuonConfig, SgdConfig
 from ftopt.config.loader import dump, load
-from ftopt.config.schema import AdamWConfig, CosineConfig, FactoryConfig, MuonConfig, SgdConfig
+from ftopt.config.model import FactoryConfig
 from ftopt.config.shipped import shipped, title
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault

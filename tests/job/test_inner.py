@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from ftopt.config.inner import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.config.loader import load
-from ftopt.config.schema import AdamConfig, AdamWConfig, GptConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
+from ftopt.config.model import GptConfig
 from ftopt.errors import UserError
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.model import build_model

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ftopt.config.schema import ConstantConfig, CosineConfig, FactoryConfig, GptConfig
+from ftopt.config.inner import ConstantConfig, CosineConfig
+from ftopt.config.model import FactoryConfig, GptConfig
 from ftopt.errors import UserError
 from ftopt.job.model import build_model
 from ftopt.job.schedule import factor

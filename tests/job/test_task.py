@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ftopt.config.loader import load
-from ftopt.config.schema import ConvnetConfig, Recipe
+from ftopt.config.model import ConvnetConfig
+from ftopt.config.schema import Recipe
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
