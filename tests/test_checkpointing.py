@@ -289,7 +289,7 @@ def _epoch(
         with optimizer:
             checkpoints.include()
             while (unit := units.take()) is not None:
-                assert units.drawn(unit)
+                assert units.draw(unit)
                 optimizer.zero_grad()
                 TASK.backward(model, 0, unit)
                 optimizer.step()

@@ -91,7 +91,7 @@ def live(
                     unit = group.units.take()
                     if unit is None:
                         break
-                    assert group.units.drawn(unit)
+                    assert group.units.draw(unit)
                 optimizer.zero_grad()
                 TASK.backward(model, int(group.replica[1:]), optimizer.local_steps)
                 optimizer.step()

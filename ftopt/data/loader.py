@@ -235,7 +235,7 @@ class _FromUnits:
     def batches(self) -> Iterator[Any]:
         while (loaded := self._loading.next()) is not None:
             unit, batch = loaded
-            if self._units.drawn(unit):
+            if self._units.draw(unit):
                 self.epoch = self._samples.epoch_of(unit)
                 yield batch
         self._told = self._units.ended

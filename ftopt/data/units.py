@@ -29,7 +29,7 @@ class UnitSource(Protocol):
     def ended(self) -> bool:
         """Whether every unit of the job is done with."""
 
-    def drawn(self, unit: int) -> bool:
+    def draw(self, unit: int) -> bool:
         """The training loop is given this unit's batch: the next inner step uses it. Training thread, in order.
 
         False: the unit is this replica's no more (it was declared gone meanwhile), and its batch must not be used.
@@ -97,7 +97,7 @@ class Counted:
         """Whether all are drawn."""
         return self.position == self._end
 
-    def drawn(self, unit: int) -> bool:
+    def draw(self, unit: int) -> bool:
         """``unit`` is done with."""
         self.position = unit + 1
         return True

@@ -146,9 +146,9 @@ class Tail(Granted):
     def take(self, timeout_s: float | None = None) -> int | None:
         return None if not self._queue and self.unused else super().take(timeout_s)
 
-    def drawn(self, unit: int) -> bool:
+    def draw(self, unit: int) -> bool:
         self.unused += 1
-        return super().drawn(unit)
+        return super().draw(unit)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -48,7 +48,7 @@ class Granted:
     def ended(self) -> bool:
         return self._ended and not self._queue
 
-    def drawn(self, unit: int) -> bool:
+    def draw(self, unit: int) -> bool:
         if unit in self.not_mine:
             return False
         self.got.append(unit)

@@ -205,7 +205,7 @@ class OuterStep:
         """
         self.counters.count_step(tokens, step_s)
         if self._group.units is not None:
-            self._group.units.used()
+            self._group.units.use()
         if self._uses_totals:
             self.counters.add_to_totals(largest_lr(), loss if self._uses_loss else None, step_s)
 

@@ -392,6 +392,6 @@ class Session:
         if not contains(self.machine.lease.held, union(ranges)):
             inherited, ranges = None, ()  # given up meanwhile, or connected anew
         if self.units is not None:
-            self.units.inherit(ranges)
+            self.units.grant_first(ranges)
         self.inherited = inherited
         self._publish()

@@ -9,10 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.samples import Samples
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SPARE = 16
 """Units beside three rounds' worth: what loaders prefetch."""
@@ -21,8 +26,17 @@ FIRST_WANTS = 8
 _IDLE_S = 0.05
 
 
-class Units:
-    """One replica's units. Any thread; `take` blocks.
+def _locked(method: Callable[Concatenate[UnitQueue, P], R]) -> Callable[Concatenate[Units, P], R]:
+    @wraps(method)
+    def call(self: Units, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._changed:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+class Units(UnitQueue):
+    """One replica's units: its `UnitQueue`, for any thread; `take` blocks.
 
     Args:
         samples: what is counted.
@@ -31,16 +45,25 @@ class Units:
     """
 
     def __init__(self, samples: Samples, *, round_units: int | None = None) -> None:
+        super().__init__()
         self.samples = samples
         self._round = round_units
         self._measured = FIRST_WANTS
         self._changed = threading.Condition()
-        self._unit_queue = UnitQueue()
         self._out_of_units = False
         self._ended = False
         self._closed = False
         self._ask: Callable[[], None] | None = None
         self._idle: tuple[threading.Thread, Callable[[], None]] | None = None
+
+    draw = _locked(UnitQueue.draw)
+    use = _locked(UnitQueue.use)
+    unuse = _locked(UnitQueue.unuse)
+    redo = _locked(UnitQueue.redo)
+    spend = _locked(UnitQueue.spend)
+    kept = _locked(UnitQueue.kept)
+    put_back = _locked(UnitQueue.put_back)
+    grant_first = _locked(UnitQueue.grant_first)
 
     # ------------------------------------------------------------ the loader and the training loop
 
@@ -64,11 +87,11 @@ class Units:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
-                unit = self._unit_queue.take()
+                unit = super().take()
                 if unit is not None:
-                    low = self._unit_queue.queued <= self.wants // 6
+                    low = self.queued <= self.wants // 6
                     break
-                if self._ended or self._closed or (self._out_of_units and self._unit_queue.unused):
+                if self._ended or self._closed or (self._out_of_units and self.unused):
                     return None
                 if not self._out_of_units:
                     ask()
@@ -76,20 +99,12 @@ class Units:
                 if left_s <= 0:
                     raise TimeoutError(f"no unit was granted within {timeout_s:g} s")
                 self._changed.wait(left_s)
-                out_of_units = self._out_of_units and not self._unit_queue.queued
+                out_of_units = self._out_of_units and not self.queued
             if out_of_units and self._idle is not None and self._idle[0] is threading.current_thread():
                 self._idle[1]()
         if low:
             ask()
         return unit
-
-    def drawn(self, unit: int) -> bool:
-        """The training loop has this unit's batch, in the order in which it was taken.
-
-        False: this replica was given up meanwhile, and the unit is another one's: leave the batch out.
-        """
-        with self._changed:
-            return self._unit_queue.draw(unit)
 
     @property
     def ended(self) -> bool:
@@ -98,28 +113,13 @@ class Units:
 
     # ------------------------------------------------------------ the optimizer
 
-    def used(self) -> None:
-        """An inner step has used all that was drawn."""
-        with self._changed:
-            self._unit_queue.use()
-
-    def unuse(self) -> None:
-        """That step is undone: what it used counts as drawn again."""
-        with self._changed:
-            self._unit_queue.unuse()
-
     def offer(self) -> Ranges:
         """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
         with self._changed:
-            ranges = self._unit_queue.offer()
+            ranges = super().offer()
             if self._round is None:
                 self._measured = max(FIRST_WANTS, sum(stop - start for start, stop in ranges))
             return ranges
-
-    def redo(self) -> None:
-        """All steps that are not counted yet are void: their units are taken again."""
-        with self._changed:
-            self._unit_queue.redo()
 
     def when_out_of_units(self, idle: Callable[[], None]) -> None:
         """While this thread waits in `take` for units that others hold, ``idle`` is called now and then.
@@ -140,46 +140,25 @@ class Units:
         self._ask = ask
         self._round = self._round or round_units
 
-    def grant(self, ranges: Ranges, *, out_of_units: bool) -> None:
+    def grant(self, ranges: Ranges, *, out_of_units: bool = False) -> None:
         """More units, or the answer that there are none."""
         with self._changed:
-            self._unit_queue.grant(ranges)
+            super().grant(ranges)
             self._out_of_units = out_of_units and not ranges
             self._changed.notify_all()
-
-    def inherit(self, ranges: Ranges) -> None:
-        """Those of a replica that this one replaces, in the order in which they are to be used: before all others."""
-        with self._changed:
-            self._unit_queue.grant_first(ranges)
-            self._changed.notify_all()
-
-    def spend(self, ranges: Ranges) -> None:
-        """Inherited steps have used these."""
-        with self._changed:
-            self._unit_queue.spend(ranges)
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
         """These are in the committed state; see `UnitQueue.settle`."""
         with self._changed:
-            twice = self._unit_queue.settle(done, own)
+            twice = super().settle(done, own)
             self._ended = self.samples.units is not None and done == ((0, self.samples.units),)
             self._changed.notify_all()
         return twice
 
-    def kept(self) -> tuple[Ranges, Ranges]:
-        """What a checkpoint keeps: used and not committed, and to be taken again (prefetched ones first)."""
-        with self._changed:
-            return self._unit_queue.kept()
-
-    def put_back(self, used: Ranges, queue: Ranges) -> None:
-        """Goes on with what a checkpoint has kept; before the start."""
-        with self._changed:
-            self._unit_queue.put_back(used, queue)
-
     def reset(self) -> None:
         """This incarnation is gone, and what it held."""
         with self._changed:
-            self._unit_queue.reset()
+            super().reset()
             self._out_of_units = self._ended = False
 
     def close(self) -> None:

@@ -84,7 +84,7 @@ def test_the_samples_of_an_undone_step_are_in_no_contribution_until_a_step_uses_
         for step in range(12):
             unit = units.take(timeout_s=10)
             assert unit is not None
-            assert units.drawn(unit)
+            assert units.draw(unit)
             _step(optimizer, model, step)
             if step in (1, 2):
                 held = units.offer()

@@ -179,7 +179,7 @@ def _train(
                     if group.units.ended:
                         break
                     continue
-                if not group.units.drawn(unit):
+                if not group.units.draw(unit):
                     continue
                 data.manual_seed(unit)
             x = torch.randn(4, 8, generator=data)

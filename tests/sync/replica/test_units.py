@@ -38,7 +38,7 @@ def train(
             unit = group.units.take(timeout_s=LIMIT_S)
             if unit is None:
                 continue
-            assert group.units.drawn(unit)
+            assert group.units.draw(unit)
             model(torch.full((2, 4), float(unit % 7))).square().mean().backward()
             step(len(used))
             used.append(unit)
@@ -126,13 +126,13 @@ def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step()
     units.grant((), out_of_units=True)
     assert units.take() is None
     assert not units.ended
-    assert units.drawn(0) and units.drawn(1)
+    assert units.draw(0) and units.draw(1)
     assert units.take() is None
-    units.used()
+    units.use()
     with pytest.raises(TimeoutError):
         units.take(0.0)
     units.reset()
-    assert not units.drawn(1)
+    assert not units.draw(1)
     assert units.settle(((0, 100),), ()) == ()
     assert units.take() is None
     assert units.ended
