@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ftopt.errors import UserError
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job, then prints the result and the folder that holds it."""
     from ftopt.config.loader import load
-    from ftopt.job.runner import Runner, on_terminal, resolved, resumable
+    from ftopt.job.runner import Runner, resolved, resumable
     from ftopt.telemetry.folder import RunFolder
     from ftopt.telemetry.progress import LiveTable, PlainLines
     from ftopt.telemetry.wandb import resolve
@@ -26,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     if mode == "offline":
         say(f"wandb is offline: no key found; to upload the runs later: wandb sync {folder}/wandb/offline-run-*")
     files = RunFolder(folder)
-    runner = Runner(resolved(recipe, mode, files), files, LiveTable() if on_terminal() else PlainLines(say))
+    runner = Runner(resolved(recipe, mode, files), files, LiveTable() if sys.stdout.isatty() else PlainLines(say))
     try:
         summary = runner.run()
     finally:

@@ -21,7 +21,7 @@ from ftopt.data.ahead import Ahead, Here, StatefulDataset
 from ftopt.data.batches import Batches, MapStyle
 from ftopt.data.shared import FromShares
 from ftopt.data.streams import Stream, StreamSettings
-from ftopt.data.units import Counted, Group, UnitSource
+from ftopt.data.units import Group, OwnUnits, UnitSource
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
@@ -118,7 +118,7 @@ class DataLoader:
                     f"shard={shard} with a data set that has positions; leave it out: the job shares it out"
                 )
             samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last)
-            units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else Counted(samples)
+            units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else OwnUnits(samples)
             self._source = _FromUnits(Batches(dataset, samples, collate_fn), samples, units, group, pool)
         else:
             index, count = _shard_of(group) if shard is None else shard
@@ -241,7 +241,7 @@ class _FromUnits:
         self._told = self._units.ended
 
     def state_dict(self) -> dict[str, Any]:
-        position = self._units.position if isinstance(self._units, Counted) else None
+        position = self._units.position if isinstance(self._units, OwnUnits) else None
         return {
             "units": {**asdict(self._samples), "position": position},
             "dataset": {"workers": self._workers, "state": self._loading.state()},
@@ -254,7 +254,7 @@ class _FromUnits:
             f"{name}={now!r}, was {was[name]!r}" for name, now in asdict(self._samples).items() if now != was[name]
         ]:
             raise UserError(f"{'; '.join(wrong)}: the state is of other data or another order; give them as they were")
-        if isinstance(self._units, Counted) != (position is not None):
+        if isinstance(self._units, OwnUnits) != (position is not None):
             raise UserError(
                 "the state is of a loader without a group; the position of this one is its job's: resume the job"
                 if position is not None
@@ -271,7 +271,7 @@ class _FromUnits:
                 "the state has one of the data set's own, and this data set keeps none (state_dict, load_state_dict); "
                 "give the data set that the state was taken with"
             )
-        if isinstance(self._units, Counted):
+        if isinstance(self._units, OwnUnits):
             self._loading.forget()
             self._units.go_to(position)
             self._told = False

@@ -71,7 +71,7 @@ class Group(Protocol):
         """Tells an event in this replica's name."""
 
 
-class Counted:
+class OwnUnits:
     """The units of one process that shares them with nobody: all of them, one after the other.
 
     Args:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -222,13 +221,9 @@ class Runner:
             at = time.monotonic() + fault["rejoin_s"]
             state.returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))
         elif child.name == COORDINATOR:
-            self._lose_coordinator(child)
+            raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{_last_lines(child)}")
         elif fault is None:
             self._display.note(_last_lines(child))
-
-    def _lose_coordinator(self, child: Child) -> None:
-        """No way back was asked for: nothing more can be committed."""
-        raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{_last_lines(child)}")
 
     def _bring_back(self) -> None:
         now = time.monotonic()
@@ -359,8 +354,3 @@ def _signals(state: _State) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-
-def on_terminal() -> bool:
-    """Whether standard output is a terminal."""
-    return sys.stdout.isatty()

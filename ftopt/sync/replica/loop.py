@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _WORKERS = 4
 """Threads for what would block the loop: a name looked up, a state copied, parsed or installed. All are there from the
@@ -61,7 +61,7 @@ class LoopThread:
             return False
         return True
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Runs ``coroutine`` on the loop; the result can be waited for on another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 

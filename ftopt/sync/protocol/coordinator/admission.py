@@ -64,7 +64,7 @@ def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> list[Coordinato
     ]
 
 
-def settings_of(hello: m.Hello) -> Sync:
+def sync_of(hello: m.Hello) -> Sync:
     """The job's settings, as its first replica brings them. Raises `ValueError`."""
     names = {f.name for f in fields(Sync)}
     try:
@@ -89,7 +89,7 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
         return f"the hello of replica {hello.replica!r} makes no sense: {broken}"
     if lines is None:
         try:
-            settings_of(hello)
+            sync_of(hello)
         except ValueError as error:
             return str(error)
         return ""

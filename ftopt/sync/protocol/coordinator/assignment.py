@@ -24,7 +24,7 @@ from ftopt.sync.protocol.samples import Samples
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class CountedUnits:
     """DONE: all units that are ``done`` after a commit, what follows from it, and ``data`` for the event of it."""
 
     done: Ranges = ()
@@ -136,16 +136,16 @@ class Assignment:
     def abort(self) -> None:
         """The attempt under way was aborted."""
 
-    def commit(self, attempt: Attempt) -> Counted:
+    def commit(self, attempt: Attempt) -> CountedUnits:
         """The attempt under way is committed."""
-        return Counted()
+        return CountedUnits()
 
 
-def counted(samples: Samples, attempt: Attempt, before: int, done: Ranges) -> Counted:
+def count_units(samples: Samples, attempt: Attempt, before: int, done: Ranges) -> CountedUnits:
     """What a commit says of samples. ``before``: units from 0 on that had been done, ``done``: all that are now."""
     after, per_epoch = low_water(done), samples.units_per_epoch
     effects = [Emit("epoch_done", data={"epoch": epoch}) for epoch in range(before // per_epoch, after // per_epoch)]
     if before < after == samples.units:
         effects.append(Emit("data_ended", data={"units": after}))
     ranges = {replica: list(c.ranges) for replica, c in attempt.contributions.items() if c.ranges}
-    return Counted(done, effects, {"ranges": ranges, "done_to": after})
+    return CountedUnits(done, effects, {"ranges": ranges, "done_to": after})

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment, Counted, counted
+from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
@@ -133,9 +133,9 @@ class BatchShares(Assignment):
         """Members without a share can propose nothing, and would be given one."""
         return {x.replica for x in able() if not x.leaving}
 
-    def commit(self, attempt: Attempt) -> Counted:
+    def commit(self, attempt: Attempt) -> CountedUnits:
         """The batch is whole."""
         self._notified.clear()
         start, stop = self._batch[0]
         self._batch = self.samples.batch_from(stop)
-        return counted(self.samples, attempt, start, ((0, stop),))
+        return count_units(self.samples, attempt, start, ((0, stop),))

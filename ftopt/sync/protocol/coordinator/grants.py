@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment, Counted, counted
+from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
 from ftopt.sync.protocol.coordinator.attempts import Attempt
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Cursor, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
@@ -112,7 +112,7 @@ class Grants(Assignment):
         self.ledger.release()
         self._freed()
 
-    def commit(self, attempt: Attempt) -> Counted:
+    def commit(self, attempt: Attempt) -> CountedUnits:
         """DONE: what its contributions have used is done; its members are granted as much again."""
         before, ended = low_water(self.ledger.done), self.ledger.ended
         self.ledger.commit(attempt.ranges)
@@ -121,7 +121,7 @@ class Grants(Assignment):
             self._want(member, member.wants)
         if self.ledger.ended and not ended:
             self._asks.clear()
-        return counted(self.samples, attempt, before, self.ledger.done)
+        return count_units(self.samples, attempt, before, self.ledger.done)
 
     # ------------------------------------------------------------ grants
 

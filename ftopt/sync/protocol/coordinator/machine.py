@@ -14,7 +14,7 @@ import math
 from dataclasses import asdict, replace
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, settings_of
+from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, sync_of
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.effects import (
@@ -199,7 +199,7 @@ class Coordinator:
 
     def _define(self, hello: m.Hello) -> None:
         """The first replica of a job defines it."""
-        self.lines, self.sync = dict(hello.lines), settings_of(hello)
+        self.lines, self.sync = dict(hello.lines), sync_of(hello)
         assert self.startup is not None
         self.startup.sync = self.sync
         self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
