@@ -1,36 +1,28 @@
 """Batches of granted units, loaded on the training thread or ahead of it by worker processes.
 
-A loader of torch's asks its sampler for the next index whenever it hands out a batch. But the next unit may be granted
-only when the batch at hand has been trained on (at the next outer step), so waiting for it then would be waiting for
-ever. `_Feed` therefore puts a *blank* into the pipeline when nothing is granted and something is still under way;
-blanks come out at the other end as nothing. Only a pipeline without any unit waits.
+torch's loader asks its sampler for the next index whenever it returns a batch. But the next unit may be granted only
+after that batch has been used (at the next outer step), so waiting for it would never end. `_Feed` therefore puts a
+*blank* into the pipeline when nothing is granted and units are still being loaded; blanks are dropped at the other end.
+It waits only when no unit is being loaded.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch.utils.data import Dataset
 
 from ftopt.data.batches import Batches
 from ftopt.data.seeds import seed_of
+from ftopt.data.states import StatefulDataset
 from ftopt.data.units import UnitSource
 from ftopt.data.workers import Pool, PoolSettings
 
 
-@runtime_checkable
-class StatefulDataset(Protocol):
-    """A data set that keeps a state of its own."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 class Here:
-    """Loads on the training thread, when asked to."""
+    """Loads on the training thread, one batch when it is asked for."""
 
     def __init__(self, batches: Batches, units: UnitSource) -> None:
         self._batches = batches
@@ -38,7 +30,7 @@ class Here:
         self._unit: int | None = None
 
     def next(self) -> tuple[int, Any] | None:
-        """A unit and its batch; None as `UnitSource.take` says it. A unit that raised comes again."""
+        """A unit and its batch; None: see `UnitSource.take`. A unit whose loading raised is loaded again."""
         if self._unit is None:
             self._unit = self._units.take()
         if self._unit is None:
@@ -48,11 +40,11 @@ class Here:
         return unit, batch
 
     def forget(self) -> None:
-        """What was taken and not given out is not this loader's any more."""
+        """Drops a unit that was taken and not returned yet."""
         self._unit = None
 
     def state(self) -> Any:
-        """Of the data set, None if it has none."""
+        """The data set's, None if it has none."""
         return self._batches.dataset.state_dict() if isinstance(self._batches.dataset, StatefulDataset) else None
 
     def load(self, state: Any) -> None:
@@ -67,9 +59,9 @@ class Ahead:
 
     Args:
         batches: unit -> batch.
-        units: which.
-        settings: of the processes, at least one.
-        seed: of torch's worker seeds; what a unit draws does not depend on it.
+        units: the units to load.
+        settings: of the worker processes, at least one.
+        seed: for torch's worker seeds; a unit's random numbers do not depend on it.
     """
 
     def __init__(self, batches: Batches, units: UnitSource, settings: PoolSettings, *, seed: int) -> None:
@@ -83,8 +75,7 @@ class Ahead:
         self._start()
 
     def next(self) -> tuple[int, Any] | None:
-        """A unit and its batch; None as `UnitSource.take` says it. After an error it goes on with the unit that
-        failed."""
+        """A unit and its batch; None: see `UnitSource.take`. After an error it goes on with the unit that failed."""
         if self._pool is None:
             self._start()
         assert self._pool is not None
@@ -101,22 +92,22 @@ class Ahead:
                 return unit, batch
 
     def state(self) -> Any:
-        """Of the data set's copies in the workers, None if they have none."""
+        """The state of the data set's copies in the workers, None if they have none."""
         return self._pool.state() if self._pool is not None and self._stateful else self._last
 
     def forget(self) -> None:
-        """What was taken and not given out is not this loader's any more."""
+        """Drops the units that were taken and not returned yet."""
         self._stop()
         self._feed.forget()
 
     def load(self, state: Any) -> None:
-        """Gives the data set's copies in the workers their ``state``; what is under way is loaded anew."""
+        """Gives the data set's copies in the workers their ``state``, and loads again what was being loaded."""
         self._stop()
         self._last = state
         self._start()
 
     def _start(self) -> None:
-        self._feed.closed = True  # the first ones are blanks: this replica may not be connected yet
+        self._feed.closed = True  # the first indices are blanks: this replica may not be connected yet
         self._pool = Pool(
             self._batches,
             self._settings,
@@ -137,7 +128,7 @@ class Ahead:
 
 
 class _Feed:
-    """What the workers shall load, in order: units, and blanks (-1) where none is granted."""
+    """What the workers load, in order: units, and blanks where none is granted."""
 
     def __init__(self, units: UnitSource) -> None:
         self._units = units
@@ -166,28 +157,28 @@ class _Feed:
             unit = self._units.take(0.0)
         except TimeoutError:
             return _BLANK
-        return _BLANK if unit is None else unit  # more may come when those under way are done with
+        return _BLANK if unit is None else unit  # more may be granted when those under way are used
 
     def out(self) -> int | None:
-        """The oldest one is out of the pipeline; None for a blank."""
+        """Takes the oldest unit out of the pipeline; None: it was a blank."""
         unit = self._under_way.popleft()
         return None if unit == _BLANK else unit
 
     def again(self) -> None:
-        """What is under way will be loaded again."""
+        """Loads again what is under way."""
         self._again.extendleft(unit for unit in reversed(self._under_way) if unit != _BLANK)
         self._under_way.clear()
 
     def forget(self) -> None:
-        """Nothing will be loaded again."""
+        """Loads nothing again."""
         self._again.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: which units come next is the ledger's. (Without it torchdata would skip some on resume.)"""
+        """Nothing: the ledger decides which units come next. (Without this torchdata would skip some on resume.)"""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 _BLANK = -1
@@ -212,5 +203,5 @@ class _StatefulOrBlank(_OrBlank):
 
 
 def _as_it_is(batch: Any) -> Any:
-    """No default conversion of what the workers send."""
+    """Replaces torch's conversion to tensors: the workers send whole batches."""
     return batch

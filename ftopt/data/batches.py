@@ -1,9 +1,9 @@
-"""A data set by units: unit -> batch, the same batch wherever it is loaded.
+"""The batch of a unit, the same wherever it is loaded.
 
-What is random in a data set (augmentations) depends on the seed and the unit alone: Python's, NumPy's and torch's
-generators are seeded for each unit and put back afterwards. So a unit gives the same batch in any worker process of
-any replica, also when it is computed a second time for a replica that died, and the training process' own random
-numbers (dropout) do not depend on who loads its data.
+Random numbers in a data set (augmentations) depend only on the seed and the unit: Python's, NumPy's and torch's
+generators are seeded for each unit and restored afterwards. So a unit gives the same batch in any worker process of any
+replica, also when it is computed again for a replica that died, and the training process' own random numbers (dropout)
+do not depend on who loads its data.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Collate = Callable[[list[Any]], Any]
 class MapStyle(Sized, Protocol):
     """A data set with positions: ``len(dataset)`` and ``dataset[index]``.
 
-    ``__getitems__(indices)``, a list for a list, is used where there is one, as torch does. ``random = False`` on the
-    data set says that it draws no random numbers: that spares 0.1 ms a unit.
+    ``__getitems__(indices)``, which returns a list, is used if it exists, as in torch. An attribute ``random = False``
+    declares that the data set draws no random numbers, which saves 0.1 ms per unit.
     """
 
     def __getitem__(self, index: int) -> Any: ...
@@ -39,8 +39,8 @@ class Batches(Dataset[Any]):
 
     Args:
         dataset: with positions.
-        samples: which units there are.
-        collate: samples -> batch; default torch's ``default_collate``.
+        samples: the job's.
+        collate: makes a batch of samples. Default torch's ``default_collate``.
     """
 
     def __init__(self, dataset: MapStyle, samples: Samples, collate: Collate | None = None) -> None:
@@ -52,8 +52,8 @@ class Batches(Dataset[Any]):
     def __getitem__(self, unit: int) -> Any:
         order, samples = self._order, self._samples
         indices = order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist()
-        chance = getattr(self.dataset, "random", True)
-        with _seeded(seed_of("unit", samples.seed, unit)) if chance else nullcontext():
+        is_random = getattr(self.dataset, "random", True)
+        with _seeded(seed_of("unit", samples.seed, unit)) if is_random else nullcontext():
             several = getattr(self.dataset, "__getitems__", None)
             found = several(indices) if several is not None else [self.dataset[index] for index in indices]
             return self._collate(found)
@@ -61,7 +61,7 @@ class Batches(Dataset[Any]):
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """All generators of the CPU that a data set may draw from, for the time of a block."""
+    """Seeds all CPU generators that a data set may draw from, and restores them after the block."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.default_generator
     state = generator.get_state()
     random.seed(seed)

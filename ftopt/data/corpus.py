@@ -1,12 +1,11 @@
-"""Corpora: bytes of text files, train and held-out apart.
+"""Corpora: the bytes of text files, split into a training and a held-out part.
 
-The split goes by file: a file is held out when the hash of its name says so (`HELD_OUT`, about 5 % of all), so it is
-the same on every machine and every run. A corpus of a single file is split at 95 % of its length.
+Whole files are held out, chosen by the hash of their names (`HELD_OUT`, about 5 % of all), so that the split is the
+same on every machine and in every run. A corpus of a single file is split at 95 % of its length.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -16,25 +15,26 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ftopt.data.files import files_at, unreadable
 from ftopt.errors import UserError
 
 HELD_OUT = 0.05
 LIMIT_BYTES = 64 << 20
-"""Bytes kept of a corpus; a larger one is cut, file by file, in the order of the hash."""
+"""Bytes read of each part of a corpus at most, file by file in the order of the hash."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes to evaluate on, from unlike files. uint8, 1-D."""
+    """Bytes to train on and bytes to evaluate on, from different files. uint8, 1-D."""
 
     train: Bytes
     held_out: Bytes
 
 
 def stdlib_bytes() -> Corpus:
-    """All ``.py`` files of the running Python's own library (not of what is installed into it)."""
+    """All ``.py`` files of the running Python's standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [
         path
@@ -45,25 +45,17 @@ def stdlib_bytes() -> Corpus:
 
 
 def text(path: str) -> Corpus:
-    """The user's own text files.
+    """Reads the user's own text files.
 
     Args:
         path: a file, a folder (all files in it), or a glob pattern (``**`` allowed).
 
     Raises:
-        UserError: nothing is there, or it is empty.
+        UserError: there is no file, or no text in the files.
     """
+    files = files_at(path, "data.path")
     given = Path(path).expanduser()
-    if given.is_dir():
-        files = sorted(item for item in given.rglob("*") if item.is_file())
-    elif given.is_file():
-        files = [given]
-    else:
-        files = sorted(Path(item) for item in glob.glob(str(given), recursive=True) if Path(item).is_file())  # noqa: PTH207
-    if not files:
-        raise UserError(f"data.path={path!r}; no file is there; give a text file, a folder, or a glob pattern")
-    root = given if given.is_dir() else files[0].parent
-    return _load(files, root)
+    return _load(files, given if given.is_dir() else files[0].parent)
 
 
 def _load(files: Sequence[Path], root: Path) -> Corpus:
@@ -84,7 +76,7 @@ def _split_tail(data: Bytes) -> Corpus:
 
 
 def _rank(path: Path, root: Path) -> float:
-    """A number in [0, 1) that depends on the file's place below ``root`` alone."""
+    """A number in [0, 1) that depends only on the file's path relative to ``root``."""
     name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
 
@@ -95,9 +87,7 @@ def _read(files: Iterable[Path]) -> Bytes:
         try:
             buffer += path.read_bytes()
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read: {error.strerror}; give other files or mend its permissions"
-            ) from error
+            raise unreadable(path, error) from error
         if len(buffer) > LIMIT_BYTES:
             break
     return np.frombuffer(bytes(buffer[:LIMIT_BYTES]), dtype=np.uint8)

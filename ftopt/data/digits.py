@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 real images of 8 x 8 pixels that come with scikit-learn. The one file that imports it.
+"""Handwritten digits: 1,797 images of 8 x 8 pixels from scikit-learn. The only file that imports it.
 
 Source: the test set of UCI's "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998).
 """
@@ -32,14 +32,14 @@ class Images:
     labels: Tensor
 
     def in_order(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All of them once, in batches of at most 256."""
+        """All images once, in batches of at most 256."""
         yield from zip(torch.split(self.pixels, _AT_ONCE), torch.split(self.labels, _AT_ONCE), strict=True)
 
 
 def digits() -> tuple[Images, Images]:
-    """The images to train on (1,438) and those held out (359); the same split on every machine and for every seed.
+    """Loads the images to train on (1,438) and those held out (359); the split does not depend on machine or seed.
 
-    Pixels are normalised by mean and standard deviation of all training pixels.
+    Pixels are normalised by the mean and standard deviation of all training pixels.
 
     Raises:
         UserError: scikit-learn is not installed.
@@ -61,11 +61,11 @@ def digits() -> tuple[Images, Images]:
 
 
 class Draws:
-    """Batches of images that a seeded generator draws, with replacement.
+    """Batches of images, drawn with replacement by a seeded generator.
 
     Args:
-        images: to draw from.
-        batch_size: images a batch.
+        images: the images to draw from.
+        batch_size: images in a batch.
         seed: of the generator.
     """
 
@@ -80,9 +80,9 @@ class Draws:
         return self._images.pixels[drawn], self._images.labels[drawn]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where the generator stands."""
+        """The generator's state."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Goes on from what `state_dict` returned."""
         self._generator.set_state(state_dict["generator"])

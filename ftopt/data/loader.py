@@ -17,9 +17,10 @@ from typing import Any, TypeGuard, cast
 
 from torch.utils.data import IterableDataset
 
-from ftopt.data.ahead import Ahead, Here, StatefulDataset
+from ftopt.data.ahead import Ahead, Here
 from ftopt.data.batches import Batches, MapStyle
 from ftopt.data.shared import FromShares
+from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.units import Group, OwnUnits, UnitSource
 from ftopt.data.workers import PoolSettings
@@ -102,7 +103,7 @@ class DataLoader:
             pin_memory=pin_memory,
             context=multiprocessing_context,
         )
-        self._source: _FromUnits | _FromStream | FromShares
+        self._source: _FromUnits | Stream | FromShares
         if global_batch is not None:
             if group is None or num_workers or not _has_positions(dataset):
                 raise UserError(
@@ -135,7 +136,7 @@ class DataLoader:
                 epochs=epochs,
             )
             stream = cast(Iterable[Any], dataset)
-            self._source = _FromStream(Stream(stream, settings, pool, seed=seed, collate=collate_fn))
+            self._source = Stream(stream, settings, pool, seed=seed, collate=collate_fn)
 
     @property
     def epoch(self) -> int:
@@ -194,7 +195,7 @@ class DataLoader:
             UserError: the state is of other data or settings, or holds what cannot be shared out among another number
                 of workers or shards. Nothing is changed.
         """
-        kinds = {_FromUnits: "units", _FromStream: "stream", FromShares: "shares"}
+        kinds = {_FromUnits: "units", Stream: "stream", FromShares: "shares"}
         kind = kinds[type(self._source)]
         if kind not in state_dict:
             found = ", ".join(map(str, state_dict)) or "nothing"
@@ -250,10 +251,7 @@ class _FromUnits:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         was = dict(state["units"])
         position = was.pop("position")
-        if wrong := [
-            f"{name}={now!r}, was {was[name]!r}" for name, now in asdict(self._samples).items() if now != was[name]
-        ]:
-            raise UserError(f"{'; '.join(wrong)}: the state is of other data or another order; give them as they were")
+        check_same(asdict(self._samples), was, OTHER_DATA)
         if isinstance(self._units, OwnUnits) != (position is not None):
             raise UserError(
                 "the state is of a loader without a group; the position of this one is its job's: resume the job"
@@ -276,38 +274,6 @@ class _FromUnits:
             self._units.go_to(position)
             self._told = False
         self._loading.load(inner)
-
-
-class _FromStream:
-    """Of a data set without positions."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    @property
-    def epoch(self) -> int:
-        return self._stream.epoch
-
-    def check(self) -> None:
-        if self._stream.ended:
-            raise UserError(
-                f"the data have ended: epochs={self._stream.settings.epochs}; one loop goes through all epochs: give "
-                "as many as you need in epochs="
-            )
-
-    def batches(self) -> Iterator[Any]:
-        while True:
-            try:
-                batch = self._stream.next()
-            except StopIteration:
-                return
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._stream.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._stream.load_state_dict(state)
 
 
 def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:

@@ -10,13 +10,13 @@ x = l b + r. Rounds go in turn ::
     l <- (l + F_k(r)) mod a
     r <- (r + F_k(l)) mod b
 
-with F_k the finaliser of SplitMix64 under the round's key, k from SHA-256 of (seed, epoch). Each round can be undone,
-so the whole is a permutation of [0, a b). Whatever lands on n or above goes through again until it does not (*cycle
-walking*): a permutation of [0, n). Since a b < n + a, next to nothing has to.
+with F_k the finaliser of SplitMix64 under the round's key, k from SHA-256 of (seed, epoch). Each round is invertible,
+so the whole is a permutation of [0, a b). A number that lands on n or above is sent through again until it does not
+(*cycle walking*), which makes it a permutation of [0, n). Since a b < n + a, this is rare.
 
 Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), sections 4 and 5; the finaliser:
-G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), in S. Vigna's variant. Here
-for the order's sake, not for secrecy: rounds are as many as statistics ask for.
+G. Steele, D. Lea, C. Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014), in S. Vigna's variant. The
+purpose is an even order, not secrecy: the number of rounds was chosen by statistical tests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ftopt.errors import UserError
 ROUNDS = 12
 """Rounds of the network: with 8 the orders of five samples are visibly uneven, with 4 those of a dozen."""
 BLOCK = 1024
-"""Places that are computed together: one call for a unit's few costs as much as one for all these."""
+"""Positions that are computed together: a call for the few of a unit costs as much as one for all of these."""
 MAX_SAMPLES = 1 << 62
 
 Indices = npt.NDArray[np.int64]
@@ -42,11 +42,11 @@ _HALF = np.uint64(32)
 
 
 class Order:
-    """Which sample stands at which position.
+    """Which sample is at which position.
 
     Args:
-        samples: how many there are, n; 1 to 2^62.
-        seed: any whole number.
+        samples: number of samples, n; 1 to 2^62.
+        seed: any integer.
 
     Raises:
         UserError: ``samples`` is out of range.

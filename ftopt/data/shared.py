@@ -1,4 +1,4 @@
-"""Micro-batches of a global batch that the replicas of a job share out among them."""
+"""Micro-batches of a global batch that the replicas of a job share."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from ftopt.data.batches import Batches
+from ftopt.data.states import OTHER_DATA, check_same
 from ftopt.errors import UserError
 from ftopt.sync.protocol.samples import Samples
 
 
 class ShareSource(Protocol):
-    """This replica's share of one global batch after the other: `ftopt.sync.replica.global_batch.GlobalBatch`."""
+    """This replica's share of each global batch in turn: `ftopt.sync.replica.global_batch.GlobalBatch`."""
 
     def more(self) -> bool:
-        """Waits for the next batch; False when the data have ended."""
+        """Waits for the next global batch; False: the data have ended."""
 
     def next(self) -> int | None:
-        """The next unit; None when the batch is whole. Blocks when the share is done and others are at work."""
+        """The next unit; None: the global batch is complete. Blocks while only other replicas have units left."""
 
 
 class FromShares:
-    """Where a `DataLoader` with a ``global_batch`` has its batches from.
+    """Where a `DataLoader` with a ``global_batch`` gets its batches.
 
     Args:
         batches: unit -> batch.
@@ -38,7 +39,7 @@ class FromShares:
 
     def check(self) -> None:
         raise UserError(
-            "the loader has a global batch, and is iterated over without it; use `for micro_batches in "
+            "the loader has a global batch, so it cannot be iterated over directly; use `for micro_batches in "
             "loader.global_batches()`, with a loop over each of them inside"
         )
 
@@ -56,6 +57,4 @@ class FromShares:
         return {"shares": asdict(self._samples)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        now, was = asdict(self._samples), state["shares"]
-        if wrong := [f"{name}={now[name]!r}, was {was[name]!r}" for name in now if now[name] != was[name]]:
-            raise UserError(f"{'; '.join(wrong)}: the state is of other data or another order; give them as they were")
+        check_same(asdict(self._samples), state["shares"], OTHER_DATA)

@@ -1,8 +1,8 @@
 """Iterable data sets: data without positions, which no ledger can account for.
 
-Each replica reads the whole stream and keeps every n-th sample, its *shard*; so it goes round by round, and a replica
-that dies takes the rest of its shard with it. A data set that splits itself among the worker processes of a loader, as
-torch asks for, is split further.
+Each replica reads the whole stream and keeps every n-th sample, its *shard*. The rest of a shard is lost when its
+replica dies. A data set that splits itself among the worker processes of a loader, as torch recommends, is split
+further.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ftopt.data.ahead import StatefulDataset
 from ftopt.data.seeds import seed_of
+from ftopt.data.states import StatefulDataset, check_same
 from ftopt.data.workers import Pool, PoolSettings
 from ftopt.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """What must be the same for a stream to go on from its state.
+    """The settings that must be the same for a stream to go on from its state.
 
     Args:
-        batch_size: samples a batch.
+        batch_size: samples in a batch.
         drop_last: whether a last short batch is left out.
         shard: this replica's, 0, 1, ...
-        shards: how many there are.
-        workers: processes that load.
-        epochs: times through the stream; None: without end.
+        shards: number of shards.
+        workers: number of processes that load.
+        epochs: passes through the stream; None: without end.
     """
 
     batch_size: int
@@ -41,14 +41,14 @@ class StreamSettings:
 
 
 class Stream:
-    """One replica's batches of a stream.
+    """One replica's batches of a stream: where a `DataLoader` gets its batches for an iterable data set.
 
     Args:
-        dataset: iterable, the whole of it in each replica.
-        settings: see there.
+        dataset: the whole stream.
+        settings: which part of it, and in which batches.
         pool: how it is loaded.
-        seed: of what is random in its workers.
-        collate: samples to batch; default torch's.
+        seed: of the workers' random numbers.
+        collate: makes a batch of samples; None: torch's ``default_collate``.
     """
 
     def __init__(
@@ -70,19 +70,22 @@ class Stream:
         self.epoch = 0
         self._pool: Pool | None = self._new_pool()
 
-    @property
-    def ended(self) -> bool:
-        """Whether there are no more batches. Known when one was asked for in vain."""
-        return self.epoch == self.settings.epochs
+    def check(self) -> None:
+        """Raises UserError if the data have ended."""
+        if self._ended:
+            raise UserError(
+                f"the data have ended: epochs={self.settings.epochs}; one loop goes through all epochs: give as many "
+                f"as "
+                "you need in epochs="
+            )
 
-    def next(self) -> Any:
-        """The next batch.
+    def batches(self) -> Iterator[Any]:
+        """The batches that are left, through all epochs.
 
         Raises:
-            StopIteration: the data have ended.
-            ftopt.data.workers.WorkerDied: the next call goes on behind the last batch, with new workers.
+            ftopt.data.workers.WorkerDied: iterate again to go on after the last batch, with new workers.
         """
-        while not self.ended:
+        while not self._ended:
             if self._pool is None:
                 self._pool = self._new_pool()
             try:
@@ -100,29 +103,28 @@ class Stream:
                 raise
             else:
                 self._empty = False
-                return batch
-        raise StopIteration
+                yield batch
+
+    @property
+    def _ended(self) -> bool:
+        return self.epoch == self.settings.epochs
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, and whatever the data set says of itself."""
+        """The settings, the epoch, and the state of the data set."""
         state = self._pool.state() if self._pool is not None else self._state
         return {"stream": asdict(self.settings), "epoch": self.epoch, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there.
+        """Goes on from what `state_dict` returned.
 
         Raises:
-            UserError: it is another number of workers or replicas, or another batch.
+            UserError: the state is of other settings.
         """
-        was = state["stream"]
-        wrong = [
-            f"{name}={now!r}, was {was[name]!r}" for name, now in asdict(self.settings).items() if now != was[name]
-        ]
-        if wrong:
-            raise UserError(
-                f"{'; '.join(wrong)}: the state of a data set without positions fits the same settings only; give them "
-                "as they were, or a map-style data set, which goes on with any number of workers and replicas"
-            )
+        why = (
+            "the state of a data set without positions fits the same settings only; give them as they were, or a "
+            "map-style data set, which goes on with any number of workers and replicas"
+        )
+        check_same(asdict(self.settings), state["stream"], why)
         self.epoch = int(state["epoch"])
         self._empty = False
         self._stop()
@@ -149,7 +151,7 @@ class Stream:
 
 
 class _Shard(IterableDataset[Any]):
-    """Every ``shards``-th sample, beginning with number ``shard``."""
+    """Every ``shards``-th sample, starting with number ``shard``."""
 
     def __init__(self, dataset: Iterable[Any], shard: int, shards: int) -> None:
         self.dataset = dataset
@@ -187,7 +189,7 @@ class _Samples:
 
 
 class _StatefulSamples(_Samples):
-    """Of a data set, or of an iterator, with a state of its own; without one torchdata reads on to the position."""
+    """Samples of a data set or an iterator with a state of its own; without one torchdata reads up to the position."""
 
     def state_dict(self) -> dict[str, Any]:
         dataset, samples = self._shard.dataset, self._samples

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ftopt.data.files import files_at, unreadable
 from ftopt.errors import UserError
 
 DTYPES = ("uint8", "uint16", "uint32")
@@ -24,23 +24,23 @@ TokenSource = str | Path | Sequence[str | Path] | npt.NDArray[Any]
 
 
 class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
-    """All windows of ``length`` tokens, side by side: sample i is tokens i L to (i + 1) L, and its targets, the tokens
-    that follow each.
+    """Consecutive windows of ``length`` tokens: the inputs of sample i are tokens i L to (i + 1) L, and its targets the
+    tokens that follow each of them.
 
-    A map-style data set. No window reaches from one file into the next; fewer than L + 1 tokens at a file's end are
-    left out. Files are memory-mapped: only what is read is in memory.
+    A map-style data set. No window crosses from one file into the next; fewer than L + 1 tokens at a file's end are
+    left out. Files are memory-mapped: only what is read takes memory.
 
     Args:
         source: a file of tokens, a folder (all files in it), a glob pattern (``**`` allowed), a list of files, or an
             array of whole numbers, 1-D. For text files, ``dtype="uint8"``: their bytes are the tokens.
-        length: tokens a window, L.
-        dtype: of the files: ``uint8``, ``uint16`` (default; what GPT-2's vocabulary fits in) or ``uint32``, in this
-            machine's byte order, which is little-endian nearly everywhere.
-        skip_bytes: at each file's start, if it has a header. Default 0.
-        vocab: tokens must be below this; None (default) does not look.
+        length: tokens in a window, L.
+        dtype: of the files: ``uint8``, ``uint16`` (default; large enough for GPT-2's vocabulary) or ``uint32``, in this
+            machine's byte order, little-endian on nearly all.
+        skip_bytes: length of the header at each file's start. Default 0.
+        vocab: all tokens must be below this; None (default): not checked.
 
     Raises:
-        UserError: nothing is there, a file is none of whole tokens, or all are shorter than a window.
+        UserError: there is no file, a file's size is no whole number of tokens, or all are shorter than a window.
     """
 
     random = False
@@ -60,8 +60,8 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         self._ends = list(accumulate(max(0, (part.size - 1) // length) for part in self._parts))
         if not self._ends[-1]:
             raise UserError(
-                f"{sum(part.size for part in self._parts):,} tokens in {len(self._parts)} parts, and a window needs "
-                f"{length + 1} in one; give more text, or a smaller length"
+                f"{sum(part.size for part in self._parts):,} tokens in {len(self._parts)} parts; a window needs "
+                f"{length + 1} in one part; give more text, or a smaller length"
             )
 
     def __len__(self) -> int:
@@ -73,14 +73,14 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         return inputs, targets
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Several at once."""
+        """Inputs and targets of several samples."""
         rows = np.empty((len(indices), self.length + 1), np.int64)
         for row, index in zip(rows, indices, strict=True):
             row[:] = self._window(index)
         if self._vocab is not None and rows.size and int(rows.max()) >= self._vocab:
             raise UserError(
-                f"token {int(rows.max())} in the data, and the model's vocabulary has {self._vocab}; give the files' "
-                f"own dtype ({self._dtype} now), or a larger vocabulary"
+                f"token {int(rows.max())} in the data; must be below vocab={self._vocab}; give the files' own dtype "
+                f"(now {self._dtype}), or a larger vocabulary"
             )
         tokens = torch.from_numpy(rows)
         return [(row[:-1], row[1:]) for row in tokens]
@@ -96,7 +96,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         return [_map(path, self._dtype, self._skip) for path in self._files or ()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process maps the files itself: a pickled map would be all of their content."""
+        """Leaves the maps out: a pickled map would hold the whole file, so another process maps the files itself."""
         return {**self.__dict__, "_parts": None} if self._files is not None else self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,16 +108,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
     if not isinstance(source, str | Path):
         return [Path(item).expanduser() for item in source]
-    given = Path(source).expanduser()
-    if given.is_dir():
-        found = sorted(item for item in given.rglob("*") if item.is_file())
-    elif given.is_file():
-        return [given]
-    else:
-        found = sorted(Path(item) for item in glob.glob(str(given), recursive=True) if Path(item).is_file())  # noqa: PTH207
-    if not found:
-        raise UserError(f"{str(source)!r}: no file is there; give a file of tokens, a folder, or a glob pattern")
-    return found
+    return files_at(source, "source")
 
 
 def _map(path: Path, dtype: np.dtype[Any], skip_bytes: int) -> npt.NDArray[Any]:
@@ -125,11 +116,11 @@ def _map(path: Path, dtype: np.dtype[Any], skip_bytes: int) -> npt.NDArray[Any]:
         size = path.stat().st_size - skip_bytes
         if size < 0 or size % dtype.itemsize:
             raise UserError(
-                f"{path} has {size + skip_bytes:,} bytes: {size:,} behind skip_bytes={skip_bytes} are no whole number "
+                f"{path} has {size + skip_bytes:,} bytes: {size:,} after skip_bytes={skip_bytes} are no whole number "
                 f"of {dtype} tokens; give the file's own dtype and skip_bytes"
             )
         if not size:
-            return np.empty(0, dtype)  # nothing can't be mapped
+            return np.empty(0, dtype)  # an empty file cannot be mapped
         return np.memmap(path, dtype=dtype, mode="r", offset=skip_bytes)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; give other files or mend its permissions") from error
+        raise unreadable(path, error) from error

@@ -1,6 +1,6 @@
-"""Where a loader gets its units from: the job's ledger through the group, or a count of its own.
+"""Where a loader gets its units from: the job's ledger through the group, or `OwnUnits`.
 
-`UnitSource` is what a loader asks of either; `Group` is what it asks of `ftopt.sync.group.ReplicaGroup`.
+`UnitSource` is the interface of both; `Group` is the part of `ftopt.sync.group.ReplicaGroup` that a loader uses.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class UnitSource(Protocol):
     """The units that this replica may use, in the order in which they are granted."""
 
     def take(self, timeout_s: float | None = None) -> int | None:
-        """The next one, for a loader that prefetches. Blocks while none is granted.
+        """The next unit to load. Blocks while none is granted.
 
-        None: the data have ended (`ended`); or there is nothing more for now while units that were taken wait for their
-        inner step: take that step, and try again.
+        None: the data have ended (`ended`), or no more are granted until the units that were taken are used: take the
+        inner step, and try again.
 
         Raises:
             TimeoutError: none was granted within ``timeout_s``.
@@ -27,21 +27,21 @@ class UnitSource(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether every unit of the job is done with."""
+        """Whether every unit of the job is committed."""
 
     def draw(self, unit: int) -> bool:
-        """The training loop is given this unit's batch: the next inner step uses it. Training thread, in order.
+        """The training loop gets this unit's batch, and the next inner step uses it. Training thread, in order.
 
-        False: the unit is this replica's no more (it was declared gone meanwhile), and its batch must not be used.
+        False: the unit is no longer this replica's (it was declared gone meanwhile), and its batch must not be used.
         """
 
 
 class SyncSettings(Protocol):
-    """Of the job's settings."""
+    """The job's settings, as far as data are concerned."""
 
     @property
     def start_replicas(self) -> int | None:
-        """Who is waited for before the start."""
+        """How many replicas the start waits for."""
 
 
 class Group(Protocol):
@@ -58,24 +58,24 @@ class Group(Protocol):
         """0 before this replica has joined the job."""
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> UnitSource:
-        """The job hands out these samples; called before the replica joins. Its units, ``accumulate`` an inner step.
+        """Declares the job's samples, before the replica joins; returns its units, ``accumulate`` per inner step.
 
         Raises:
-            UserError: it has joined already, or hands out others.
+            UserError: the replica has joined already, or the job hands out other samples.
         """
 
     def keep_global_batch(self, samples: Samples) -> ShareSource:
-        """The job shares out these samples, a ``global_batch`` a step; as `keep_ledger`."""
+        """As `keep_ledger`, for samples that the replicas share, a ``global_batch`` per step."""
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
-        """Tells an event in this replica's name."""
+        """Emits an event of this replica."""
 
 
 class OwnUnits:
-    """The units of one process that shares them with nobody: all of them, one after the other.
+    """The units of a process without a group: all of them, in order.
 
     Args:
-        samples: which there are.
+        samples: the units of these.
     """
 
     def __init__(self, samples: Samples) -> None:
@@ -85,7 +85,7 @@ class OwnUnits:
         """The first unit that is not drawn yet."""
 
     def take(self, timeout_s: float | None = None) -> int | None:
-        """The next one; never blocks."""
+        """The next unit; never blocks."""
         unit = self._next
         if self._end is not None and unit >= self._end:
             return None
@@ -98,10 +98,10 @@ class OwnUnits:
         return self.position == self._end
 
     def draw(self, unit: int) -> bool:
-        """``unit`` is done with."""
+        """The training loop gets this unit's batch."""
         self.position = unit + 1
         return True
 
     def go_to(self, position: int) -> None:
-        """Goes on with the unit ``position``."""
+        """Goes on with unit ``position``."""
         self._next = self.position = position

@@ -1,4 +1,4 @@
-"""Random windows of a corpus: every batch starts at places that a seeded generator draws."""
+"""Random windows of a corpus, at positions drawn by a seeded generator."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ftopt.errors import UserError
 
 
 class Windows:
-    """Batches of ``context`` bytes and the bytes that follow each.
+    """Batches of windows of ``context`` bytes, and the bytes that follow each.
 
     Args:
         data: uint8, 1-D.
-        context: bytes a window.
-        batch_size: windows a batch.
-        seed: of the generator that draws where they start.
+        context: bytes in a window.
+        batch_size: windows in a batch.
+        seed: of the generator that draws where windows start.
 
     Raises:
         UserError: ``data`` is shorter than one window.
@@ -25,8 +25,8 @@ class Windows:
     def __init__(self, data: Bytes, *, context: int, batch_size: int, seed: int) -> None:
         if data.size <= context:
             raise UserError(
-                f"the corpus has {data.size} bytes and a window needs {context + 1}; "
-                "give more text in data.path or a smaller model.context"
+                f"the corpus has {data.size} bytes; a window needs {context + 1}; "
+                "give more text in data.path, or a smaller model.context"
             )
         self._data = torch.tensor(data) if not data.flags.writeable else torch.from_numpy(data)
         self._offsets = torch.arange(context + 1)
@@ -41,9 +41,9 @@ class Windows:
         return rows[:, :-1], rows[:, 1:]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Where the generator stands."""
+        """The generator's state."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Goes on from what `state_dict` returned."""
         self._generator.set_state(state_dict["generator"])

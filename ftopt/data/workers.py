@@ -1,7 +1,7 @@
-"""Worker processes that load ahead, by torchdata's StatefulDataLoader. The one file that imports torchdata.
+"""Worker processes that prefetch, by torchdata's StatefulDataLoader. The only file that imports torchdata.
 
-Workers are started when their `Pool` is made, which is before a replica connects: a process forked later would hold a
-copy of its sockets, and peers would hear late of the replica's death.
+Workers start when their `Pool` is made, which is before a replica connects: a process forked later would hold a copy of
+the replica's sockets, and its peers would notice its death late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from ftopt.errors import FtoptError
 
 _ENDING_S = 0.2
-"""Seconds from a process' last sign to its end."""
+"""Seconds to wait for a dying process to end."""
 
 
 class WorkerDied(FtoptError):
@@ -31,11 +31,11 @@ class WorkerDied(FtoptError):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """How a pool loads.
+    """Settings of a pool.
 
     Args:
-        workers: processes; 0 loads on the training thread.
-        prefetch_factor: batches that each worker is ahead.
+        workers: number of processes; 0: loads on the training thread.
+        prefetch_factor: batches that each worker loads ahead.
         pin_memory: whether batches lie in page-locked memory, for faster copies to a GPU.
         context: how processes are started, ``fork``, ``spawn`` or ``forkserver``; None is Python's default.
     """
@@ -50,15 +50,15 @@ class Pool:
     """Batches of a data set in order, loaded by worker processes.
 
     Args:
-        dataset: of torch's two kinds.
-        settings: how it loads.
-        seed: of whatever is random in the workers.
-        sampler: what ``dataset`` is asked for, None for iterable ones.
-        batch_size: None if what ``dataset`` gives are batches.
-        drop_last: whether an iterable's last batch is left out if it is short.
-        collate: samples to batch; default torch's.
-        stateful: whether `state` is asked for.
-        state: what `state` gave, to go on from there.
+        dataset: map-style or iterable.
+        settings: of the pool.
+        seed: of the workers' random numbers.
+        sampler: the indices to load; None for an iterable data set.
+        batch_size: None: the data set returns batches.
+        drop_last: whether a short last batch of an iterable data set is left out.
+        collate: makes a batch of samples. Default torch's ``default_collate``.
+        stateful: whether `state` will be called.
+        state: what `state` returned, to go on from there.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Pool:
         stateful: bool = True,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        # Here: batches of the training thread's own do without it.
+        # Imported here: loading on the training thread works without torchdata.
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         some = settings.workers > 0
@@ -97,9 +97,9 @@ class Pool:
             )
         if state is not None:
             self._loader.load_state_dict(dict(state))
-        with _DEATHS.learnt():
-            self._loader.state_dict()  # starts the workers; the first `next` takes these up
-        # torch's own way out may find the workers' queues closed before them, and then waits for 5 s.
+        with _DEATHS.capture():
+            self._loader.state_dict()  # starts the workers that the first `next` will use
+        # torch's own finalizer may find the queues closed while the workers live, and then waits for 5 s.
         self._end = weakref.finalize(self, getattr(self._loader._iterator, "_shutdown_workers", _nothing))
         self._batches: Iterator[Any] | None = None
 
@@ -107,12 +107,12 @@ class Pool:
         """The next batch.
 
         Raises:
-            StopIteration: there are no more; the next call begins anew.
-            WorkerDied: a worker process has died; this pool is of no more use.
-            Exception: what the data set raised.
+            StopIteration: there are no more; the next call starts over.
+            WorkerDied: a worker process has died; this pool cannot be used any more.
+            Exception: any error of the data set.
         """
         try:
-            with _DEATHS.heard():
+            with _DEATHS.raised():
                 if self._batches is None:
                     self._batches = iter(self._loader)
                 return next(self._batches)
@@ -130,7 +130,7 @@ class Pool:
             ) from error
 
     def _died(self) -> str:
-        """Which workers have died and how; empty if none has."""
+        """Which workers have died, and their exit codes; empty if none has."""
         workers = getattr(self._batches, "_workers", [])
         ended = wait([worker.sentinel for worker in workers], timeout=_ENDING_S)
         for worker in workers:
@@ -140,28 +140,28 @@ class Pool:
         return ", ".join(f"pid {worker.pid}, exit code {worker.exitcode}" for worker in dead)
 
     def state(self) -> dict[str, Any]:
-        """Where the data set is behind the last batch that `next` gave; opaque, of plain values and the data set's."""
+        """The position after the last batch that `next` returned; opaque, of plain values and the data set's state."""
         return dict(self._loader.state_dict())
 
     def close(self) -> None:
-        """Ends the workers; else they end with this pool."""
+        """Ends the workers, which otherwise end with this object."""
         self._end()
 
 
 def _nothing() -> None:
-    """There are no workers."""
+    """Ends a pool without workers."""
 
 
 def _leave_signals(worker: int) -> None:
-    """Ctrl-C goes to all processes of a terminal: whether workers are still needed is their parent's to say."""
+    """Ignores Ctrl-C, which reaches all processes of a terminal: the parent decides when its workers end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Deaths:
-    """Lets torch tell of a dead worker only while the training loop waits for a batch.
+    """Lets torch report a dead worker only while the training loop waits for a batch.
 
-    torch's handler of SIGCHLD, which it sets once a process, raises wherever the training thread is: in the midst of an
-    optimizer's step, too, which would then be half done.
+    torch's handler of SIGCHLD, which it installs once per process, raises wherever the training thread is, even within
+    an optimizer's step, which would then be half done.
     """
 
     def __init__(self) -> None:
@@ -169,8 +169,8 @@ class _Deaths:
         self._before: Any = None
 
     @contextmanager
-    def learnt(self) -> Iterator[None]:
-        """For the time in which torch may set its handler."""
+    def capture(self) -> Iterator[None]:
+        """Takes the handler that torch may install in the block, and restores the previous one."""
         before = signal.getsignal(signal.SIGCHLD)
         try:
             yield
@@ -181,8 +181,8 @@ class _Deaths:
                 signal.signal(signal.SIGCHLD, before)
 
     @contextmanager
-    def heard(self) -> Iterator[None]:
-        """For the time in which an error of torch's is welcome; of a worker that died before, too."""
+    def raised(self) -> Iterator[None]:
+        """Raises torch's error in the block, also for a worker that died before."""
         if self._handler is None or threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -79,5 +79,5 @@ def test_one_seed_gives_one_sequence_and_a_successor_gets_another() -> None:
 
 
 def test_too_short_a_text_is_refused() -> None:
-    with pytest.raises(UserError, match="9 bytes and a window needs 17"):
+    with pytest.raises(UserError, match="9 bytes; a window needs 17"):
         Windows(np.zeros(9, dtype=np.uint8), context=16, batch_size=1, seed=0)

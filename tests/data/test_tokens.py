@@ -94,9 +94,9 @@ def test_a_spawned_worker_reads_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        (b"\0" * 101, {}, "101 bytes: 101 behind skip_bytes=0 are no whole number of uint16 tokens"),
+        (b"\0" * 101, {}, "101 bytes: 101 after skip_bytes=0 are no whole number of uint16 tokens"),
         (b"\0" * 100, {"skip_bytes": 200}, "skip_bytes=200"),
-        (b"\0" * 20, {}, "10 tokens in 1 parts, and a window needs 11"),
+        (b"\0" * 20, {}, "10 tokens in 1 parts; a window needs 11"),
         (b"", {}, "0 tokens"),
         (b"\0" * 100, {"dtype": "float32"}, "allowed: uint8, uint16, uint32"),
         (b"\0" * 100, {"length": 0}, "length=0"),
@@ -117,5 +117,5 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 def test_tokens_beyond_the_vocabulary_are_named(tmp_path: Path) -> None:
     windows = TokenWindows(np.array([1, 2, 300, 4]), 3, vocab=256)
-    with pytest.raises(UserError, match="token 300 in the data, and the model's vocabulary has 256"):
+    with pytest.raises(UserError, match="token 300 in the data; must be below vocab=256"):
         windows[0]
