@@ -40,7 +40,7 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-class Emit(Protocol):
+class EmitEvent(Protocol):
     """Tells an event in one replica's name. ``inner_step``: None: the one that its training thread has come to."""
 
     def __call__(

@@ -21,7 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ftopt.codecs.codec import Codec
-from ftopt.events import Emit
+from ftopt.events import EmitEvent
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
@@ -269,5 +269,5 @@ class ReplicaGroup(Protocol):
         """Ends threads and connections at once; idempotent."""
 
     @property
-    def emit(self) -> Emit:
+    def emit(self) -> EmitEvent:
         """Tells an event in this replica's name. Any thread."""

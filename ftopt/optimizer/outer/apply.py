@@ -10,7 +10,7 @@ from torch import Tensor
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.merge import mixed, rebase_
-from ftopt.optimizer.outer.schedule import Schedule
+from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.tensors.digest import damage
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import used_here
@@ -29,7 +29,13 @@ class Applier:
     """
 
     def __init__(
-        self, counters: Counters, schedule: Schedule, group: ReplicaGroup, *, memory: Memory, committed_memory: Memory
+        self,
+        counters: Counters,
+        schedule: SyncSchedule,
+        group: ReplicaGroup,
+        *,
+        memory: Memory,
+        committed_memory: Memory,
     ) -> None:
         self._counters = counters
         self._schedule = schedule

@@ -32,7 +32,7 @@ from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.frozen import Frozen, flat_parts
 from ftopt.optimizer.outer.mean import in_pieces
-from ftopt.optimizer.outer.schedule import Schedule
+from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.state import Snapshot, State
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.memory import Memory
@@ -129,7 +129,7 @@ class Freezer:
     def __init__(
         self,
         counters: Counters,
-        schedule: Schedule,
+        schedule: SyncSchedule,
         applier: Applier,
         group: ReplicaGroup,
         *,

@@ -20,7 +20,7 @@ from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import ReplicaGroup
 
 
-class Schedule:
+class SyncSchedule:
     """When each fragment of a replica is due.
 
     Args:

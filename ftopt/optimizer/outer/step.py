@@ -32,7 +32,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.freeze import Freezer, ShareOffer
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.reduction import Reduction
-from ftopt.optimizer.outer.schedule import Schedule
+from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.state import State, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.optimizer.tensors.buffers import part
@@ -98,7 +98,7 @@ class OuterStep:
         self.fragments: Sequence[Fragment] = found
         # The parameters' turn is when the step with the agreed gradient has been taken.
         self._turns = [found[:1], found[1:]] if by_job else [found]
-        self.schedule = Schedule(found, self.counters, group, clock=clock, memory=room)
+        self.schedule = SyncSchedule(found, self.counters, group, clock=clock, memory=room)
         self.reduction = Reduction(found, self.counters, group, memory=room, committed_memory=self.committed_memory)
         self._applier = Applier(
             self.counters, self.schedule, group, memory=room, committed_memory=self.committed_memory

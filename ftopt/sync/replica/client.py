@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftopt.codecs import codec_named
 from ftopt.errors import UserError
-from ftopt.events import Emit, OnEvent, wants_steps
+from ftopt.events import EmitEvent, OnEvent, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_READING
@@ -95,7 +95,7 @@ class Client:
         return self._view.incarnation
 
     @property
-    def emit(self) -> Emit:
+    def emit(self) -> EmitEvent:
         return self.session.emit
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from ftopt.events import Emit
+from ftopt.events import EmitEvent
 from ftopt.sync.group import Committed, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
@@ -27,7 +27,7 @@ class Shell(Protocol):
         """The optimizer's side. Any thread."""
 
     @property
-    def emit(self) -> Emit:
+    def emit(self) -> EmitEvent:
         """Tells an event in this replica's name. Any thread."""
 
     @property

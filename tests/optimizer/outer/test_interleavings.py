@@ -30,7 +30,7 @@ from ftopt.methods.method import reads_tensors
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.outer.freeze import Freezer, FreezeThread
 from ftopt.optimizer.outer.reduction import Reduction
-from ftopt.optimizer.outer.schedule import Schedule
+from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pool import CopyPool
@@ -115,8 +115,8 @@ def test_what_is_decided_in_place_is_taken_up_although_the_method_overlaps_by_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others bring more steps than this replica: the averages end (``average_until_step``) by the commit itself."""
-    averages = Schedule.averages
-    monkeypatch.setattr(Schedule, "averages", lambda self, f: averages(self, f) and f.state is f.applied)
+    averages = SyncSchedule.averages
+    monkeypatch.setattr(SyncSchedule, "averages", lambda self, f: averages(self, f) and f.state is f.applied)
     method = replace(DELAYED, average_until_step=3)
 
     def replica(m: int, model: nn.Module, group: ReplicaGroup) -> None:
