@@ -258,3 +258,21 @@ def test_every_public_name_is_there_now_or_later() -> None:
     assert {*typed, *modules, "connect", "Sync"} <= set(dir(ftopt))
     with pytest.raises(AttributeError, match="no attribute 'Diloco'"):
         ftopt.Diloco  # noqa: B018
+
+
+def test_users_mistakes_are_user_errors() -> None:
+    """What checks settings raises `UserError`, a `ValueError`, and nothing more general."""
+    checked = (
+        "methods/",
+        "codecs/",
+        "config/",
+        "data/",
+        "faults/",
+        "sync/protocol/settings.py",
+        "sync/protocol/samples.py",
+    )
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.relative_to(PACKAGE).as_posix().startswith(checked):
+            found = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+            names = {node.func.id for node in found if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+            assert not names & {"ValueError", "TypeError"}, path

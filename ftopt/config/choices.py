@@ -82,7 +82,7 @@ def choices_of(path: str) -> Mapping[str, type] | None:
 
 
 def class_of(path: str, name: str) -> type | None:
-    """The dataclass that ``name`` picks in the section ``path``; None: there is none.
+    """The dataclass that ``name`` picks in the section ``path``, if any.
 
     A ``method`` may also be the user's own: ``package.module.Class``.
 

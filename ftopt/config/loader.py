@@ -1,8 +1,8 @@
 """YAML and ``key=value`` to a checked `Recipe`, with every error at once. The one file that imports OmegaConf.
 
-A section is built bottom up: unknown keys are told with the nearest valid one, each leaf is checked against its type by
-an OmegaConf structured config of its own, then the dataclass checks its values. A section with an error is not built,
-its siblings are, so that one pass finds all there is to find.
+A section is built bottom up: unknown keys are reported with the nearest valid one, each leaf is checked against its
+type by an OmegaConf structured config, then the dataclass checks its values. A section with an error is not built, its
+siblings are, so that one pass finds every error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Triggers that set the next period at each outer step, from what its members have told each other in it.
+"""Triggers that set the next period at each outer step, from the statistics that its members exchange in it.
 
-All go by `RoundStats`, which is part of the committed state: the period is the same on every replica, also on one that
-has just fetched the state, and nobody is called in. Letters as in ``triggers.py``; ``M`` members, ``d`` elements,
+All use `RoundStats`, which is part of the committed state: the period is the same on every replica, also on one that
+has just fetched the state, and no replica is called in. Letters as in ``triggers.py``; ``M`` members, ``d`` elements,
 ``eta`` the inner rate, ``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
 """
 
@@ -12,6 +12,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 from ftopt.errors import UserError
+from ftopt.methods.checks import check_choice
 from ftopt.methods.triggers import Due, Measurement, Progress, RoundStats, Trigger, check_count, check_positive
 
 FORMULAS = ("loss", "loss_and_rate")
@@ -118,16 +119,15 @@ class AdaComm(_Period):
     first outer step, where the paper takes the loss before the first step. Where a loss, or ``eta_0`` (as a warm-up
     begins), is not positive, ``H_0`` stays.
 
-    Source: arXiv 1810.08313, which sets H every so many seconds, and this at each outer step; the second formula is
-    that of Paddle's ``AdaptiveLocalSGD``.
+    Source: arXiv 1810.08313, which sets H at fixed intervals of time; this sets it at each outer step; the second
+    formula is that of Paddle's ``AdaptiveLocalSGD``.
     """
 
     formula: str = "loss"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.formula not in FORMULAS:
-            raise UserError(f"trigger.formula={self.formula!r}; allowed: {', '.join(FORMULAS)}")
+        check_choice("trigger.formula", self.formula, FORMULAS)
 
     def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         loss, first_loss, lr, first_lr = agreed.loss, agreed.first_loss, agreed.lr, agreed.first_lr

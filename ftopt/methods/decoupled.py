@@ -33,7 +33,7 @@ def _many() -> Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledDiLoCo(StreamingDiLoCo):
-    """Learners of unlike speed: small fragments, nobody waits, and directions and lengths are averaged apart.
+    """Learners of unlike speed: small fragments, no waiting, and directions and lengths averaged separately.
 
     Args:
         sync_every: inner steps between two outer steps of one fragment (the paper's H), >= 1. Default 24, the paper's.
@@ -50,9 +50,6 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that a replica with larger
             batches counts for more than by its tokens alone. Steps, without ``optimizer.count``.
         others: see `StreamingDiLoCo` and `Method`.
-
-    Raises:
-        UserError: a setting is out of range.
 
     Source: arXiv 2604.21428. Open there, decided here: where the directions cancel (their mean is shorter than 1e-3) it
         is taken at the mean length without being normalised; a single contribution is taken as it is; overlapped steps

@@ -68,9 +68,6 @@ class DiLoCo(Paced, OuterOptimized):
             `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
         others: see `Method`.
 
-    Raises:
-        UserError: a setting is out of range.
-
     Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica brings (the paper's replicas
         all bring H; for data of unlike sizes it weights by those), and casts the anchor to the parameters' dtype
         first.

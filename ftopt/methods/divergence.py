@@ -63,7 +63,7 @@ class LinearFDA(_Watch):
 
     ``xi`` is the normalised difference of the last two anchors. The better it points where the replicas walk, the
     closer the bound; with an unrelated one and a dominant common drift it reads a hundred times too much, never too
-    little. As long as anybody does not know ``xi`` (before the second anchor, and a newcomer before its first round),
+    little. As long as a replica does not know ``xi`` (before the second anchor, and a newcomer before its first round),
     the bound is ``mean|u|^2``.
 
     The means go with the heartbeats and are up to two of them old: ``sync.heartbeat_s`` should be well below the time

@@ -1,4 +1,4 @@
-"""Which parameters: rules that cut a model into fragments, each with outer steps of its own.
+"""Rules that partition a model's parameters into fragments, each with its own outer steps.
 
 A *block* is a run of parameters whose names agree up to their first number (``layers.3.mlp.weight`` and
 ``layers.3.norm.weight``: block ``layers.3``), or, without a number, in their first part (``embedding``). `Strided` and

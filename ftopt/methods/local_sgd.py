@@ -66,9 +66,6 @@ class LocalSGD(Paced, Averaging):
             ``sync_every``; see `ftopt.methods.pacing`. None (default): every replica takes ``sync_every``.
         others: see `Method`.
 
-    Raises:
-        UserError: a setting is out of range.
-
     Source: arXiv 1805.09767. Ours weights by steps, where the paper's workers all take the same number.
     """
 

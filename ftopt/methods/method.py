@@ -63,7 +63,7 @@ class Method(ABC):
             without the outer optimizer (``mean``).
 
     Raises:
-        UserError: a setting is out of range.
+        UserError: a setting is out of range; the message says what is allowed. The same holds for all subclasses.
     """
 
     name: ClassVar[str]
@@ -194,7 +194,7 @@ class Method(ABC):
 
     @property
     def gradients(self) -> Method | None:
-        """The method for gradients, as a fragment of its own before all others; None: they are not exchanged."""
+        """The method for gradients, as a separate first fragment; None: they are not exchanged."""
         return None
 
     @property

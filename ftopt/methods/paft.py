@@ -47,9 +47,6 @@ class PAFT(Averaging):
             averaged in every step all along. Default 0.
         others: see `Method`.
 
-    Raises:
-        UserError: a setting is out of range.
-
     Source: PAFT (OpenReview cPZepCZlFW). Ours weights by steps.
     """
 

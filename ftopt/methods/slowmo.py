@@ -49,9 +49,6 @@ class SlowMo(Method):
             parameters (of SGD with momentum, the Adam family, Muon): two or three times the payload, fp32 only.
         others: see `Method`.
 
-    Raises:
-        UserError: a setting is out of range.
-
     Other names for settings of it: Lookahead (arXiv 1907.08610) is one replica, ``slow_momentum=0``, ``slow_lr`` its
     alpha, ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
     ``slow_lr`` its block rate, at a constant inner rate; its Nesterov variant is `DiLoCo`.

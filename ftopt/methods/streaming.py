@@ -62,9 +62,6 @@ class StreamingDiLoCo(OuterOptimized):
         outer: the outer optimizer. Default ``SGD(lr=0.4, momentum=0.9, nesterov=True)``, the paper's.
         others: see `Method`.
 
-    Raises:
-        UserError: a setting is out of range.
-
     Source: arXiv 2501.18512, algorithm 2. The paper mixes (``mix=0.5``); our default rebases.
     """
 

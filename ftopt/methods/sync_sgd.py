@@ -32,16 +32,13 @@ class SyncSGD(Method):
     The first fragment carries gradients instead of parameters: what a replica contributes is the sum of the gradients
     that no round has counted yet. One that is cut off changes nothing in the model; its gradients add up and go into
     the next round. The committed state is the model with the inner optimizer's state, so that a joiner takes the same
-    steps as everybody else from then on.
+    steps as all others from then on.
 
     Args:
         sync_every: backward passes a round, >= 1. Default 1.
         clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not. Clipping before ``step()``
             clips each replica's own.
         others: see `Method`.
-
-    Raises:
-        UserError: a setting is out of range.
 
     Source: the synchronous baseline of every paper here.
     """

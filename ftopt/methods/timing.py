@@ -39,7 +39,7 @@ class Timing:
 
     @property
     def fixed_period(self) -> int | None:
-        """``H`` if `due` goes by nothing else, and need not be asked at each step; else None."""
+        """``H`` if `due` depends on nothing else and need not be called at each step; else None."""
         return None if self.trigger is not None or self.average_until_step else self.period
 
     def steps_until_due(self, progress: Progress) -> int:
@@ -56,7 +56,7 @@ class Timing:
         return self.trigger.due(progress) if self.trigger is not None else Due.NO
 
     def needs(self, progress: Progress) -> Measurement:
-        """Which numbers `due` wants measured at this step."""
+        """Which numbers `due` needs at this step."""
         if self.trigger is None or self._is_overdue(progress):
             return Measurement.NONE
         return self.trigger.needs(progress)
@@ -67,13 +67,13 @@ class Timing:
 
     @property
     def uses(self) -> Measurement:
-        """All numbers that the trigger and the pacing ever want."""
+        """All numbers that the trigger and the pacing ever need."""
         paced = Measurement.NONE if self.pacing is None else Measurement.PACE
         return paced if self.trigger is None else paced | self.trigger.uses
 
     @property
     def shares(self) -> bool:
-        """Whether the trigger goes by the other replicas' numbers, too."""
+        """Whether the trigger needs the other replicas' numbers, too."""
         return self.trigger is not None and self.trigger.shares
 
     def phase(self, fragment: int, fragments: int, inner_step: int) -> int:

@@ -127,7 +127,7 @@ def _try_out(path: str, args: str) -> Mapping[str, type | torch.dtype | None]:
 def _run(
     path: str, args: str, start: Tensor, gradients: Sequence[Tensor]
 ) -> tuple[Tensor, Mapping[str, type | torch.dtype | None]]:
-    """Some steps from ``start``, and what state there is."""
+    """Some steps from ``start``, and the state that they leave."""
     theta = start.clone()
     optimizer = _make(path, json.loads(args), theta)
     groups = _groups(optimizer)

@@ -1,8 +1,8 @@
-"""Is it time? Pure predicates on where a replica stands; the clock and the counters are somebody else's.
+"""Triggers: pure predicates on a replica's `Progress` that say when a contribution is due.
 
 A trigger answers `Due.NO`, `Due.YES`, or `Due.NOW`: the others are called in at once, since they cannot know that it
-is time. It says which numbers it wants (`Trigger.uses`) and at which steps (`Trigger.needs`): each norm is a sweep over
-the parameters, and what nobody asks for is not computed. Legend, beside that of ``method.py``:
+is time. It says which numbers it needs (`Trigger.uses`) and at which steps (`Trigger.needs`): each norm is a sweep over
+the parameters, and a number that no trigger needs is not computed. Legend, beside that of ``method.py``:
 
 ===========  =======================================================================================
 ``u``        ``p - a``: how far a replica has moved since the anchor that it started from
@@ -60,7 +60,7 @@ class Measurement(Flag):
 
 
 AT_ROUNDS = Measurement.DISTANCE | Measurement.LOSS | Measurement.GRADIENT | Measurement.PACE
-"""What the members of an outer step tell each other in it; all else is measured between two of them."""
+"""What the members of an outer step exchange in it; all else is measured between two outer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class MeanMeasurements:
 
     Args:
         count: replicas in it.
-        numbers: the means. ``along`` is None when anybody does not know ``xi``, for one that has just joined.
+        numbers: the means. ``along`` is None while a replica that has just joined does not know ``xi``.
     """
 
     count: int
@@ -86,7 +86,7 @@ class MeanMeasurements:
 
 @dataclass(frozen=True, slots=True)
 class MemberStats:
-    """What one member of an outer step tells the others for their triggers; None: not known, or not asked for.
+    """What one member of an outer step sends the others for their triggers; None: unknown, or not needed.
 
     Args:
         weight: ``w``.
@@ -113,7 +113,7 @@ class MemberStats:
 class RoundStats:
     """What all members of the last outer step know alike of it: part of the committed state, so that newcomers do, too.
 
-    Means go by the members' weights, over those that know the number; None: nobody does.
+    Means are weighted by the members' weights, over those that know the number; None: no member does.
 
     Args:
         members: those of positive weight; 0 before the first outer step.
@@ -121,7 +121,8 @@ class RoundStats:
         divergence: the mean of ``distance``: ``Var``, exactly.
         first_loss: ``F_0``, the loss of the first outer step that knew one.
         first_lr: the rate of that one.
-        pace: the members' inner steps a second, added up; who does not know its own counts like the others' mean.
+        pace: the members' inner steps a second, added up; a member that does not know its own counts as the others'
+            mean.
     """
 
     members: float = 0.0
@@ -155,7 +156,7 @@ class RoundStats:
 
 
 def _mean(seen: Sequence[MemberStats], name: str) -> float | None:
-    """The weighted mean over those that know it. `math.fsum`, unlike `sum`, rounds alike in every Python."""
+    """The weighted mean over the members that know it. `math.fsum`, unlike `sum`, rounds alike in every Python."""
     told = [(x.weight, getattr(x, name)) for x in seen]
     known = [(weight, value) for weight, value in told if value is not None and math.isfinite(value)]
     total = math.fsum(weight for weight, _ in known)
@@ -168,14 +169,14 @@ class Progress:
 
     Args:
         fragment: the fragment.
-        steps: inner steps since the last proposal or take-over of the fragment, whichever came later.
+        steps: inner steps since the fragment's last proposal or applied result, whichever came later.
         pending_steps: inner steps that no committed state has counted yet.
         local_steps: inner steps executed in this incarnation.
         inner_step: the job's committed inner step plus the pending ones.
         seconds: since the same moment as ``steps``.
         elements: of the fragment.
         own: this replica's numbers, as far as they were asked for at this step.
-        means: all replicas' means; None: nobody has told any since the last outer step.
+        means: all replicas' means; None: none were received since the last outer step.
         agreed: of the last outer step.
         pace: inner steps a second of this replica, over its last contribution; over all since it started, before it has
             made one. None: not known.
@@ -203,12 +204,12 @@ class Trigger(ABC):
         """Is it time? A number that is not known is never a reason."""
 
     def needs(self, progress: Progress) -> Measurement:
-        """Which numbers `due` wants measured at this step; ``progress`` has none yet. Here: none."""
+        """Which numbers `due` needs at this step; ``progress`` has none yet. Here: none."""
         return Measurement.NONE
 
     @property
     def uses(self) -> Measurement:
-        """All that it ever wants. Here: nothing."""
+        """All numbers that it ever needs. Here: none."""
         return Measurement.NONE
 
     @property
@@ -218,13 +219,13 @@ class Trigger(ABC):
 
     @property
     def longest(self) -> int | None:
-        """After how many steps it is due at the latest; None: nobody knows."""
+        """After how many steps it is due at the latest; None: unknown."""
         return None
 
 
 @dataclass(frozen=True)
 class Every(Trigger):
-    """Due from the ``steps``-th inner step after the last proposal or take-over on.
+    """Due from the ``steps``-th inner step after the last proposal or applied result on.
 
     Args:
         steps: inner steps, >= 1. May differ between replicas.
@@ -247,9 +248,9 @@ class Every(Trigger):
 
 @dataclass(frozen=True)
 class EverySeconds(Trigger):
-    """Due at the first boundary that is ``seconds`` after the last proposal or take-over.
+    """Due at the first boundary that is ``seconds`` after the last proposal or applied result.
 
-    Each replica goes by its own clock, and is there within a step of the others: slow ones bring fewer steps instead of
+    Each replica uses its own clock and arrives within a step of the others: slow ones contribute fewer steps instead of
     being waited for.
 
     Args:
@@ -303,7 +304,7 @@ class EveryStaged(Trigger):
 
 @dataclass(frozen=True)
 class _Joined(Trigger):
-    """Several triggers as one: what each wants is measured."""
+    """Several triggers as one: what each of them needs is measured."""
 
     triggers: Sequence[Trigger]
 
@@ -358,7 +359,7 @@ class AllOf(_Joined):
     """
 
     def due(self, progress: Progress) -> Due:
-        """The most urgent answer if nobody says no."""
+        """The most urgent answer if none is no."""
         answers = [part.due(progress) for part in self.triggers]
         return max(answers) if all(answers) else Due.NO
 
