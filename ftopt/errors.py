@@ -1,4 +1,4 @@
-"""The errors that a user of ftopt meets. Each message says what, got, allowed, and what to do."""
+"""The errors that users of ftopt see. Each message says what is wrong, what it got, what is allowed, and what to do."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import torch
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Those of torch (CPU and, where it is in use, CUDA), Python, and NumPy if it is loaded: values and tensors."""
+    """Returns the states of torch (CPU and, if in use, CUDA), Python, and NumPy if it is loaded, as values and
+    tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -22,7 +23,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Puts a capture back; CUDA's only onto as many devices as there were."""
+    """Restores what `get_rng_state` returned; CUDA's only if there are as many devices as there were."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available() and torch.cuda.device_count() == len(state["cuda"]):

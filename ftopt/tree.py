@@ -1,6 +1,6 @@
-"""Nested values as JSON with tensors beside it, and back: every bit, tuples as tuples, and nothing that runs code.
+"""Nested values as JSON plus tensors, and back: exact in every bit, tuples as tuples, and without running code.
 
-What JSON does not have is an object with one key that begins with ``$``. A tensor is ``{"$tensor": name}``, its name is
+Types that JSON lacks are objects with one key that begins with ``$``. A tensor is ``{"$tensor": name}``; its name is
 the path to it.
 """
 
@@ -27,10 +27,10 @@ _DTYPES = {
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """The JSON value; tensors are put into ``tensors``, by reference.
+    """Returns the JSON value; puts tensors into ``tensors``, by reference.
 
     Raises:
-        UserError: something that has no place here; says where it is.
+        UserError: a value of another type; the message says where it is.
     """
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
@@ -66,10 +66,10 @@ def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
 
 
 def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of `flatten`.
+    """Reverses `flatten`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``value`` is not a result of `flatten`.
     """
     if isinstance(value, list):
         return [unflatten(item, tensors) for item in value]
