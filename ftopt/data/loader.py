@@ -2,8 +2,8 @@
 
 The job's ledger grants *units*, each one batch, to replicas. `DataLoader` takes them through the replica's group, maps
 each to samples by the job's order (`ftopt.data.order`) and loads them, ahead of time if it has worker processes. A unit
-counts as used when the loop was given its batch and has taken an inner step after that: what was only loaded ahead is
-somebody else's when this replica is gone.
+counts as used once the training loop has got its batch and taken an inner step. If this replica is gone before that,
+the unit is granted to another one.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class DataLoader:
     Make the loader before the replica joins (``with optimizer:``). An inner step uses every batch drawn since the step
     before. Leaving the loop and iterating again goes on with the next batch: there is one pass, not one an epoch.
 
-    What is random in the data set depends on the seed and the unit alone, not on who loads it (`ftopt.data.batches`).
+    Random numbers in the data set depend only on the seed and the unit, not on who loads it (`ftopt.data.batches`).
 
-    An iterable data set has no positions: each replica reads all of it and keeps its shard of the samples. That is said
-    once, by a warning and the event ``sharded``; nothing of what ``docs/data.md`` promises holds then.
+    An iterable data set has no positions: each replica reads all of it and keeps its shard of the samples. A warning
+    and the event ``sharded`` say so once; the guarantees of ``docs/data.md`` do not hold then.
 
     Args:
         dataset: with positions (``len(dataset)`` and ``dataset[index]``; ``dataset.__getitems__(indices)`` is used if
-            it is there), or iterable.
-        batch_size: samples a batch. Default 1.
-        group: who takes part; the same one as the optimizer's. None: this process has all the data.
+            it exists), or iterable.
+        batch_size: samples in a batch. Default 1.
+        group: the optimizer's group. None: this process has all the data.
         seed: of the order, the same in all replicas. Default 0.
-        epochs: after so many the data have ended. Default 1; None: without end.
-        drop_last: whether the samples of an epoch that fill no batch are left out. Default False.
-        accumulate: batches (micro-batches) that an inner step uses, for `steps`. Default 1.
+        epochs: number of epochs. Default 1; None: without end.
+        drop_last: whether a short last batch of an epoch is left out. Default False.
+        accumulate: batches (micro-batches) per inner step, for `steps`. Default 1.
         num_workers: processes that load ahead; they start here. Default 0: batches are loaded on the training thread.
-        prefetch_factor: batches that each of them is ahead. Default 2.
-        collate_fn: list of samples to batch. Default torch's ``default_collate``.
+        prefetch_factor: batches that each worker loads ahead. Default 2.
+        collate_fn: makes a batch of a list of samples. Default torch's ``default_collate``.
         pin_memory: page-locked batches; needs ``num_workers``. Default False.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's.
         global_batch: samples of one step of all replicas together, a multiple of ``batch_size``, for `ftopt.SyncSGD`:
@@ -65,7 +65,7 @@ class DataLoader:
             replica's id, and ``sync.start_replicas``.
 
     Raises:
-        UserError: an argument is out of range, or says nothing for this kind of data set.
+        UserError: an argument is out of range, or does not apply to this kind of data set.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class DataLoader:
         elif _has_positions(dataset):
             if shard is not None:
                 raise UserError(
-                    f"shard={shard} with a data set that has positions; leave it out: the job shares it out"
+                    f"shard={shard} with a data set that has positions; leave it out: the job's ledger divides the "
+                    f"samples"
                 )
             samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last)
             units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else OwnUnits(samples)
@@ -140,7 +141,7 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch drawn, from 0."""
+        """The epoch of the last batch, from 0."""
         return self._source.epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -148,30 +149,30 @@ class DataLoader:
         return self._source.batches()
 
     def steps(self) -> Iterator[list[Any]]:
-        """The batches of an inner step at a time, ``accumulate`` of them; fewer where the data end. ::
+        """The batches of each inner step in turn, ``accumulate`` of them; fewer at the end of the data. ::
 
             for micro_batches in loader.steps():
                 for inputs, targets in micro_batches:
                     (loss(model(inputs), targets) / len(micro_batches)).backward()
                 optimizer.step(); optimizer.zero_grad()
 
-        Better than counting in the loop: at the end of the data one may be left, and no other comes until it is used.
+        Prefer this to counting in the loop: near the end fewer may be left, and no more come until these are used.
         """
         self._source.check()
         while batches := list(islice(self._source.batches(), self._accumulate)):
             yield batches
 
     def global_batches(self) -> Iterator[Iterator[Any]]:
-        """This replica's micro-batches of one global batch after the other, until the data have ended. ::
+        """This replica's micro-batches of each global batch in turn, until the data have ended. ::
 
             for micro_batches in loader.global_batches():
                 for inputs, targets in micro_batches:
                     loss(model(inputs), targets).backward()  # the mean over the micro-batch
                 optimizer.step()
 
-        The step's gradient is the mean over the global batch's samples, whoever has computed which. When a replica
-        fails, its micro-batches come to those who are left, who keep what they have; the inner loop ends when the
-        global batch is whole. Gradients are taken away after each micro-batch: clip them with ``SyncSGD(clip_norm=)``.
+        The step's gradient is the mean over the samples of the global batch, on whichever replicas they were computed.
+        When a replica fails, its micro-batches are given to the others, which keep their own; the inner loop ends when
+        the global batch is complete. Gradients are removed after each micro-batch: clip with ``SyncSGD(clip_norm=)``.
 
         Raises:
             UserError: the loader has no ``global_batch``.
@@ -181,33 +182,34 @@ class DataLoader:
         return self._source.global_batches()
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on behind the last batch drawn.
+        """What `load_state_dict` needs to go on after the last batch.
 
-        In a job the position is the ledger's and is in the job's checkpoints: this is the settings, to compare them,
-        and the state of a data set that has one of its own (``state_dict``, ``load_state_dict``).
+        In a job the ledger keeps the position, in the job's checkpoints. This state then has the settings, to compare
+        them, and the data set's own state if it has one (``state_dict``, ``load_state_dict``).
         """
         return self._source.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from `state_dict`, with any number of workers and replicas if the data set has positions.
+        """Goes on from what `state_dict` returned, with any number of workers and replicas if the data set has
+        positions.
 
         Raises:
-            UserError: the state is of other data or settings, or holds what cannot be shared out among another number
-                of workers or shards. Nothing is changed.
+            UserError: the state is of other data or settings, or cannot be divided among another number of workers or
+                shards. Nothing is changed.
         """
         kinds = {_FromUnits: "units", Stream: "stream", FromShares: "shares"}
         kind = kinds[type(self._source)]
         if kind not in state_dict:
             found = ", ".join(map(str, state_dict)) or "nothing"
             raise UserError(
-                f"the state holds {found}, and this loader's data set needs {kind}; load what a loader of the same "
-                "kind of data set gave"
+                f"the state holds {found}; this loader's data set needs {kind}; load the state of a loader with the "
+                "same kind of data set"
             )
         self._source.load_state_dict(state_dict)
 
 
 class _FromUnits:
-    """Of a data set with positions."""
+    """Where a `DataLoader` gets its batches for a data set with positions."""
 
     def __init__(
         self, batches: Batches, samples: Samples, units: UnitSource, group: Group | None, pool: PoolSettings
@@ -228,10 +230,7 @@ class _FromUnits:
                 "through all epochs: give as many as you need in epochs="
             )
         if self._group is not None and not self._group.incarnation:
-            raise UserError(
-                "batches are drawn before this replica has joined the job; iterate over the loader inside of `with "
-                "optimizer:`"
-            )
+            raise UserError("this replica has not joined the job yet; iterate over the loader inside `with optimizer:`")
 
     def batches(self) -> Iterator[Any]:
         while (loaded := self._loading.next()) is not None:
@@ -262,11 +261,11 @@ class _FromUnits:
         if inner is not None and workers != self._workers:
             raise UserError(
                 f"num_workers={self._workers}, was {workers}: the data set keeps a state of its own in each worker, "
-                f"which cannot be shared out anew; give num_workers={workers}"
+                f"which cannot be divided among another number of them; give num_workers={workers}"
             )
         if inner is not None and not self._stateful:
             raise UserError(
-                "the state has one of the data set's own, and this data set keeps none (state_dict, load_state_dict); "
+                "the state includes one of the data set, and this data set keeps none (state_dict, load_state_dict); "
                 "give the data set that the state was taken with"
             )
         if isinstance(self._units, OwnUnits):
@@ -286,7 +285,7 @@ def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more:
 
 
 def _has_positions(dataset: Any) -> TypeGuard[MapStyle]:
-    """torch's ``IterableDataset`` inherits a ``__getitem__`` that only raises."""
+    """Whether it is map-style; torch's ``IterableDataset`` inherits a ``__getitem__`` that only raises."""
     named = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return named and not isinstance(dataset, IterableDataset)
 
@@ -297,8 +296,8 @@ def _shard_of(group: Group | None) -> tuple[int, int]:
     number, count = re.search(r"\d+$", group.replica), group.sync.start_replicas
     if number is None or count is None or int(number.group()) >= count:
         raise UserError(
-            f"replica {group.replica!r} with sync.start_replicas={count} does not say which part of an iterable data "
-            "set is its own; give shard=(this replica's number from 0 on, how many replicas there are)"
+            f"replica {group.replica!r} with sync.start_replicas={count} does not tell which shard of an iterable data "
+            "set is its own; give shard=(this replica's number, from 0 on, and the number of replicas)"
         )
     return int(number.group()), count
 
@@ -306,7 +305,7 @@ def _shard_of(group: Group | None) -> tuple[int, int]:
 def _tell_sharded(group: Group, index: int, count: int) -> None:
     text = (
         f"the data set is iterable and has no positions, so this replica reads all of it and keeps shard {index} of "
-        f"{count}; the job does not account for its samples: those of a dead replica are not seen in this epoch"
+        f"{count}; the job does not account for its samples: those of a dead replica are missing from this epoch"
     )
     warnings.warn(text, stacklevel=3)
     group.emit("sharded", data={"shard": index, "shards": count, "text": text})

@@ -195,7 +195,7 @@ def test_a_worker_process_that_dies_is_told_clearly_and_no_unit_is_lost(tmp_path
 
 def test_batches_are_drawn_by_who_has_joined_only() -> None:
     loader = DataLoader(Numbers(10), group=StandIn(incarnation=0))
-    with pytest.raises(UserError, match="inside of `with optimizer:`"):
+    with pytest.raises(UserError, match="inside `with optimizer:`"):
         next(iter(loader))
 
 
