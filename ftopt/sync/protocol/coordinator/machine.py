@@ -17,15 +17,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, sync_of
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import (
-    Close,
-    CoordinatorEffect,
-    Emit,
-    Epoch,
-    Halt,
-    JournalState,
-    SendTo,
-)
+from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, Epoch, Halt, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member
 from ftopt.sync.protocol.coordinator.rounds import Rounds
@@ -282,16 +274,6 @@ class Coordinator:
                     r.withdraw(member.replica)
         return []
 
-    def _see_off(self, now: float) -> list[CoordinatorEffect]:
-        """Lets members go that said goodbye: at once, unless one is the only holder of what others may still fetch."""
-        effects: list[CoordinatorEffect] = []
-        for member in [x for x in self.roster.connected() if x.said_bye]:
-            others = [x for x in self.roster.connected() if not x.said_bye]
-            held = [r.versions for r in self.rounds if r.versions.held_by(member)]
-            if not others or all(any(v.held_by(x) for x in others) for v in held):
-                effects += self.members.leave(now, member)
-        return effects
-
     def _has(self, fragment: int) -> bool:
         return 0 <= fragment < len(self.rounds)
 
@@ -317,7 +299,7 @@ class Coordinator:
             return []
         self._stepped_s = now
         self.looks += 1
-        effects = self._contend(now) + self._see_off(now)
+        effects = self._contend(now) + self.members.see_off(now)
         if self.startup is not None:
             for conn, hello in self.startup.outlived():
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")

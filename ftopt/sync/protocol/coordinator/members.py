@@ -153,6 +153,16 @@ class Members:
             quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
         return quiet_since_s + sync.derived.tail_s + member.patience_s()
 
+    def see_off(self, now: float) -> list[CoordinatorEffect]:
+        """Lets members go that said goodbye: at once, unless one is the only holder of what others may still fetch."""
+        effects: list[CoordinatorEffect] = []
+        for member in [x for x in self.roster.connected() if x.said_bye]:
+            others = [x for x in self.roster.connected() if not x.said_bye]
+            held = [r.versions for r in self.rounds if r.versions.held_by(member)]
+            if not others or all(any(v.held_by(x) for x in others) for v in held):
+                effects += self.leave(now, member)
+        return effects
+
     def leave(self, now: float, member: Member) -> list[CoordinatorEffect]:
         """A goodbye: gone in good order."""
         conn = member.conn
