@@ -183,7 +183,7 @@ def any_digest(patch: Patch) -> None:
     patch.setattr(Replica, "_commit", mutant)
 
 
-def told_first(patch: Patch) -> None:
+def sent_first(patch: Patch) -> None:
     """A decision is sent before it is journalled."""
     patch.setattr(Decide, "_commit", lambda self, a, digest: _commit(self, a, digest)[::-1])
 
@@ -339,7 +339,7 @@ def claim_adds(patch: Patch) -> None:
     patch.setattr(Ledger, "claim", mutant)
 
 
-def gone_untold(patch: Patch) -> None:
+def gone_not_kept(patch: Patch) -> None:
     """Replicas do not keep the gone incarnations, and a coordinator without memory admits them"""
     learn = Replica._learn
     patch.setattr(Replica, "_learn", lambda self, known, gone: learn(self, known, ()))
@@ -393,7 +393,7 @@ def life_again(patch: Patch) -> None:
     patch.setattr(checkpoints, "another_life", lambda incarnation_id, there, newest: (incarnation_id, {}))
 
 
-def resumed_untold(patch: Patch) -> None:
+def resumed_without_the_end(patch: Patch) -> None:
     """A replica that resumes from a checkpoint does not learn that the data have ended"""
     welcome = Replica._welcome
 
@@ -417,7 +417,7 @@ BUGS = (
     Bug("step 5", any_digest),
     Bug("step 5", no_deadline, slow=True),
     Bug("step 5", hung_again),
-    Bug("JOURNAL", told_first),
+    Bug("JOURNAL", sent_first),
     Bug("step 2", grace_alone),
     Bug("STICKY", sticky_off),
     Bug("STICKY", absent_is_dead),
@@ -434,14 +434,14 @@ BUGS = (
     Bug("CURSOR", cursor_of_done, slow=True),
     Bug("DONE", dead_not_done, slow=True),
     Bug("TOTAL", claim_adds),
-    Bug("FENCE", gone_untold, slow=True),
+    Bug("FENCE", gone_not_kept, slow=True),
     Bug("HOLD", hold_off, slow=True),
     Bug("UNIT", taken_is_used),
     Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off, slow=True),
     Bug("TAIL", asks_once, slow=True),
     Bug("RESTORE", life_again, slow=True),
-    Bug("TAIL", resumed_untold, slow=True),
+    Bug("TAIL", resumed_without_the_end, slow=True),
     Bug("OWN", plans.own_off),
     Bug("TIE", plans.tie_off, slow=True),
     Bug("COVER", plans.any_plan_counts),

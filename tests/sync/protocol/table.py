@@ -236,7 +236,7 @@ class Table:
                     self.journal.append(effect)
 
     def tick(self, seconds: float) -> None:
-        """Lets time pass; whoever is connected sends heartbeats."""
+        """Lets time pass; connected seats send heartbeats."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 1.0)

@@ -121,7 +121,7 @@ def test_a_coordinator_of_a_new_life_knows_of_no_copies() -> None:
     keep_copies(a)
 
 
-def test_an_heir_is_waited_for_like_its_predecessor() -> None:
+def test_a_replica_that_adopts_work_is_waited_for_like_its_predecessor() -> None:
     """A newcomer is called in at the first proposal; who does steps again is due when the others are."""
     table, (a, b, c) = job("a", "b", "c")
     commit(a, b, c, units=2, last_step=2)

@@ -1,4 +1,4 @@
-"""The sample ledger by itself: the coordinator's sets, and a replica's stock of units."""
+"""The sample ledger by itself: the coordinator's sets, and a replica's queue of units."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _some(chance: random.Random, ranges: Ranges) -> Ranges:
     return union((x, x + 1) for x in one_by_one(ranges) if chance.random() < 0.6)
 
 
-# ---------------------------------------------------------------- a replica's stock
+# ---------------------------------------------------------------- a replica's unit queue
 
 
 def test_what_an_undone_step_used_is_drawn_again_and_no_contribution_holds_it() -> None:

@@ -52,7 +52,7 @@ def test_members_are_granted_what_they_have_used_in_the_order_of_their_ids() -> 
     assert decided.data["done_to"] == 4
 
 
-def test_whoever_runs_short_asks_and_is_not_granted_twice() -> None:
+def test_a_replica_that_runs_short_asks_and_is_not_granted_twice() -> None:
     _, (a, b) = job("a", "b")
     a.use(9)
     a.do(a.machine.ask())
@@ -379,7 +379,7 @@ def test_who_was_told_that_nothing_is_left_asks_again_on_another_connection() ->
     assert b.conn is None
 
 
-def test_adopt_a_coordinator_that_lives_on_keeps_the_units_of_who_does_not_come_back_for_the_heir() -> None:
+def test_adopt_a_coordinator_that_lives_on_keeps_the_units_of_a_missing_replica_for_its_adopter() -> None:
     """All have died; a comes out of a checkpoint before b, who takes over what c had pending."""
     table, (a, b, c) = job("a", "b", "c")
     commit(a, b, c, units=2, last_step=2)

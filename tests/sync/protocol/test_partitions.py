@@ -74,15 +74,15 @@ def test_it_is_tried_again_and_forgotten_when_it_goes_through() -> None:
 
 
 def test_each_failure_makes_the_pause_before_the_next_try_longer() -> None:
-    cuts, a, b, c = Partitions(), ("a", 1), ("b", 1), ("c", 1)
+    partitions, a, b, c = Partitions(), ("a", 1), ("b", 1), ("c", 1)
     now, pauses = 0.0, []
-    cuts.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
+    partitions.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
     for _ in range(8):
-        assert not cuts.unreachable(now, [a, b, c])
-        cuts.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
-        cuts.failed(now, b, a, dead_after_s=DEAD_AFTER_S)  # another fragment's attempt, begun before
+        assert not partitions.unreachable(now, [a, b, c])
+        partitions.failed(now, a, b, dead_after_s=DEAD_AFTER_S)
+        partitions.failed(now, b, a, dead_after_s=DEAD_AFTER_S)  # another fragment's attempt, begun before
         since = now
-        while cuts.unreachable(now, [a, b, c]):
+        while partitions.unreachable(now, [a, b, c]):
             now += 0.5
         pauses.append((now - since) / DEAD_AFTER_S)
     assert pauses == [1, 2, 4, 8, 16, PAUSES, PAUSES, PAUSES]
@@ -99,37 +99,37 @@ def test_a_new_incarnation_is_tried_at_once() -> None:
 
 
 def test_who_reaches_nobody_has_its_turn_and_stops_the_others_seldom() -> None:
-    roster, cuts = Roster(), Partitions()
+    roster, partitions = Roster(), Partitions()
     incarnation_ids = [(name, 1) for name in "abcdef"]
     for incarnation_id in incarnation_ids:
         roster.know(incarnation_id, 0.0)
     for incarnation_id in incarnation_ids[1:]:
         for _ in range(2):
-            cuts.failed(0.0, incarnation_ids[0], incarnation_id, dead_after_s=DEAD_AFTER_S)
-    seats, members = Membership(cuts, roster), [roster.members[name] for name, _ in incarnation_ids]
+            partitions.failed(0.0, incarnation_ids[0], incarnation_id, dead_after_s=DEAD_AFTER_S)
+    membership, members = Membership(partitions, roster), [roster.members[name] for name, _ in incarnation_ids]
     alone = 0
     for _ in range(30):
-        chosen = [x.incarnation_id for x in seats.choose(1.0, members)]
+        chosen = [x.incarnation_id for x in membership.choose(1.0, members)]
         assert chosen in (incarnation_ids[:1], incarnation_ids[1:])
         alone += chosen == incarnation_ids[:1]
-        seats.taken(chosen, [x.replica for x in members])
+        membership.taken(chosen, [x.replica for x in members])
     assert 5 <= alone <= 7  # of thirty rounds; the five others share the rest
 
 
 def test_three_that_reach_nobody_take_turns() -> None:
-    roster, cuts = Roster(), Partitions()
+    roster, partitions = Roster(), Partitions()
     incarnation_ids = [(name, 1) for name in "abc"]
     for incarnation_id in incarnation_ids:
         roster.know(incarnation_id, 0.0)
     for pair in ((0, 1), (0, 2), (1, 2)):
         for _ in range(2):
-            cuts.failed(0.0, incarnation_ids[pair[0]], incarnation_ids[pair[1]], dead_after_s=DEAD_AFTER_S)
-    seats, members = Membership(cuts, roster), [roster.members[name] for name, _ in incarnation_ids]
+            partitions.failed(0.0, incarnation_ids[pair[0]], incarnation_ids[pair[1]], dead_after_s=DEAD_AFTER_S)
+    membership, members = Membership(partitions, roster), [roster.members[name] for name, _ in incarnation_ids]
     order = []
     for _ in range(6):
-        (member,) = seats.choose(1.0, members)
+        (member,) = membership.choose(1.0, members)
         order.append(member.replica)
-        seats.taken([member.incarnation_id], [x.replica for x in members])
+        membership.taken([member.incarnation_id], [x.replica for x in members])
     assert order == ["a", "b", "c"] * 2
 
 

@@ -268,7 +268,7 @@ def walk(seed: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whoever_is_lost_or_late_each_commit_is_the_whole_batch_once(seed: int) -> None:
+def test_whichever_replicas_are_lost_or_late_each_commit_is_the_whole_batch_once(seed: int) -> None:
     assert walk(seed) >= 0
 
 

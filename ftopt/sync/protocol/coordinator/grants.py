@@ -132,11 +132,10 @@ class Grants(Assignment):
             return []
         effects = [] if self._stuck else self._grant()
         needy = any(not self.ledger.leases.get(incarnation_id) for incarnation_id in self._asks)
-        awaited = {
-            incarnation_id for incarnation_id, lease in self.ledger.leases.items() if lease
-        } | self.ledger.unheard
-        awaited = awaited if self._stuck and needy else set()
-        self._since_s = {incarnation_id: self._since_s.get(incarnation_id, now) for incarnation_id in awaited}
+        awaited: set[m.IncarnationId] = set()
+        if self._stuck and needy:
+            awaited = self.ledger.unheard.union(x for x, lease in self.ledger.leases.items() if lease)
+        self._since_s = {x: self._since_s.get(x, now) for x in awaited}
         return effects
 
     def waits(self) -> Mapping[m.IncarnationId, float]:
@@ -149,20 +148,10 @@ class Grants(Assignment):
 
     def _grant(self) -> list[CoordinatorEffect]:
         here = {x.incarnation_id: x for x in self._roster.connected() if not x.leaving}
-        self._asks = {
-            incarnation_id: units for incarnation_id, units in sorted(self._asks.items()) if incarnation_id in here
-        }
-        able = [
-            incarnation_id
-            for incarnation_id in here
-            if incarnation_id[0] not in self._idle
-            and (incarnation_id in self._asks or self.ledger.leases.get(incarnation_id))
-        ]
-        asks = [
-            (incarnation_id, units)
-            for incarnation_id, units in self._asks.items()
-            if not able or incarnation_id in able
-        ]
+        self._asks = {x: units for x, units in sorted(self._asks.items()) if x in here}
+        leases = self.ledger.leases
+        able = {x for x in here if x[0] not in self._idle and (x in self._asks or leases.get(x))}
+        asks = [(x, units) for x, units in self._asks.items() if not able or x in able]
         granted = self.ledger.grant(asks, shares=len(able or here))
         effects: list[CoordinatorEffect] = []
         moved = self.ledger.promise()
@@ -170,9 +159,8 @@ class Grants(Assignment):
             effects.append(Cursor(self.ledger.promised))
         for incarnation_id, member in here.items():
             ranges = granted.get(incarnation_id, ())
-            out_of_units = (
-                not ranges and incarnation_id in self._asks and incarnation_id not in self._notified_out_of_units
-            )
+            refused = not ranges and incarnation_id in self._asks
+            out_of_units = refused and incarnation_id not in self._notified_out_of_units
             if member.conn is not None and (ranges or out_of_units or moved):
                 effects.append(SendTo(member.conn, m.Grant(ranges, self.ledger.promised, out_of_units)))
             if ranges:

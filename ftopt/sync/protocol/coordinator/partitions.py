@@ -56,11 +56,8 @@ class Partitions:
 
     def forget(self, gone: IncarnationId) -> None:
         """An incarnation is gone, and all before it."""
-        self._partitions = {
-            pair: x
-            for pair, x in self._partitions.items()
-            if not any(is_gone(incarnation_id, dict([gone])) for incarnation_id in pair)
-        }
+        old = dict([gone])
+        self._partitions = {p: x for p, x in self._partitions.items() if not any(is_gone(one, old) for one in p)}
 
     def unreachable(
         self, now: float, incarnation_ids: Collection[IncarnationId]

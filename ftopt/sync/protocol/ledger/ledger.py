@@ -86,9 +86,8 @@ class Ledger:
 
     def gone(self, incarnation_id: IncarnationId, adopter: IncarnationId | None = None) -> None:
         """GONE: what it held is free, unless an attempt under way holds it. ADOPT: or it is its ``adopter``'s."""
-        for known in [
-            x for x in (*self.leases, *self.unheard) if x[0] == incarnation_id[0] and x[1] <= incarnation_id[1]
-        ]:
+        replica, newest = incarnation_id
+        for known in [x for x in (*self.leases, *self.unheard) if x[0] == replica and x[1] <= newest]:
             held = self.leases.pop(known, ())
             self.unheard.discard(known)
             if adopter is not None and held:
@@ -106,7 +105,7 @@ class Ledger:
         """DONE: what the attempt under way has used, its dead and weightless members' too."""
         self.under_way = ()
         self.done = union(self.done, ranges)
-        self.leases = {incarnation_id: subtract(lease, ranges) for incarnation_id, lease in self.leases.items()}
+        self.leases = {x: subtract(lease, ranges) for x, lease in self.leases.items()}
 
     def free(self) -> Ranges:
         """FREE IS WHAT REMAINS."""

@@ -72,14 +72,9 @@ class BatchPlan:
             present: those that keep their shares.
             speeds: of those that get what the others had: seconds a unit, 0 if unknown; not empty.
         """
-        kept = {
-            incarnation_id: self.shares[incarnation_id] for incarnation_id in present if incarnation_id in self.shares
-        }
+        kept = {x: self.shares[x] for x in present if x in self.shares}
         more = share_out(subtract(self.batch, union(*kept.values())), speeds)
-        shares = {
-            incarnation_id: union(kept.get(incarnation_id, ()), more.get(incarnation_id, ()))
-            for incarnation_id in sorted({*kept, *more})
-        }
+        shares = {x: union(kept.get(x, ()), more.get(x, ())) for x in sorted({*kept, *more})}
         return BatchPlan(number, self.version, self.batch, shares)
 
 
@@ -116,10 +111,7 @@ def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: in
     """
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
-    pace = {
-        incarnation_id: speeds[incarnation_id] if speeds[incarnation_id] > 0 else usual
-        for incarnation_id in sorted(speeds)
-    }
+    pace = {x: speed if speed > 0 else usual for x, speed in sorted(speeds.items())}
     counts, soonest = _even(size(units), pace), _soonest(size(units), pace, least)
     if _takes(counts, pace) > max(EVEN * _takes(soonest, pace), _takes(soonest, pace) + WORTH_S):
         counts = soonest
