@@ -64,7 +64,7 @@ class TopK(Blockwise):
 
     @property
     def name(self) -> str:
-        """``top_k:FRACTION:BITS``; `payloads` is no setting of a recipe."""
+        """``top_k:FRACTION:BITS``; `payloads` is not a setting of a recipe."""
         return f"top_k:{self.fraction}:{self.bits}"
 
     def kept(self, values: int) -> int:

@@ -102,7 +102,7 @@ def _imported(section: TorchConfig, where: str) -> type[Optimizer]:
             "package.module.Class, e.g. torch.optim.RMSprop"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
-        raise UserError(f"{where}.cls={section.cls!r} is no torch.optim.Optimizer; use e.g. torch.optim.RMSprop")
+        raise UserError(f"{where}.cls={section.cls!r} is not a torch.optim.Optimizer; use e.g. torch.optim.RMSprop")
     closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(

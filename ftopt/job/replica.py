@@ -21,6 +21,7 @@ from ftopt.telemetry.wandb import WandbMirror, resolve
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
+"""Seconds that a replica at its end waits for the runner to say that every other one is, too."""
 _PATIENCE_S = 45.0
 
 
@@ -92,7 +93,7 @@ def run_replica(
         on_event,
         record=record,
         evaluates=replica == ids[0],
-        wait_for_others=(lambda: _wait(finish_up)) if finish_up is not None else lambda: None,
+        wait_for_others=lambda: finish_up is not None and finish_up.asked.wait(_OTHERS_S),
     )
     injector.learn(Harm(trainer.optimizer, group).actions())
     if finish_up is not None:
@@ -105,8 +106,3 @@ def run_replica(
     if mirror is not None:
         mirror.finish(_WANDB_S)
     return done
-
-
-def _wait(finish_up: FinishUp) -> None:
-    """Until the runner says that every replica is at the end."""
-    finish_up.asked.wait(_OTHERS_S)

@@ -51,7 +51,7 @@ class Trainer:
         *,
         record: CurrentStep,
         evaluates: bool,
-        wait_for_others: Callable[[], None] = lambda: None,
+        wait_for_others: Callable[[], object] = lambda: None,
     ) -> None:
         self._recipe = recipe
         self._group = group

@@ -104,7 +104,7 @@ class Tail:
         self._rest = b""
 
     def more(self) -> list[dict[str, Any]]:
-        """The new whole lines, parsed; what is no JSON object is skipped."""
+        """The new whole lines, parsed; lines that are not JSON objects are skipped."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

@@ -62,7 +62,7 @@ class GlooTransport:
         staging: how payloads on a device get to the host and back. Default: `staging_for`.
 
     Raises:
-        ftopt.errors.UserError: ``host`` is no address of this machine, or a number is out of range.
+        ftopt.errors.UserError: ``host`` is not an address of this machine, or a number is out of range.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GlooTransport:
             self._device()
         except RuntimeError as error:
             raise UserError(
-                f"host={host!r} is no address of this machine; give the name or address by which peers "
+                f"host={host!r} is not an address of this machine; give the name or address by which peers "
                 f"reach it ({first_line(error)})"
             ) from None
 

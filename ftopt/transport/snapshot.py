@@ -101,7 +101,7 @@ class Arriving:
         size: bytes of the body.
 
     Raises:
-        ValueError: it is no such header, or there is no memory for so much.
+        ValueError: it is not such a header, or there is not enough memory.
     """
 
     def __init__(self, head: bytes, size: int) -> None:
@@ -114,7 +114,9 @@ class Arriving:
         at = begin
         for (start, stop), name, dtype, shape in _entries(header):
             if start != at - begin or stop - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"no valid safetensors: tensor {name!r:.60} does not have the bytes of its shape")
+                raise ValueError(
+                    f"not a valid safetensors file: tensor {name!r:.60} does not have the bytes of its shape"
+                )
             at = begin + stop
             if at > size:
                 break
@@ -129,7 +131,9 @@ class Arriving:
                 self._starts.append(at - block.nbytes)
                 self._blocks.append(block)
         if at != size:
-            raise ValueError(f"no valid safetensors: the body has {size} bytes, and its header tells of others")
+            raise ValueError(
+                f"not a valid safetensors file: the body has {size} bytes, the header describes another size"
+            )
         self.start = begin
         self.write(begin, memoryview(head)[begin:])
 
@@ -150,7 +154,7 @@ def _header(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("the header is nested too deep") from None
     if not isinstance(header, dict):
-        raise ValueError("no valid safetensors: the header is no object")
+        raise ValueError("not a valid safetensors file: the header is not an object")
     return header
 
 
@@ -171,5 +175,5 @@ def _entries(header: dict[str, Any]) -> list[tuple[tuple[int, int], str, torch.d
             ):
                 found.append(((start, stop), name, _NAMES[dtype], shape))
             case _:
-                raise ValueError(f"no valid safetensors: {name!r:.60} is no tensor that can be read")
+                raise ValueError(f"not a valid safetensors file: {name!r:.60} is not a tensor that can be read")
     return sorted(found, key=lambda entry: entry[0])

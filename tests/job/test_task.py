@@ -145,7 +145,7 @@ def test_tokens_beyond_what_a_factorys_model_knows_are_refused(factory: Make, tm
     (tmp_path / "tokens.bin").write_bytes(bytes(range(100)) * 20)
     data = f"data={{name: tokens, path: {tmp_path / 'tokens.bin'}, dtype: uint8}}"
     task = task_of(load("diloco_bytes", [factory(lambda: nn.Embedding(50, 50)), data]))
-    with pytest.raises(UserError, match="the model's vocabulary has 50"):
+    with pytest.raises(UserError, match="must be below vocab=50"):
         task.score(thorough=False)
 
 

@@ -234,7 +234,7 @@ def test_a_member_that_closes_ends_the_others_reductions() -> None:
 
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"192\.0\.2\.1.*no address of this machine"):
+    with pytest.raises(ValueError, match=r"192\.0\.2\.1.*not an address of this machine"):
         GlooTransport("192.0.2.1", 1.0)
 
 
