@@ -7,3 +7,4 @@ from ftopt.methods.schedules import ConstantRate as ConstantRate
 from ftopt.methods.schedules import CosineRate as CosineRate
 from ftopt.methods.schedules import Schedule as Schedule
 from ftopt.methods.torch_optimizers import Torch as Torch
+from ftopt.methods.traits import Execution as Execution

@@ -40,7 +40,7 @@ class OuterOptimized(Method):
     @property
     def execution(self) -> Execution:
         """The outer optimizer's."""
-        return Execution(elementwise=getattr(self.outer, "elementwise", False), sharded=self.outer.on_shares)
+        return self.outer.execution
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The outer optimizer's."""

@@ -18,18 +18,15 @@ from torch import Tensor
 
 from ftopt.errors import UserError
 from ftopt.methods.schedules import ConstantRate, Schedule
+from ftopt.methods.traits import Execution
 
 
 class OuterOptimizerRule(Protocol):
-    """A rule on flat fp32 tensors. Frozen, comparable, and without state of its own.
-
-    One that treats every element alike and apart from the others may say so with ``elementwise = True``: it is then
-    called for a piece after the other, which costs one sweep through memory instead of one an operation.
-    """
+    """A rule on flat fp32 tensors. Frozen, comparable, and without state of its own."""
 
     @property
-    def on_shares(self) -> bool:
-        """Other machines may get other bits: each element is to be computed by one member, and gathered."""
+    def execution(self) -> Execution:
+        """How `step` may be computed: ``elementwise`` costs one sweep through memory instead of one per operation."""
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """The state at version 0: name -> flat fp32 tensor of ``anchor``'s length, or fp32 scalar."""
@@ -79,8 +76,7 @@ class SGD:
     Source: arXiv 2311.08105, section 2 (OuterOpt).
     """
 
-    on_shares: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = True
+    execution: ClassVar[Execution] = Execution(elementwise=True)
 
     lr: float = 0.7
     momentum: float = 0.0
@@ -140,8 +136,7 @@ class Adam:
         betas are ours.
     """
 
-    on_shares: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = True
+    execution: ClassVar[Execution] = Execution(elementwise=True)
 
     lr: float = 0.3
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

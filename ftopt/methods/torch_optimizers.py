@@ -1,7 +1,7 @@
 """Any elementwise `torch.optim` class as outer optimizer.
 
 torch's own arithmetic gives other bits on other machines, so each element is computed by one member of a quorum, and
-gathered (`OuterOptimizerRule.on_shares`). The class must therefore treat each element apart from the others, and all of
+gathered (`Execution.sharded`). The class must therefore treat each element apart from the others, and all of
 its state must be tensors and numbers that can be handed on: both are tried out when the rule is made.
 """
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ftopt.errors import UserError
 from ftopt.methods.outer_optimizers import count, counted
 from ftopt.methods.schedules import ConstantRate, Schedule
+from ftopt.methods.traits import Execution
 
 _STEP = "steps_taken"
 """Outer steps taken; 0: the class sets up its own state in the first one."""
@@ -45,7 +46,7 @@ class Torch:
             cannot be handed on.
     """
 
-    on_shares: ClassVar[bool] = True
+    execution: ClassVar[Execution] = Execution(sharded=True)
 
     cls: str = "torch.optim.RMSprop"
     args: dict[str, Any] = field(default_factory=dict)

@@ -174,7 +174,7 @@ def test_unlike_cpus_compute_the_same_bits() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.on_shares], ids=repr)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.execution.sharded], ids=repr)
 def test_a_gpu_computes_the_same_bits(rule: OuterOptimizerRule) -> None:
     anchor = torch.randn(100_003)
     gradients = [torch.randn(100_003) for _ in range(5)]

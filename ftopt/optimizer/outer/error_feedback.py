@@ -18,8 +18,8 @@ sum S): it sends C(S + beta * o) and keeps o <- S + beta * o - C(S + beta * o), 
 C makes zero in the sum would never move, however often they are sent.
 
 e and o are a replica's own, like its inner optimizer's state; a newcomer begins with zero. They have the payload's
-units, so a rebase or a fetched anchor does not change them, and payloads of other units (`Method.units`) leave them as
-they are.
+units, so a rebase or a fetched anchor does not change them, and payloads of other units (`Aggregation.units`) leave
+them as they are.
 
 Source: SparseLoCo (arXiv 2508.15706): e <- beta * e + Delta, send C(e), e <- e - C(e). Its e before the subtraction is
 our v. On both hops: DoubleSqueeze (arXiv 1905.05957), there with one server for the sum.
