@@ -7,41 +7,21 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.merge import mixed, rebase_
 from ftopt.optimizer.outer.schedule import SyncSchedule
+from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.tensors.digest import damage
-from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import used_here
-from ftopt.sync.group import ReplicaGroup
 
 
 class Applier:
-    """Applies committed states, and drops pending steps. Training thread.
+    """Applies committed states, and drops pending steps. Training thread."""
 
-    Args:
-        counters: of the replica.
-        schedule: says how long a result waits to be applied.
-        group: learns what was applied and dropped.
-        memory: for flat tensors.
-        committed_memory: where committed states lie.
-    """
-
-    def __init__(
-        self,
-        counters: Counters,
-        schedule: SyncSchedule,
-        group: ReplicaGroup,
-        *,
-        memory: Memory,
-        committed_memory: Memory,
-    ) -> None:
-        self._counters = counters
+    def __init__(self, shared: Shared, schedule: SyncSchedule) -> None:
+        self._shared = shared
+        self._group = shared.group
         self._schedule = schedule
-        self._group = group
-        self._memory = memory
-        self._committed_memory = committed_memory
 
     def apply(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Applies newer committed states; one that counts this replica's snapshot ``tau`` steps after that, or early.
@@ -55,19 +35,19 @@ class Applier:
         while fragment.state is not fragment.applied:
             if not self._apply_newest(fragment, tau, early):
                 return False
-        self._committed_memory.release()
+        self._shared.committed_memory.release()
         return True
 
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
         state, base, reset = fragment.to_apply()
         used_here([base.params, *state.tensors().values()])
         counted = base.params is not fragment.start
-        since = self._counters.local_steps - fragment.snapshot_step
+        since = self._shared.counters.local_steps - fragment.snapshot_step
         if counted and not state.fetched and not early and since < tau:
             return False
         before, version = fragment.applied, state.meta.version
-        self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self._schedule.inner_step())
-        start = self._committed_memory.place(fragment.view.cast(state.anchor))
+        self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self._shared.inner_step())
+        start = self._shared.committed_memory.place(fragment.view.cast(state.anchor))
         alpha = fragment.overlap.mix if counted and tau and since == tau else None
         nothing_pending = not fragment.pending_steps
         if nothing_pending:
@@ -85,7 +65,7 @@ class Applier:
         fragment.follow(state)
         fragment.apply(state, start, nothing_pending=nothing_pending)
         if counted:
-            self._counters.count_applied_round()
+            self._shared.counters.count_applied_round()
         else:
             self._schedule.restart(fragment, anew=True)
         return True
@@ -93,7 +73,7 @@ class Applier:
     def drop(self, fragment: Fragment, start: Tensor, reason: str) -> None:
         """Gives the pending steps up: the parameters go back to ``start``."""
         if reason == "nonfinite":
-            self._counters.count_nonfinite_drop()
+            self._shared.counters.count_nonfinite_drop()
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
 
@@ -113,7 +93,7 @@ class Applier:
 
     def _mix(self, fragment: Fragment, start: Tensor, alpha: float) -> None:
         """Mixes; a share ``1 - alpha`` of the pending work is gone."""
-        fragment.view.write(mixed(fragment.view, start, alpha, out=self._memory.like(start)))
+        fragment.view.write(mixed(fragment.view, start, alpha, out=self._shared.memory.like(start)))
         self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
 
     def _discard(self, fragment: Fragment, steps: int, reason: str) -> None:

@@ -9,7 +9,6 @@ say what has happened; a test keeps it so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -45,15 +44,6 @@ class StepTotals(NamedTuple):
         counted = self.counted - since.counted
         mean = float(self.losses - since.losses) / counted if counted else math.nan
         return mean if math.isfinite(mean) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """The counts that undoing a step brings back."""
-
-    steps: int
-    tokens: int
-    totals: StepTotals
 
 
 class Counters:
@@ -94,13 +84,13 @@ class Counters:
         """Adds the step just counted to ``totals``."""
         self.totals = self.totals.plus(lr, loss, step_s)
 
-    def counted(self) -> Counted:
+    def counted(self) -> tuple[int, int, StepTotals]:
         """The counts as they are, for `uncount`."""
-        return Counted(self.local_steps, self.tokens, self.totals)
+        return self.local_steps, self.tokens, self.totals
 
-    def uncount(self, before: Counted) -> None:
+    def uncount(self, before: tuple[int, int, StepTotals]) -> None:
         """Takes the last step out again: the counts are what they were ``before`` it."""
-        self.local_steps, self.tokens, self.totals = before.steps, before.tokens, before.totals
+        self.local_steps, self.tokens, self.totals = before
 
     def set_step_s(self, seconds: float) -> None:
         """Sets how long a step takes, where somebody else measures it."""

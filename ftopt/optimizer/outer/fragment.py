@@ -98,7 +98,7 @@ class Fragment:
         self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
         self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
         self.restart_trigger(0, 0.0)
-        self.note_snapshot()
+        self.note_snapshot(0)
 
     # Looking. Any thread.
 
@@ -218,9 +218,10 @@ class Fragment:
             self.snapshot = snapshot
             return True
 
-    def note_snapshot(self, pace: float | None = None) -> None:
-        """A snapshot is taken at this step."""
-        self.restore_schedule(self._counters.local_steps, pace or self.pace)
+    def note_snapshot(self, step: int, pace: float | None = None) -> None:
+        """The last snapshot is that of ``step``; its result is applied ``delay`` steps later."""
+        self.snapshot_step, self.apply_step = step, step + self.overlap.delay
+        self.pace = pace or self.pace
 
     def restart_trigger(self, step: int, now_s: float) -> None:
         """Triggers count from this step and this second on."""
@@ -268,7 +269,3 @@ class Fragment:
             self.base, self.snapshot, self.residuals = pending.base, pending.snapshot, pending.residuals
             if self._before is not None:
                 self._before = pending
-
-    def restore_schedule(self, snapshot_step: int, pace: float | None) -> None:
-        """The last snapshot was taken at this step, and its result is applied ``delay`` steps later."""
-        self.snapshot_step, self.apply_step, self.pace = snapshot_step, snapshot_step + self.overlap.delay, pace

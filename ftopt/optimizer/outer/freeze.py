@@ -28,17 +28,16 @@ from ftopt.methods import ContributionStats, ReplicaView
 from ftopt.methods.method import reads_tensors
 from ftopt.methods.triggers import Measurement
 from ftopt.optimizer.outer.apply import Applier
-from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.frozen import Frozen, flat_parts
 from ftopt.optimizer.outer.mean import in_pieces
 from ftopt.optimizer.outer.schedule import SyncSchedule
+from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import Snapshot, State
 from ftopt.optimizer.tensors import pieces
-from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
 from ftopt.streams import SideStream, reached
-from ftopt.sync.group import Contribution, ReplicaGroup
+from ftopt.sync.group import Contribution
 
 FreezeTask = Callable[[], Callable[[], None]]
 """What is done on the freezing thread; returns what is left for the training thread."""
@@ -113,34 +112,16 @@ class _Proposal:
 class Freezer:
     """Freezes and proposes. Training thread.
 
-    Args:
-        counters: of the replica.
-        schedule: restarted by each proposal.
-        applier: applies results, and drops what is not finite.
-        group: is offered the contributions.
-        memory: for flat tensors.
-        lossy: payloads go through a codec that rounds.
-
     Attributes:
         under_way: copies that are being made; `join` waits for them.
         in_place: fragments whose parameters must not change, until `release` or `join`.
     """
 
-    def __init__(
-        self,
-        counters: Counters,
-        schedule: SyncSchedule,
-        applier: Applier,
-        group: ReplicaGroup,
-        *,
-        memory: Memory,
-        lossy: bool,
-    ) -> None:
-        self._counters = counters
+    def __init__(self, shared: Shared, schedule: SyncSchedule, applier: Applier, *, lossy: bool) -> None:
+        self._shared = shared
+        self._group = shared.group
         self._schedule = schedule
         self._applier = applier
-        self._group = group
-        self._memory = memory
         self._lossy = lossy
         self._thread = FreezeThread()
         self._warned_of_no_loss = False
@@ -196,9 +177,9 @@ class Freezer:
 
     def _begin(self, fragment: Fragment, lr: float, now: bool, share: ShareOffer | None) -> _Proposal:
         """The contribution, but for what is measured when it is frozen; triggers count anew."""
-        applied, index, counters = fragment.applied, fragment.index, self._counters
+        applied, index, counters = fragment.applied, fragment.index, self._shared.counters
         base, version, start = fragment.base, applied.meta.version, fragment.start
-        self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._schedule.inner_step())
+        self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._shared.inner_step())
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
         work = ContributionStats(steps, tokens, staleness=version - base.version)
         ranges = self._group.units.offer() if self._group.units is not None and not index else ()
@@ -218,7 +199,7 @@ class Freezer:
         seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
-        fragment.note_snapshot(seen.pace)
+        fragment.note_snapshot(counters.local_steps, seen.pace)
         self._schedule.restart(fragment, anew=self._schedule.averages(fragment))
         make = partial(Snapshot, start=start, tokens=counters.tokens, lr=lr, totals=totals, seen=seen)
         return _Proposal(make, contribution, applied, start, now, share)
@@ -226,7 +207,7 @@ class Freezer:
     def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal, lr: float) -> tuple[Frozen, Measured]:
         """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
         view, start, assumed = fragment.view, proposal.start, fragment.assumed
-        frozen, made = Frozen(view), self._memory.like(start)
+        frozen, made = Frozen(view), self._shared.memory.like(start)
         replica_view = ReplicaView(
             anchor=proposal.on.anchor,
             start=start,
@@ -246,7 +227,7 @@ class Freezer:
     @torch.no_grad()
     def _copy(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:
         """Makes a copy."""
-        params, share = self._memory.like(proposal.start), proposal.share
+        params, share = self._shared.memory.like(proposal.start), proposal.share
         parts: pieces.Parts = fragment.view.parts(piece_of(params))
         if share is not None and share.samples:
             parts = flat_parts(fragment.view.read(params).div_(share.samples), piece_of(params))
@@ -270,7 +251,7 @@ class Freezer:
             contribution = replace(contribution, norm=norm, finite=True)
         else:
             contribution = replace(contribution, weight=0.0, finite=False)
-            params = Frozen(fragment.view, self._memory.like(start).copy_(start))
+            params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
             if proposal.share is None:  # with more units in it, a share still holds what is not finite
                 self._applier.drop(fragment, start, "nonfinite")
         in_place = params.copy is None

@@ -5,24 +5,23 @@ The table of all six steps is in ``step.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ftopt.methods import Round
-from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.sharded_step import outer_step
+from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import Result, Snapshot, State, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import methods_own
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import joined, part
 from ftopt.optimizer.tensors.digest import digest_and_sums
-from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import SideStream, reached
-from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, ReplicaGroup, Summed
+from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Summed
 
 
 class Reduction:
@@ -30,33 +29,18 @@ class Reduction:
 
     It shares the fragments and the counters with the training thread, and changes a fragment only by its methods.
 
-    Args:
-        fragments: of the replica; filled by their owner.
-        counters: of the replica; only read.
-        group: who takes part.
-        memory: for flat tensors.
-        committed_memory: where committed states lie.
-
     Attributes:
         lossy: payloads go through a codec that rounds.
         reduced: of a mean that is all there, what no outer step has been made of yet; while the event
             ``reduce.after`` is emitted.
     """
 
-    def __init__(
-        self,
-        fragments: Sequence[Fragment],
-        counters: Counters,
-        group: ReplicaGroup,
-        *,
-        memory: Memory,
-        committed_memory: Memory,
-    ) -> None:
-        self._fragments = fragments
-        self._counters = counters
-        self._group = group
-        self._committed_memory = committed_memory
-        self._mean = Mean(group.codec, group.sync.error_feedback, memory)
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._fragments = shared.fragments
+        self._group = shared.group
+        self._committed_memory = shared.committed_memory
+        self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
         self.lossy = self._mean.lossy
@@ -67,7 +51,7 @@ class Reduction:
 
         A newer state counts when it is applied: a training thread that hangs must not seem to move when others do.
         """
-        return self._fragments[0].applied_inner_step(), self._counters.step_s
+        return self._fragments[0].applied_inner_step(), self._shared.counters.step_s
 
     # Steps 3 and 4, on the reducer thread.
 

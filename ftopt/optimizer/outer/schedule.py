@@ -6,60 +6,34 @@ it is asked; all other methods are asked at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from ftopt.methods import Due, Progress
 from ftopt.methods.triggers import MeanMeasurements, Measurements
-from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.trigger_metrics import means_of
-from ftopt.optimizer.tensors.memory import Memory
-from ftopt.sync.group import ReplicaGroup
 
 
 class SyncSchedule:
-    """When each fragment of a replica is due.
+    """When each fragment of a replica is due."""
 
-    Args:
-        fragments: of the replica; filled by its owner.
-        counters: of the replica.
-        group: tells the replicas each other's measurements.
-        clock: seconds, monotonic.
-        memory: for measurements.
-    """
-
-    def __init__(
-        self,
-        fragments: Sequence[Fragment],
-        counters: Counters,
-        group: ReplicaGroup,
-        *,
-        clock: Callable[[], float],
-        memory: Memory,
-    ) -> None:
-        self.clock = clock
-        self._fragments = fragments
-        self._counters = counters
-        self._group = group
-        self._memory = memory
-
-    def inner_step(self) -> int:
-        """The job's committed inner step plus this replica's pending steps."""
-        return self._fragments[0].inner_step()
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._group = shared.group
 
     def due(self, fragment: Fragment) -> Due:
         """Asks the method. What its trigger wants is measured only while nothing is outstanding: later it would include
         work that is on its way already."""
-        if self._counters.local_steps < fragment.ask_from:
+        if self._shared.counters.local_steps < fragment.ask_from:
             return Due.NO
         progress = self.progress(fragment)
         wanted = fragment.timing.needs(progress)
         if wanted and not self._group.outstanding(fragment.index):
             with torch.no_grad():
-                own = fragment.trigger_metrics.look(wanted, fragment.start, self._memory.like(fragment.start))
+                own = fragment.trigger_metrics.look(wanted, fragment.start, self._shared.memory.like(fragment.start))
             progress = replace(progress, own=own, means=self._share(fragment, own))
         return fragment.timing.due(progress)
 
@@ -69,12 +43,12 @@ class SyncSchedule:
             fragment=fragment.index,
             steps=self._steps(fragment) - fragment.trigger_from_step,
             pending_steps=fragment.pending_steps,
-            local_steps=self._counters.local_steps,
-            inner_step=self.inner_step(),
-            seconds=self.clock() - fragment.trigger_from_s,
+            local_steps=self._shared.counters.local_steps,
+            inner_step=self._shared.inner_step(),
+            seconds=self._shared.clock() - fragment.trigger_from_s,
             elements=fragment.view.trained,
             agreed=fragment.trigger_metrics.agreed(fragment.applied.outer),
-            pace=fragment.pace or self._counters.totals.pace(fragment.base.totals),
+            pace=fragment.pace or self._shared.counters.totals.pace(fragment.base.totals),
         )
 
     def restart(self, fragment: Fragment, *, anew: bool, behind: int = 0) -> None:
@@ -82,9 +56,9 @@ class SyncSchedule:
         step does."""
         step = self._steps(fragment) - behind
         if anew:
-            count, inner_step = len(self._fragments), self.inner_step()
+            count, inner_step = len(self._shared.fragments), self._shared.inner_step()
             step -= fragment.timing.phase(fragment.index, count, inner_step)
-        fragment.restart_trigger(step, self.clock())
+        fragment.restart_trigger(step, self._shared.clock())
 
     def tau(self, fragment: Fragment) -> int:
         """Inner steps from a snapshot to applying its result: none while replicas still average every step."""
@@ -93,12 +67,12 @@ class SyncSchedule:
     def averages(self, fragment: Fragment) -> bool:
         """Whether replicas still average their parameters after every step (``average_until_step``)."""
         until = fragment.method.average_until_step
-        return until > 0 and self.inner_step() <= until
+        return until > 0 and self._shared.inner_step() <= until
 
     def _steps(self, fragment: Fragment) -> int:
         """What triggers count by: this replica's inner steps. Beside gradients, which keep replicas in step, the job's:
         a replica that waited for an average that the others are not due for would hold up their gradients."""
-        return self.inner_step() if fragment.by_job else self._counters.local_steps
+        return self._shared.inner_step() if fragment.by_job else self._shared.counters.local_steps
 
     def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
         """Tells the others, if the trigger goes by them; what is known of them."""

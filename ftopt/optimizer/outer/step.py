@@ -27,12 +27,12 @@ from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.apply import Applier
-from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.freeze import Freezer, ShareOffer
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
+from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import State, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.optimizer.tensors.buffers import part
@@ -58,8 +58,8 @@ class OuterStep:
         memory: where committed states lie. Default: in RAM.
 
     Attributes:
-        counters, fragments, schedule, freezer, reduction: its parts.
-        committed_memory: where committed states lie.
+        shared: what its parts share; ``counters`` and ``fragments`` are in it.
+        schedule, freezer, reduction: its parts.
         gradients: the fragment of gradients, if the method exchanges them: a backward pass is then followed by
             `accumulate`, and not by a step of the inner optimizers.
         live: the model and the inner state, where they are part of the committed state.
@@ -77,8 +77,10 @@ class OuterStep:
         memory: Memory | None = None,
     ) -> None:
         room = Memory()
-        self.counters = Counters()
-        self.committed_memory = memory or room
+        shared = Shared(group=group, clock=clock, memory=room, committed_memory=memory or room)
+        self.shared = shared
+        self.counters = shared.counters
+        self.fragments = found = shared.fragments
         self.gradients: GradientFragment | None = None
         self.live: Live | None = None
         self.doing = "starting"
@@ -86,7 +88,6 @@ class OuterStep:
         self._method = method
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses)
-        found: list[Fragment] = []
         if method.gradients is not None and inner is not None:
             self.live = Live(inner[1], inner[0]) if not views else None
             self.gradients = self._of_gradients(method.gradients, *inner)
@@ -95,18 +96,13 @@ class OuterStep:
         for view in views:
             metrics, state = self._initial(view, method, len(found))
             found.append(Fragment(view, method, metrics, state, self.counters, by_job=by_job))
-        self.fragments: Sequence[Fragment] = found
         # The parameters' turn is when the step with the agreed gradient has been taken.
         self._turns = [found[:1], found[1:]] if by_job else [found]
-        self.schedule = SyncSchedule(found, self.counters, group, clock=clock, memory=room)
-        self.reduction = Reduction(found, self.counters, group, memory=room, committed_memory=self.committed_memory)
-        self._applier = Applier(
-            self.counters, self.schedule, group, memory=room, committed_memory=self.committed_memory
-        )
-        self.freezer = Freezer(
-            self.counters, self.schedule, self._applier, group, memory=room, lossy=self.reduction.lossy
-        )
-        self.committed_memory.check(found[0].view.device)
+        self.schedule = SyncSchedule(shared)
+        self.reduction = Reduction(shared)
+        self._applier = Applier(shared, self.schedule)
+        self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
+        shared.committed_memory.check(found[0].view.device)
 
     def _of_gradients(self, method: Method, inner: Inner, model: nn.Module) -> GradientFragment:
         view = GradientView(model)
@@ -119,10 +115,10 @@ class OuterStep:
         self, view: FlatView, method: Method, index: int, claimed: str | None = None
     ) -> tuple[TriggerMetrics, State]:
         """A fragment's trigger metrics, and its committed state at version 0: the parameters as they are."""
-        anchor = self.committed_memory.place(view.read(view.empty()))
+        anchor = self.shared.committed_memory.place(view.read(view.empty()))
         metrics = TriggerMetrics(view, method.timing.uses)
         outer = method.init(part(anchor, slice(0, view.trained))) | metrics.first()
-        outer = place_all(outer, self.committed_memory)
+        outer = place_all(outer, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
         return metrics, State(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
 
@@ -173,7 +169,7 @@ class OuterStep:
 
     def inner_step(self) -> int:
         """The job's committed inner step plus this replica's pending steps."""
-        return self.schedule.inner_step()
+        return self.shared.inner_step()
 
     def report(self, state: str) -> None:
         """Tells the group what the training thread is doing from now on."""

@@ -113,7 +113,7 @@ def adopt(
     works = []
     for fragment, version in zip(outer.fragments, newest, strict=True):
         works.append([_saved_work(fragment.view, each, version) for each in (saved, *adopted)])
-        state = state_of(fragment, version, saved.held, newest[0].record).placed(outer.committed_memory)
+        state = state_of(fragment, version, saved.held, newest[0].record).placed(outer.shared.committed_memory)
         if state.meta.version != fragment.state.meta.version:
             fragment.trigger_metrics.restore(None)
         fragment.stand_on(state)

@@ -94,7 +94,7 @@ def capture_replica(
         contributions=contributions,
         used=union(held.used, *(c.ranges for c in contributions)),  # also where it is counted and not applied yet
     )
-    now_s = outer.schedule.clock()
+    now_s = outer.shared.clock()
     own = capture_own(outer, inner, model, pending, copies)
     for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
         part |= _rest_of(fragment, each, now_s, copies)

@@ -187,13 +187,13 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
     outer.counters.restore(own)
     first = saved.committed[0].record
     for fragment, version, part in zip(outer.fragments, saved.committed, own["fragments"], strict=True):
-        fragment.stand_on(state_of(fragment, version, saved.held, first).placed(outer.committed_memory))
+        fragment.stand_on(state_of(fragment, version, saved.held, first).placed(outer.shared.committed_memory))
         if part is None:
             fragment.restore(Pending(replace(fragment.base, version=version.record.version), None, {}))
             fragment.view.write(fragment.start)
             outer.schedule.restart(fragment, anew=True)
         else:
-            _restore_fragment(fragment, part, outer.schedule.clock())
+            _restore_fragment(fragment, part, outer.shared.clock())
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
     for name, buffer in buffers(model) if own["buffers"] is not None else []:
@@ -223,6 +223,6 @@ def _restore_fragment(fragment: Fragment, part: Tree, now_s: float) -> None:
     residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
     view.write(part["params"].to(view.device))
     fragment.restore(Pending(base, snapshot, residuals))
-    fragment.restore_schedule(part["snapshot_step"], part["pace"])
+    fragment.note_snapshot(part["snapshot_step"], part["pace"])
     fragment.restart_trigger(part["trigger_from_step"], now_s - part["trigger_from_ago_s"])
     fragment.trigger_metrics.restore(on(view, part["direction"]))

@@ -1,0 +1,34 @@
+"""What the parts of one replica's outer step share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ftopt.optimizer.outer.counters import Counters
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.sync.group import ReplicaGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """The state that the threads share, `Fragment`s and `Counters`, and what surrounds it.
+
+    Args:
+        group: who takes part.
+        clock: seconds, monotonic.
+        memory: for flat tensors.
+        committed_memory: where committed states lie.
+    """
+
+    group: ReplicaGroup
+    clock: Callable[[], float]
+    memory: Memory
+    committed_memory: Memory
+    counters: Counters = field(default_factory=Counters)
+    fragments: list[Fragment] = field(default_factory=list)
+
+    def inner_step(self) -> int:
+        """The job's committed inner step plus this replica's pending steps."""
+        return self.fragments[0].inner_step()
