@@ -215,7 +215,7 @@ class CoordinatorServer:
         loop = asyncio.get_running_loop()
         impatience = loop.call_later(self._limits.patience_s, connection.abort)
         job: Job | None = None
-        conn, turned_away = 0, False
+        conn, refused = 0, False
         try:
             async for message in socket:
                 if message.type is WSMsgType.ERROR:
@@ -223,27 +223,19 @@ class CoordinatorServer:
                 if message.type is not WSMsgType.TEXT:
                     raise m.MessageError("it sends no text")
                 connection.meter(message.data)
-                if turned_away:
+                if refused:
                     continue
-                try:
-                    parsed = from_replica(message.data)
-                    if isinstance(parsed, m.Hello) is not (job is None):
-                        raise m.MessageError("a hello is the first message of a connection, and the only one")
-                except m.MessageError as error:
-                    if job is not None:
-                        raise
-                    # It is refused with the reason, else it would come again forever, to no avail.
-                    turned_away = True
-                    self._refused["message"] += 1
-                    _log.warning("a hello is refused: %s", ascii(str(error))[:300])
-                    connection.send(m.encode(m.Refuse("unreadable", f"the coordinator cannot read the hello: {error}")))
-                    connection.close()
+                parsed = from_replica(message.data) if job is not None else self._hello(message.data, connection)
+                if parsed is None:
+                    refused = True
                     continue
                 if job is None:
                     assert isinstance(parsed, m.Hello)
                     impatience.cancel()
                     job = self._job(parsed.job)
                     conn = job.open(Peer(connection.send, connection.close))
+                elif isinstance(parsed, m.Hello):
+                    raise m.MessageError("a second hello on one connection; a hello is its first message")
                 job.metrics.message("received", len(message.data))
                 job.receive(conn, parsed)
         finally:
@@ -252,6 +244,21 @@ class CoordinatorServer:
                 job.lost(conn)
                 if job.unused and self._jobs.get(job.name) is job:  # several connections end at a time
                     self._drop(job)
+
+    def _hello(self, text: str, connection: Connection) -> m.Hello | None:
+        """The first message of a connection. One that is no hello is refused with the reason, else it would come again
+        forever, to no avail."""
+        try:
+            hello = from_replica(text)
+            if not isinstance(hello, m.Hello):
+                raise m.MessageError("the first message of a connection must be a hello")
+            return hello
+        except m.MessageError as error:
+            self._refused["message"] += 1
+            _log.warning("a hello is refused: %s", ascii(str(error))[:300])
+            connection.send(m.encode(m.Refuse("unreadable", f"the coordinator cannot read the hello: {error}")))
+            connection.close()
+            return None
 
     def _job(self, name: str) -> Job:
         """The job of that name. A new one takes the place of one that nobody is connected to, when there are many."""
