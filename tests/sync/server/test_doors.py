@@ -328,7 +328,7 @@ async def _flood() -> None:
 def test_a_flood_of_strangers_displaces_itself() -> None:
     with no_errors_logged() as warnings:
         asyncio.run(_flood())
-    assert [w for w in warnings if "at the door" in w]
+    assert [w for w in warnings if "wait for authentication" in w]
 
 
 async def _deaf() -> None:
