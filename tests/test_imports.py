@@ -39,14 +39,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync/server": {"sync/protocol", "sync/protocol/coordinator", "net"},
     "sync/replica/units": {"sync/protocol", "sync/protocol/ledger"},
     "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger"},
-    "sync/replica/inheritance": {"sync/protocol"},
+    "sync/replica/replica_copy": {"sync/protocol"},
     "sync/group": {
         "codecs", "sync/protocol", "sync/protocol/replica", "transport/interface",
-        "sync/replica/units", "sync/replica/global_batch", "sync/replica/inheritance",
+        "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
     },
     "sync/replica": {
         "codecs", "sync/group", "sync/protocol", "sync/protocol/replica", "transport/interface", "net",
-        "sync/replica/units", "sync/replica/global_batch", "sync/replica/inheritance",
+        "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
     },
     "sync/local": {"sync/protocol", "sync/replica", "sync/server", "transport/interface"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.

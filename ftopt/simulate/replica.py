@@ -276,7 +276,7 @@ class ReplicaProcess(Process):
                     self.shares.assign(version, plan, units, ended=ended)
                 case r.KeepCopy(order=order):
                     self.backup.keep(order)
-                case r.InheritWork(order=order):
+                case r.AdoptWork(order=order):
                     self.backup.inherit(order)
                 case r.Reset(reason=reason):
                     if self.loader is not None:

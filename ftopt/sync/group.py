@@ -32,7 +32,7 @@ from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
-from ftopt.sync.replica.inheritance import Inherited as Inherited
+from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork
 from ftopt.sync.replica.units import Units as Units
 from ftopt.transport.interface import Carry as Carry
 from ftopt.transport.interface import Collective as Collective
@@ -225,7 +225,7 @@ class ReplicaGroup(Protocol):
             tensors: unchanged until the next copy is offered.
         """
 
-    def inherited(self) -> Inherited | None:
+    def adopted_work(self) -> AdoptedWork | None:
         """After `start`, once: what this replica takes over of one of its name that has died; None: nothing."""
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:

@@ -30,7 +30,7 @@ from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.rng import get_rng_state, set_rng_state
-from ftopt.sync.group import Inherited, ReplicaGroup
+from ftopt.sync.group import AdoptedWork, ReplicaGroup
 from ftopt.tree import Tree, flatten, unflatten
 
 
@@ -66,7 +66,7 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) 
 
 
 @torch.no_grad()
-def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherited) -> Replay:
+def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: AdoptedWork) -> Replay:
     """Makes this replica, which has just fetched the committed state, what the copy says. Training thread.
 
     Raises:
@@ -86,7 +86,7 @@ def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: In
     return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, outer.pending_by_fragment())
 
 
-def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Inherited) -> Tree:
+def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: AdoptedWork) -> Tree:
     copy = inherited.copy
     try:
         outside = json.loads(copy.text)
@@ -168,7 +168,7 @@ class Replays:
 
     def inherit(self, outer: OuterStep) -> bool:
         """At the start: goes on in the place of a replica that has died. False: there is nothing to go on from."""
-        inherited = self._group.inherited()
+        inherited = self._group.adopted_work()
         if inherited is None:
             return False
         incarnation_id, used = list(inherited.copy.incarnation_id), inherited.copy.used

@@ -25,9 +25,9 @@ from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.global_batch import GlobalBatch
-from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
 from ftopt.sync.replica.link import Link
 from ftopt.sync.replica.loop import LoopThread
+from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.session import Session
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import FragmentView, View
@@ -182,11 +182,11 @@ class Client:
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
         used, queue = self.units.kept() if self.units is not None else ((), ())
         copy = ReplicaCopy((self.replica, self.incarnation), versions, used, queue, text, tensors)
-        self._network.soon(self.session.backup.offer, copy)
+        self._network.soon(self.session.copies.offer, copy)
 
-    def inherited(self) -> Inherited | None:
-        inherited, self.session.inherited = self.session.inherited, None
-        return inherited
+    def adopted_work(self) -> AdoptedWork | None:
+        adopted, self.session.adopted = self.session.adopted, None
+        return adopted
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         self._view.propose(contribution.fragment)

@@ -25,13 +25,13 @@ from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.settings import Sync
-from ftopt.sync.replica.backup import Backup
+from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
-from ftopt.sync.replica.inheritance import Inherited
 from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.reducer import Reducer
+from ftopt.sync.replica.replica_copy import AdoptedWork
 from ftopt.sync.replica.shell import committed_of
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import View
@@ -74,7 +74,7 @@ class Session:
         self.readings: dict[int, m.Reading] = {}
         self.newest: Callable[[], m.Position | None] = lambda: None
         """Fragment 0's state in the newest checkpoint at hand."""
-        self.inherited: Inherited | None = None
+        self.adopted: AdoptedWork | None = None
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self._sync = sync
@@ -90,9 +90,9 @@ class Session:
         self._notice = ""
         self._said_bye = False
         self._cut_until_s = 0.0
-        self.backup = Backup(self, state, timeout_s=sync.dead_after_s, on_inherited=self._inherit)
+        self.copies = Copies(self, state, timeout_s=sync.dead_after_s, on_adopted=self._adopt)
         self.reducer = Reducer(self, transport)
-        served, timeout_s = self.backup.copy_of, sync.dead_after_s
+        served, timeout_s = self.copies.copy_of, sync.dead_after_s
         self._fetcher = Fetcher(self, state, timeout_s=timeout_s, copy_of=served, accept=self.accept, drop=view.drop)
 
     @property
@@ -209,7 +209,7 @@ class Session:
             await channel.closed()
             delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
             self._channel = None
-            self.backup.lost()
+            self.copies.lost()
             self.run(machine.disconnect())
             self.reducer.fail_store()
             if self._said_bye:
@@ -255,7 +255,7 @@ class Session:
         if self._channel is not None:
             await self._channel.close()
         await self._link.end()
-        await self.backup.stop()
+        await self.copies.stop()
         await self._fetcher.stop()
 
     async def committed(self) -> list[Committed]:
@@ -286,7 +286,7 @@ class Session:
             self.reducer.store_value(message.key, base64.b64decode(message.value))
         elif isinstance(message, m.FromCoordinator):
             if isinstance(message, m.RosterUpdate):
-                self.backup.gone(message.gone)
+                self.copies.gone(message.gone)
             self.run(self.machine.receive(message))
 
     def accept(self, contribution: Contribution, now: bool) -> None:
@@ -344,11 +344,11 @@ class Session:
             case e.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
                 self.global_batch.assign(version, plan, units, ended=ended)
             case e.KeepCopy(order=order):
-                self.backup.keep(order)
-            case e.InheritWork(order=order):
-                self.backup.inherit(order)
+                self.copies.keep(order)
+            case e.AdoptWork(order=order):
+                self.copies.adopt(order)
             case e.Reset(reason=reason):
-                self.inherited = None
+                self.adopted = None
                 if self.units is not None:
                     self.units.reset()
                 if self.global_batch is not None:
@@ -383,15 +383,15 @@ class Session:
             task.add_done_callback(self._tasks.remove)
 
     def _publish(self, *, arrived: int | None = None) -> None:
-        self._view.publish(self.machine, let_in=not self.backup.inheriting, arrived=arrived)
+        self._view.publish(self.machine, let_in=not self.copies.adopting, arrived=arrived)
         if self.global_batch is not None:
             self.global_batch.poke()
 
-    def _inherit(self, ranges: Ranges, inherited: Inherited | None) -> None:
+    def _adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
         """These units are this replica's, in this order; what it goes on from."""
         if not contains(self.machine.lease.held, union(ranges)):
-            inherited, ranges = None, ()  # given up meanwhile, or connected anew
+            adopted, ranges = None, ()  # given up meanwhile, or connected anew
         if self.units is not None:
             self.units.grant_first(ranges)
-        self.inherited = inherited
+        self.adopted = adopted
         self._publish()

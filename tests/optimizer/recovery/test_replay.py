@@ -276,7 +276,7 @@ def test_when_the_keeper_is_gone_too_its_samples_are_still_trained_on() -> None:
 def test_a_damaged_copy_is_refused_and_the_samples_are_trained_on() -> None:
     def spoil(job: Job, groups: list[ReplicaGroup]) -> None:
         keeper: Any = groups[2]
-        copy = keeper.session.backup._kept["r1"]
+        copy = keeper.session.copies._kept["r1"]
         next(t for name, t in copy.tensors.items() if name.startswith("inner")).view(-1)[0] += 1
 
     job = with_a_death(METHODS["DiLoCo"], 3, dies_at=ROUND + 2, again=1, versions=[1], spoil=spoil)

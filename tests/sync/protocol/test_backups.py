@@ -7,7 +7,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import in_order
 from ftopt.sync.protocol.replica import effects as r
-from ftopt.sync.replica.inheritance import ReplicaCopy
+from ftopt.sync.replica.replica_copy import ReplicaCopy
 from tests.sync.protocol.table import Seat
 from tests.sync.protocol.test_ledger_scenarios import commit, job
 
@@ -30,7 +30,7 @@ def successor_of(dead: Seat) -> tuple[Seat, m.Inherit | None]:
     """The process that comes in its place, and what it inherits."""
     seat = dead.die()
     seat.connect()
-    orders = [x.order for x in seat.asked if isinstance(x, r.InheritWork)]
+    orders = [x.order for x in seat.asked if isinstance(x, r.AdoptWork)]
     return seat, orders[0] if orders else None
 
 

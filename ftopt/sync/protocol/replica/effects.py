@@ -100,8 +100,8 @@ class KeepCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class InheritWork:
-    """Its predecessor's units, the first to use, and where the copy is from which its work can be done again."""
+class AdoptWork:
+    """Adopt the predecessor: its units, which are used first, and the source of the copy that its work is redone from."""
 
     order: m.Inherit
 
@@ -146,7 +146,7 @@ ReplicaEffect = (
     | Settled
     | Planned
     | KeepCopy
-    | InheritWork
+    | AdoptWork
     | Reset
     | GiveUp
     | Disconnect

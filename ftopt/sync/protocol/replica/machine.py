@@ -281,7 +281,7 @@ class Replica:
                 return [e.KeepCopy(message)]
             case m.Inherit():
                 self.lease.held = union(self.lease.held, message.ranges)
-                return [e.InheritWork(message)]
+                return [e.AdoptWork(message)]
             case m.CallIn() | m.Means() | m.TrainOn() | m.Void() | m.Abort():
                 return self.fragments[message.fragment].receive(message)
         return []

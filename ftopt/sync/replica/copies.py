@@ -1,4 +1,4 @@
-"""Copies of replicas at the start of their rounds (``recover: replay``): this one's own, and those of neighbours.
+"""Copies of replicas at the start of their rounds (``recover: replay``): this one's own, and those that it keeps.
 
 All in memory, and all on the network thread. What is in a copy is the optimizer's affair. When a replica has died and
 this process comes in its place, the copy is fetched before training starts, and the units are put in the order in which
@@ -17,22 +17,22 @@ from torch import Tensor
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, in_order
-from ftopt.sync.replica.inheritance import Inherited, ReplicaCopy
+from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.shell import Shell
 from ftopt.transport.interface import Meta, StateTransfer
 
 _KEEP_GONE_S = 60.0
-"""So long a copy is kept of who is gone: its replacement fetches it in that time, if there is one."""
+"""How long the copy of a replica that is gone is kept: its replacement, if there is one, fetches it in that time."""
 
 
-class Backup:
+class Copies:
     """One replica's own copy, and those that it keeps.
 
     Args:
         shell: the session.
         transfer: moves the bytes.
         timeout_s: seconds without a byte after which a source is given up.
-        on_inherited: called with the predecessor's units, in the order of their use, and what this replica goes on
+        on_adopted: called with the predecessor's units, in the order of their use, and what this replica goes on
             from; None when it could not be had.
     """
 
@@ -42,17 +42,17 @@ class Backup:
         transfer: StateTransfer,
         *,
         timeout_s: float,
-        on_inherited: Callable[[Ranges, Inherited | None], None],
+        on_adopted: Callable[[Ranges, AdoptedWork | None], None],
     ) -> None:
         self._shell = shell
-        self._on_inherited = on_inherited
+        self._on_adopted = on_adopted
         self._transfer = transfer
         self._timeout_s = timeout_s
         self._own: ReplicaCopy | None = None
         self._serial = 0
         self._kept: dict[str, ReplicaCopy] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.inheriting = False
+        self.adopting = False
         """A predecessor's copy is being fetched."""
 
     def copy_of(self, replica: str) -> tuple[Meta, Mapping[str, Tensor]]:
@@ -63,7 +63,7 @@ class Backup:
         return copy.meta(), copy.tensors
 
     def offer(self, copy: ReplicaCopy) -> None:
-        """This replica's own, to be kept by whom the coordinator chooses."""
+        """This replica's own copy: the coordinator chooses its keeper."""
         self._own, self._serial = copy, self._serial + 1
         self._shell.run(self._shell.machine.copied(self._serial, copy.versions))
 
@@ -71,10 +71,10 @@ class Backup:
         """Fetches a neighbour's copy."""
         self._begin(order.incarnation_id[0], self._keep(order))
 
-    def inherit(self, order: m.Inherit) -> None:
+    def adopt(self, order: m.Inherit) -> None:
         """Fetches the predecessor's copy."""
-        self.inheriting = True
-        self._begin("", self._inherit(order))
+        self.adopting = True
+        self._begin("", self._adopt(order))
 
     def gone(self, incarnation_ids: tuple[m.IncarnationId, ...]) -> None:
         """These are gone; their replacements may still ask for the copies."""
@@ -107,17 +107,17 @@ class Backup:
             self._kept[order.incarnation_id[0]] = await self._fetch(order.incarnation_id, order.source)
             self._shell.run(self._shell.machine.keeps(order))
 
-    async def _inherit(self, order: m.Inherit) -> None:
+    async def _adopt(self, order: m.Inherit) -> None:
         began = time.monotonic()
-        inherited: Inherited | None = None
+        adopted: AdoptedWork | None = None
         try:
             copy = await self._fetch(order.incarnation_id, order.source)
-            inherited = Inherited(copy, order.inner_step, time.monotonic() - began)
+            adopted = AdoptedWork(copy, order.inner_step, time.monotonic() - began)
         except (ConnectionError, ValueError) as error:
             self._shell.emit("replay_failed", data={"of": list(order.incarnation_id), "reason": str(error)})
-        self.inheriting = False
-        known = (*inherited.copy.used, *inherited.copy.queue) if inherited is not None else ()
-        self._on_inherited(in_order(order.ranges, known), inherited)
+        self.adopting = False
+        known = (*adopted.copy.used, *adopted.copy.queue) if adopted is not None else ()
+        self._on_adopted(in_order(order.ranges, known), adopted)
 
     async def _fetch(self, incarnation_id: m.IncarnationId, source: str) -> ReplicaCopy:
         def expect(meta: Meta) -> None:

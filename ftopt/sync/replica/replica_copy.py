@@ -1,4 +1,4 @@
-"""What a replica leaves to the process that comes in its place (``recover: replay``)."""
+"""What is kept of a replica, and what a newcomer adopts of its dead predecessor (``recover: replay``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReplicaCopy:
     """What a replica was at the start of a round.
 
     Args:
-        mark: which one.
+        incarnation_id: which one.
         versions: of the committed state that it was based on, one a fragment.
         used: units that its pending steps had used.
         queue: units that it held besides, in the order in which they would have been used.
@@ -35,7 +35,7 @@ class ReplicaCopy:
 
     def meta(self) -> dict[str, str]:
         """All but the tensors, to be sent beside them."""
-        about = {"mark": self.incarnation_id, "versions": self.versions, "used": self.used, "queue": self.queue}
+        about = {"of": self.incarnation_id, "versions": self.versions, "used": self.used, "queue": self.queue}
         return {"copy": json.dumps(about, separators=(",", ":")), "text": self.text}
 
     @classmethod
@@ -43,7 +43,7 @@ class ReplicaCopy:
         """The reverse. ValueError: it is none."""
         try:
             about, text = json.loads(meta["copy"]), meta["text"]
-            (replica, incarnation), versions = about["mark"], tuple(int(v) for v in about["versions"])
+            (replica, incarnation), versions = about["of"], tuple(int(v) for v in about["versions"])
             used, queue = _ranges(about["used"]), _ranges(about["queue"])
             return cls((str(replica), int(incarnation)), versions, used, queue, text, tensors)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -51,8 +51,8 @@ class ReplicaCopy:
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """What a newcomer takes over of the one whose name it has.
+class AdoptedWork:
+    """What a newcomer adopts of the incarnation before it.
 
     Args:
         copy: of that one.
