@@ -101,7 +101,7 @@ class KeepCopy:
 
 @dataclass(frozen=True, slots=True)
 class AdoptWork:
-    """Adopt the predecessor: its units, which are used first, and the source of the copy that its work is redone from."""
+    """Adopt the predecessor: its units, used first, and the source of the copy that its work is redone from."""
 
     order: m.Inherit
 
