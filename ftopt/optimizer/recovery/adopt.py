@@ -40,9 +40,9 @@ class PendingWork:
     tokens: int = 0
     residuals: Tree | None = None
 
-    def delta(self) -> Tensor | int:
-        """By how much it has moved the parameters."""
-        return 0 if self.params is None or self.base is None else self.params - self.base
+    def delta(self) -> Tensor | None:
+        """By how much it has moved the parameters; None: not at all."""
+        return None if self.params is None or self.base is None else self.params - self.base
 
 
 def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_step: int = 0) -> PendingWork:
@@ -93,13 +93,15 @@ def _moved(fragment: Fragment, works: Sequence[PendingWork]) -> Tensor:
     """The parameters with all that work; buffers are the first replica's."""
     start, trained = fragment.start, slice(0, fragment.view.trained)
     first, *others = works
-    if first.params is not None and first.base is not None and torch.equal(first.base, start):
-        moved = first.params.clone()
+    if (delta := first.delta()) is None:
+        moved = start.clone()
+    elif first.params is not None and first.base is not None and torch.equal(first.base, start):
+        moved = first.params.clone()  # start + (params - start) would be rounded
     else:
-        moved = start + first.delta()
+        moved = start + delta
     for work in others:
-        if work.params is not None and work.base is not None:
-            moved[trained] += (work.params - work.base)[trained]
+        if (delta := work.delta()) is not None:
+            moved[trained] += delta[trained]
     return moved
 
 

@@ -41,3 +41,12 @@ def test_a_fetched_model_is_served_as_it_came_until_it_is_applied() -> None:
     assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
     newcomer[1].apply()
     assert newcomer[1].reduction.state(0)[0] == digest
+
+
+def test_the_initial_model_is_served_alike_before_and_after_the_start() -> None:
+    """Nothing is left to be applied: who fetches it must not take a step with a gradient of zeros."""
+    outer = one(1)[1]
+    before, _ = outer.reduction.state(0)
+    outer.fragments[0].start_at(Committed(0, 0, 0, 0))
+    served, tensors = outer.reduction.state(0)
+    assert served == before and "gradient" not in tensors
