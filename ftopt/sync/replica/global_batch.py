@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from ftopt.errors import UserError
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.samples import Samples
@@ -92,7 +93,7 @@ class GlobalBatch:
         """Waits for the next batch; False when the data have ended, or this replica has left.
 
         Raises:
-            RuntimeError: the step of the last one has not been taken, or this replica has not joined its job.
+            ftopt.errors.UserError: the step of the last one has not been taken, or this replica has not joined its job.
             ftopt.errors.Refused: the job has refused this replica.
         """
         computes = self._joined()
@@ -100,7 +101,9 @@ class GlobalBatch:
         while True:
             if computes.whole:
                 if self._begun == computes.version:
-                    raise RuntimeError("the global batch is whole, and its step not taken: call optimizer.step() now")
+                    raise UserError(
+                        "the next global batch was asked for before the step of this one; call optimizer.step()"
+                    )
                 computes.catch_up()
             with self._changed:
                 turn = self._turn
@@ -119,7 +122,7 @@ class GlobalBatch:
             None: the batch is whole; or there is none, since the data have ended or this replica has left.
 
         Raises:
-            RuntimeError: this replica has not joined its job.
+            ftopt.errors.UserError: this replica has not joined its job.
             ftopt.errors.Refused: the job has refused this replica.
         """
         computes = self._joined()
@@ -150,9 +153,9 @@ class GlobalBatch:
 
     def _joined(self) -> Computes:
         if self._computes is None:
-            raise RuntimeError(
-                "the job shares out its global batch, and this replica has not joined it: put the training loop inside "
-                "`with optimizer:`"
+            raise UserError(
+                "a global batch was asked for before this replica has joined its job, which shares it out; put the "
+                "training loop inside `with optimizer:`"
             )
         return self._computes
 

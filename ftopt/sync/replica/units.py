@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from ftopt.errors import UserError
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.samples import Samples
@@ -76,13 +77,13 @@ class Units(UnitQueue):
 
         Raises:
             TimeoutError: none came within ``timeout_s``.
-            RuntimeError: this replica has not joined its job.
+            ftopt.errors.UserError: this replica has not joined its job.
         """
         ask = self._ask
         if ask is None:
-            raise RuntimeError(
-                "the job hands out its samples, and this replica has not joined it: put the training loop inside "
-                "`with optimizer:`"
+            raise UserError(
+                "a unit was asked for before this replica has joined its job, which hands the units out; put the "
+                "training loop inside `with optimizer:`"
             )
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:

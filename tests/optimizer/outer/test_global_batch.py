@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.connect import local_groups, solo
 from ftopt.data.batches import Batches
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
 
@@ -140,7 +141,7 @@ def test_a_batch_whose_step_was_not_taken_is_told() -> None:
         batches = loader.global_batches()
         for x, y in next(batches):
             nn.functional.mse_loss(module(x), y).backward()
-        with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
+        with pytest.raises(UserError, match=r"call optimizer.step\(\)"):
             next(batches)
 
 

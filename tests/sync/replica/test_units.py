@@ -13,6 +13,7 @@ from torch import nn
 
 import ftopt
 from ftopt.connect import local_groups, solo
+from ftopt.errors import UserError
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
 from ftopt.sync.replica.units import SPARE, Units
 from tests.ledger import with_ledger
@@ -109,7 +110,7 @@ def test_two_runs_grant_the_same_units_to_the_same_replicas() -> None:
 
 def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
     units = solo().keep_ledger(Samples(samples=100, batch_size=1))
-    with pytest.raises(RuntimeError, match="inside `with optimizer:`"):
+    with pytest.raises(UserError, match="inside `with optimizer:`"):
         units.take()
     units.begin(lambda: None, round_units=4)
     units.grant(((0, 3),), out_of_units=False)
