@@ -92,10 +92,7 @@ def connect(
         job,
         sync,
         link=WebSocketLink(
-            url,
-            token=token,
-            dead_after_s=sync.dead_after_s,
-            tls=tls.client() if parts.scheme == "https" else None,
+            url, token=token, dead_after_s=sync.dead_after_s, tls=tls.client() if parts.scheme == "https" else None
         ),
         transport=GlooTransport(host, sync.dead_after_s),
         state=HttpState(host, token, tls),
@@ -111,11 +108,7 @@ def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:
 
 
 def local_groups(
-    n: int,
-    *,
-    sync: Sync | None = None,
-    on_event: OnEvent = ignore,
-    names: Sequence[str] | None = None,
+    n: int, *, sync: Sync | None = None, on_event: OnEvent = ignore, names: Sequence[str] | None = None
 ) -> list[ReplicaGroup]:
     """``n`` groups of one job in this process, for as many threads: tests, notebooks.
 

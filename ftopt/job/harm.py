@@ -10,72 +10,67 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ftopt
 from ftopt.events import Event
 from ftopt.faults.injector import Action
 from ftopt.faults.spec import GRADIENT_KINDS, Fault
-from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.replica.client import Client
 
 _BIT = 1 << 22
 """The highest bit of a float's mantissa: the number changes by up to a half."""
 
 
-class Harm:
-    """The actions that need a replica's own objects.
+def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[str, Action]:
+    """Returns the actions that need a replica's own objects, for `FaultInjector.learn`.
 
     Args:
         optimizer: the replica's; it need not have started yet.
         group: its group.
     """
+    core = optimizer._core
+    chance = torch.Generator().manual_seed(zlib.crc32(group.replica.encode()))
 
-    def __init__(self, optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> None:
-        self._core = optimizer._core
-        self._group = group
-        self._chance = torch.Generator().manual_seed(zlib.crc32(group.replica.encode()))
-
-    def actions(self) -> Mapping[str, Action]:
-        """``corrupt``, ``nan`` and ``partition``, for `FaultInjector.learn`."""
-        return {"corrupt": self._corrupt, "nan": self._nan, "partition": self._partition}
+    def trained() -> list[nn.Parameter]:
+        assert core.model is not None
+        return [p for p in core.model.parameters() if p.requires_grad]
 
     @torch.no_grad()
-    def _corrupt(self, fault: Fault, event: Event) -> None:
+    def change(fault: Fault, event: Event) -> None:
         if fault.aim in GRADIENT_KINDS:
-            corrupt(self._gradients(), fault.aim, fault.size or 0.0, self._chance)
-            return
-        flip_bit(self._target(self._core.started().fragments[event.fragment or 0], fault.aim))
+            gradients = [p.grad for p in trained() if p.grad is not None]
+            corrupt(gradients, fault.aim, fault.size or 0.0, chance)
+        else:
+            flip_bit(_target(core.started(), event.fragment or 0, fault.aim))
 
     @torch.no_grad()
-    def _nan(self, fault: Fault, event: Event) -> None:
-        model = self._core.model
-        assert model is not None
-        parameter = next(p for p in model.parameters() if p.requires_grad)
-        target = parameter.grad if fault.aim == "grads" else parameter
+    def nan(fault: Fault, event: Event) -> None:
+        first = trained()[0]
+        target = first.grad if fault.aim == "grads" else first
         if target is not None:
             target.view(-1)[0] = float("nan")
 
-    def _partition(self, fault: Fault, event: Event) -> None:
-        assert isinstance(self._group, Client) and fault.for_s is not None
-        self._group.cut(fault.for_s)
+    def partition(fault: Fault, event: Event) -> None:
+        assert isinstance(group, Client) and fault.for_s is not None
+        group.cut(fault.for_s)
 
-    def _gradients(self) -> list[Tensor]:
-        model = self._core.model
-        assert model is not None
-        return [p.grad for p in model.parameters() if p.requires_grad and p.grad is not None]
+    return {"corrupt": change, "nan": nan, "partition": partition}
 
-    def _target(self, fragment: Fragment, what: str) -> Tensor:
-        if what == "anchor":
+
+def _target(outer: OuterStep, index: int, what: str) -> Tensor:
+    fragment = outer.fragments[index]
+    match what:
+        case "anchor":
             return fragment.state.anchor
-        if what == "outer":
+        case "outer":
             return max(fragment.state.outer.values(), key=lambda t: float(t.abs().max()))
-        if what == "sum":
-            reduced = self._core.started().reduction.reduced
-            assert reduced is not None
-            return reduced
-        assert fragment.result is not None
-        return fragment.result.anchor
+        case "sum":
+            assert outer.reduction.reduced is not None
+            return outer.reduction.reduced
+    assert fragment.result is not None
+    return fragment.result.anchor
 
 
 def flip_bit(flat: Tensor) -> None:

@@ -52,10 +52,6 @@ class Child:
         assert self.process.stdout is not None
         return self.process.stdout.readline().decode().strip()
 
-    def exit_status(self) -> int | None:
-        """The exit status (negative: the signal's number), None while it lives."""
-        return self.process.poll()
-
     def finish_up(self) -> None:
         """Tells it that the run is over."""
         assert self.process.stdin is not None
@@ -63,9 +59,9 @@ class Child:
             self.process.stdin.close()
 
     def terminate(self) -> None:
-        """Asks it to leave in good order."""
-        self._signal(signal.SIGCONT)
-        self._signal(signal.SIGTERM)
+        """Asks it to leave in good order, also if it is stopped."""
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            self.process.send_signal(number)
 
     def end(self, patience_s: float) -> None:
         """Waits for its end, and kills it after ``patience_s``."""
@@ -83,10 +79,6 @@ class Child:
         with self._log.open("rb") as stream:
             stream.seek(self._log_start)
             return stream.read().decode(errors="replace").strip()
-
-    def _signal(self, number: int) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
 
 
 def describe_exit(status: int) -> str:

@@ -10,8 +10,8 @@ import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
 from ftopt.faults.injector import FaultInjector
-from ftopt.job.harm import Harm
-from ftopt.job.subscribers import CurrentStep, StepLog, fan_out
+from ftopt.job.harm import harm
+from ftopt.job.subscribers import CurrentStep, fan_out, step_log
 from ftopt.job.supervised import FinishUp, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
@@ -21,7 +21,7 @@ from ftopt.telemetry.wandb import WandbMirror, resolve
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
-"""Seconds that a replica at its end waits for the runner to say that every other one is, too."""
+"""Seconds that a replica at its end waits for the runner to say that all others are at theirs."""
 _PATIENCE_S = 45.0
 
 
@@ -62,15 +62,9 @@ def run_replica(
     events = EventLog(JsonLines(files.events, started))
     record = CurrentStep()
     mode = resolve(recipe.log.wandb)
-    mirror = (
-        None if mode == "off" else WandbMirror(mode, folder, job=folder.name, replica=replica, config=as_dict(recipe))
-    )
-
-    def mirror_step(step: CurrentStep, inner_step: int) -> None:
-        if mirror is not None:
-            mirror.step(inner_step, loss=step.loss, lr=step.lr)
-
-    steps = StepLog(JsonLines(files.steps(replica), started), record, mirror_step)
+    config = as_dict(recipe)
+    mirror = None if mode == "off" else WandbMirror(mode, folder, job=folder.name, replica=replica, config=config)
+    steps = step_log(JsonLines(files.steps(replica), started), record, mirror)
     ids = recipe.replica_ids()
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
@@ -95,7 +89,7 @@ def run_replica(
         evaluates=replica == ids[0],
         wait_for_others=lambda: finish_up is not None and finish_up.asked.wait(_OTHERS_S),
     )
-    injector.learn(Harm(trainer.optimizer, group).actions())
+    injector.learn(harm(trainer.optimizer, group))
     if finish_up is not None:
         finish_up.on_asked(terminate_self)
     try:

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +21,7 @@ from ftopt.errors import FtoptError, UserError
 from ftopt.events import Event
 from ftopt.faults.spec import COORDINATOR
 from ftopt.job.processes import Child, describe_exit
+from ftopt.job.supervised import on_signals
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.progress import Display
@@ -52,19 +49,6 @@ class _Return:
     journal: str = "keep"
 
 
-@dataclass
-class _State:
-    """What the runner knows beyond the view."""
-
-    children: dict[str, Child] = field(default_factory=dict)
-    returns: list[_Return] = field(default_factory=list)
-    faults: dict[str, dict[str, Any]] = field(default_factory=dict)
-    incarnations: dict[str, int] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
-    first_end: float | None = None
-    interrupts: int = 0
-
-
 class Runner:
     """One run.
 
@@ -80,7 +64,13 @@ class Runner:
         self._display = display
         self._started = time.time()
         self._view = RunView(recipe.train.inner_steps)
-        self._state = _State()
+        self._children: dict[str, Child] = {}
+        self._returns: list[_Return] = []
+        self._faults: dict[str, dict[str, Any]] = {}  # the fault that kills a process
+        self._incarnations: dict[str, int] = {}
+        self._ended: set[str] = set()
+        self._first_end: float | None = None
+        self._interrupts = 0
         self._url = ""
         self._bind = "127.0.0.1:0"
         self._token = secrets.token_hex(32)  # other users of this machine reach the port, too
@@ -98,7 +88,7 @@ class Runner:
             UserError: a process found the user's input wrong, or a replica was refused.
             RunFailed: all replicas died, or the run was interrupted. The summary is written all the same.
         """
-        with _signals(self._state):
+        with on_signals(self._interrupted):
             try:
                 self._start_coordinator(1)
                 for replica in self._recipe.replica_ids():
@@ -113,18 +103,21 @@ class Runner:
                 self._folder.write_summary(summary)
         return summary
 
+    def _interrupted(self) -> None:
+        self._interrupts += 1
+
     # Starting.
 
     def _start_coordinator(self, life: int) -> None:
-        arguments = ["coordinator", "--bind", self._bind, "--journal", str(self._folder.journal), "--supervised"]
-        arguments.append("--open-status")  # it listens on this machine alone, and tells no more than the terminal
         faults = [asdict(fault) for fault in self._recipe.faults if fault.replica == COORDINATOR]
+        arguments = ["coordinator", "--bind", self._bind, "--journal", str(self._folder.journal), "--supervised"]
         arguments += ["--life", str(life), "--faults", json.dumps(faults)]
+        arguments.append("--open-status")  # it listens on this machine alone, and tells no more than the terminal
         child = self._start(COORDINATOR, life, arguments, reports=True)
         self._url = child.first_line()
         if not self._url:
             child.end(5.0)
-            self._complain(child, child.exit_status() or 1)
+            self._complain(child, child.process.poll() or 1)
         self._bind = urlsplit(self._url).netloc
 
     def _start_replica(self, replica: str, life: int) -> None:
@@ -134,43 +127,39 @@ class Runner:
         self._start(replica, life, [*arguments, "--job", self._recipe.name, "--supervised"])
 
     def _start(self, name: str, life: int, arguments: list[str], *, reports: bool = False) -> Child:
-        threads = str(self._recipe.train.threads)
-        child = Child(
-            name,
-            [*arguments, "--folder", str(self._folder.path), "--started", repr(self._started)],
-            log=self._folder.log(name),
-            life=life,
-            env={"OMP_NUM_THREADS": threads, "FTOPT_TOKEN": self._token},
-            reports=reports,
-        )
-        self._state.children[name] = child
-        self._state.incarnations.pop(name, None)
+        arguments = [*arguments, "--folder", str(self._folder.path), "--started", repr(self._started)]
+        env = {"OMP_NUM_THREADS": str(self._recipe.train.threads), "FTOPT_TOKEN": self._token}
+        child = Child(name, arguments, log=self._folder.log(name), life=life, env=env, reports=reports)
+        self._children[name] = child
+        self._incarnations.pop(name, None)
         self._events(Event("spawn", name, data={"pid": child.process.pid, "life": life}))
         return child
 
     # Watching.
 
     def _watch(self) -> None:
-        state, asked = self._state, False
-        while any(name != COORDINATOR for name in state.children) or self._coming_back():
+        asked = False
+        while self._replicas() or self._coming_back():
             time.sleep(_POLL_S)
             self._follow()
-            for child in [child for child in state.children.values() if child.exit_status() is not None]:
+            for child in [child for child in self._children.values() if child.process.poll() is not None]:
                 self._exited(child)
-            if state.interrupts and not asked:
+            if self._interrupts and not asked:
                 asked = True
-                self._ask_to_leave("interrupted: the replicas leave in good order; once more ends them at once")
-            if state.interrupts > 1:
+                self._display.note("interrupted: the replicas leave in good order; once more ends them at once")
+                self._returns.clear()
+                for child in self._replicas():
+                    self._let_go(child)
+            if self._interrupts > 1:
                 raise RunFailed("interrupted twice; the processes were killed")
             if not asked:
                 self._bring_back()
                 self._end_when_done()
-        if state.interrupts:
+        if self._interrupts:
             raise RunFailed(f"interrupted before the end{self._way_on()}")
-        if not state.ended:
-            raise RunFailed(
-                f"all replicas died before the end; what they said is in {self._folder.logs}{self._way_on()}"
-            )
+        if not self._ended:
+            logs = self._folder.logs
+            raise RunFailed(f"all replicas died before the end; what they said is in {logs}{self._way_on()}")
 
     def _follow(self) -> None:
         """Takes up the new lines of all processes."""
@@ -179,47 +168,50 @@ class Runner:
         for replica, tail in self._step_tails.items():
             for line in tail.more():
                 self._view.row(replica).stepped(line)
-                self._state.incarnations[replica] = line["incarnation"]
+                self._incarnations[replica] = line["incarnation"]
         now = time.monotonic()
         if now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
             self._display.refresh(self._view)
 
+    def _replicas(self) -> list[Child]:
+        return [child for name, child in self._children.items() if name != COORDINATOR]
+
     def _note(self, record: dict[str, Any]) -> None:
-        state, name, who = self._state, record["event"], record["replica"]
+        name, who = record["event"], record["replica"]
         if text := self._view.event(record):
             self._display.note(text)
-        if name == "join" or who in state.incarnations:
-            state.incarnations[who] = max(record["incarnation"], state.incarnations.get(who, 0))
+        if name == "join" or who in self._incarnations:
+            self._incarnations[who] = max(record["incarnation"], self._incarnations.get(who, 0))
         if name == "fault" and record["data"]["do"] == "kill":
-            state.faults[who] = record["data"]
+            self._faults[who] = record["data"]
         if name == "end":
-            state.ended.add(who)
-            if record["data"]["reason"] == "done" and state.first_end is None:
-                state.first_end = time.monotonic()
+            self._ended.add(who)
+            if record["data"]["reason"] == "done" and self._first_end is None:
+                self._first_end = time.monotonic()
 
     def _exited(self, child: Child) -> None:
-        state, status = self._state, child.exit_status()
+        status = child.process.poll()
         assert status is not None
         self._follow()
-        del state.children[child.name]
+        del self._children[child.name]
         child.end(0.0)
-        if child.name in state.ended:
+        if child.name in self._ended:
             if status:  # It has left in good order, so this is no death; but it is worth a note.
                 self._display.note(f"{describe_exit(status)} after its end: {_last_lines(child)}")
             return
         if status == 2:
             self._complain(child, status)
-        fault = state.faults.pop(child.name, None)
+        fault = self._faults.pop(child.name, None)
         if child.name != COORDINATOR:
-            incarnation = state.incarnations.get(child.name, 0)
+            incarnation = self._incarnations.get(child.name, 0)
             data = {"status": describe_exit(status), "by_fault": fault is not None}
             self._events(Event("death", child.name, incarnation, data=data))
         else:
             self._display.note(f"the coordinator died ({describe_exit(status)})")
         if fault is not None and fault["rejoin_s"] is not None:
             at = time.monotonic() + fault["rejoin_s"]
-            state.returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))
+            self._returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))
         elif child.name == COORDINATOR:
             raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{_last_lines(child)}")
         elif fault is None:
@@ -227,8 +219,8 @@ class Runner:
 
     def _bring_back(self) -> None:
         now = time.monotonic()
-        for coming in [item for item in self._state.returns if item.at <= now]:
-            self._state.returns.remove(coming)
+        for coming in [item for item in self._returns if item.at <= now]:
+            self._returns.remove(coming)
             if coming.name != COORDINATOR:
                 self._start_replica(coming.name, coming.life)
                 continue
@@ -247,53 +239,41 @@ class Runner:
 
     def _coming_back(self) -> bool:
         """Whether a replica comes back; once the job is done those that would come much later are let be."""
-        state = self._state
-        replicas = [item for item in state.returns if item.name != COORDINATOR]
-        if state.first_end is not None:
-            replicas = [item for item in replicas if item.at <= state.first_end + _LAST_S]
-        return bool(replicas) and not state.interrupts
+        replicas = [item for item in self._returns if item.name != COORDINATOR]
+        if self._first_end is not None:
+            replicas = [item for item in replicas if item.at <= self._first_end + _LAST_S]
+        return bool(replicas) and not self._interrupts
 
     def _end_when_done(self) -> None:
-        state = self._state
-        if state.first_end is None:
+        if self._first_end is None:
             return
-        replicas = [child for name, child in state.children.items() if name != COORDINATOR]
-        waiting = self._coming_back() or any(child.name not in state.ended for child in replicas)
-        late = time.monotonic() - state.first_end > _LAST_S
-        if waiting and not late:
-            return
+        waiting = self._coming_back() or any(child.name not in self._ended for child in self._replicas())
+        late = time.monotonic() - self._first_end > _LAST_S
         if late:
-            state.returns.clear()
-        for child in replicas:
-            child.finish_up()
-
-    def _ask_to_leave(self, text: str) -> None:
-        self._display.note(text)
-        self._state.returns.clear()
-        for name, child in self._state.children.items():
-            if name != COORDINATOR:
-                self._let_go(child)
+            self._returns.clear()
+        if late or not waiting:
+            for child in self._replicas():
+                child.finish_up()
 
     def _let_go(self, child: Child) -> None:
         """Lets a replica leave that is at its end, and asks one to leave that is not."""
-        if child.name in self._state.ended:
+        if child.name in self._ended:
             child.finish_up()
         else:
             child.terminate()
 
     def _end_all(self) -> None:
         """Ends every process that is left, the coordinator last."""
-        children = sorted(self._state.children.values(), key=lambda child: child.name == COORDINATOR)
-        at_once = self._state.interrupts > 1
-        for child in children:
-            if child.name != COORDINATOR and not at_once:
+        at_once = self._interrupts > 1
+        if not at_once:
+            for child in self._replicas():
                 self._let_go(child)
         deadline = time.monotonic() + (0.0 if at_once else _LEAVE_S)
-        for child in children:
+        for child in sorted(self._children.values(), key=lambda child: child.name == COORDINATOR):
             if child.name == COORDINATOR and not at_once:
                 child.terminate()
             patience_s = max(0.0, deadline - time.monotonic())
-            while child.exit_status() is None and patience_s > 0 and self._state.interrupts < 2:
+            while child.process.poll() is None and patience_s > 0 and self._interrupts < 2:
                 time.sleep(_POLL_S)
                 patience_s -= _POLL_S
             child.end(0.0)
@@ -321,8 +301,7 @@ def resumable(recipe: Recipe) -> Recipe:
 def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
     """The recipe as the run's processes read it: as many replicas at the start as there are, wandb's mode settled, a
     folder for checkpoints."""
-    start = recipe.sync.start_replicas or recipe.replicas
-    sync = replace(recipe.sync, start_replicas=start)
+    sync = replace(recipe.sync, start_replicas=recipe.sync.start_replicas or recipe.replicas)
     checkpoint = recipe.checkpoint
     if checkpoint.every:
         where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
@@ -339,18 +318,3 @@ def summarize_folder(folder: RunFolder) -> dict[str, Any]:
 def _last_lines(child: Child, count: int = 15) -> str:
     said = child.said().splitlines()[-count:]
     return "\n".join([f"{child.name} ended; the last lines that it wrote:", *(f"  {line}" for line in said)])
-
-
-@contextmanager
-def _signals(state: _State) -> Iterator[None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        state.interrupts += 1
-
-    before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {
-        number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ftopt.events import Event, OnEvent
 from ftopt.telemetry.jsonl import JsonLines
+from ftopt.telemetry.wandb import WandbMirror
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class CurrentStep:
     local_step: int = 0
 
 
-class StepLog:
+def step_log(lines: JsonLines, record: CurrentStep, mirror: WandbMirror | None = None) -> OnEvent:
     """Writes a line for each inner step when it is done and before its outer step begins.
 
     A replica killed in an outer step has thus every executed step on record.
@@ -27,32 +27,19 @@ class StepLog:
     Args:
         lines: the replica's file.
         record: is read at each step.
-        also: called with each step, too (tracking).
+        mirror: gets each step, too.
     """
 
-    def __init__(
-        self, lines: JsonLines, record: CurrentStep, also: Callable[[CurrentStep, int], None] | None = None
-    ) -> None:
-        self._lines = lines
-        self._record = record
-        self._also = also
-
-    def __call__(self, event: Event) -> None:
+    def on_event(event: Event) -> None:
         if event.event != "stepped":
             return
-        record = self._record
         assert event.inner_step is not None
-        self._lines.write(
-            {
-                "incarnation": event.incarnation,
-                "local_step": record.local_step,
-                "inner_step": event.inner_step,
-                "loss": round(record.loss, 5),
-                "lr": record.lr,
-            }
-        )
-        if self._also is not None:
-            self._also(record, event.inner_step)
+        line = {"incarnation": event.incarnation, "local_step": record.local_step, "inner_step": event.inner_step}
+        lines.write({**line, "loss": round(record.loss, 5), "lr": record.lr})
+        if mirror is not None:
+            mirror.step(event.inner_step, loss=record.loss, lr=record.lr)
+
+    return on_event
 
 
 def fan_out(*subscribers: OnEvent) -> OnEvent:

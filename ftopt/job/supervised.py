@@ -1,4 +1,4 @@
-"""A process that the runner started and that must not outlive it.
+"""How a process of a run ends: on a signal, or because its runner has ended.
 
 The runner holds the write end of the child's standard input. Its end means *finish up*: the runner says so at the end
 of a run, and the kernel says so when the runner is killed.
@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class FinishUp:
@@ -51,3 +52,14 @@ def terminate_self(after_s: float = 0.0) -> None:
     """SIGTERM to this process, after some seconds: for those that know how to leave."""
     threading.Event().wait(after_s)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def on_signals(handle: Callable[[], None]) -> Iterator[None]:
+    """Calls ``handle`` on SIGTERM and Ctrl-C in the block."""
+    before = {number: signal.signal(number, lambda *_: handle()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

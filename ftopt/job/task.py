@@ -6,63 +6,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, default_collate
 
 from ftopt.config.data import Digits, StdlibBytes, Text, TokensConfig
 from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig
 from ftopt.config.schema import Recipe
 from ftopt.data.batches import MapStyle
-from ftopt.data.corpus import HELD_OUT, Bytes, stdlib_bytes, text
-from ftopt.data.digits import Draws, digits
+from ftopt.data.corpus import HELD_OUT, stdlib_bytes, text
+from ftopt.data.digits import digits
+from ftopt.data.draws import Draws, windows
 from ftopt.data.seeds import seed_of
 from ftopt.data.tokens import TokenWindows
-from ftopt.data.windows import Windows
 from ftopt.errors import UserError
 from ftopt.job.model import build_model
 
 _BYTES = 256
 _DIGITS = 10
-_EVALUATION_WINDOWS = 128
-_FINAL_WINDOWS = 512
+_WINDOWS = {False: 128, True: 512}
+"""Windows of an evaluation, thorough or not."""
 _WINDOWS_AT_ONCE = 32
-
-
-class TrainingBatches(Protocol):
-    """An endless stream of training batches."""
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """The next one: inputs and targets."""
-
-    def state_dict(self) -> Any:
-        """Where it stands, for a checkpoint."""
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Goes on where `state_dict` was taken."""
-
-
-class _Redrawn:
-    """A `TrainingBatches` of any data set."""
-
-    def __init__(self, dataset: MapStyle, batch_size: int, seed: int) -> None:
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        drawn = torch.randint(len(self._dataset), (self._batch_size,), generator=self._generator)
-        inputs, targets = default_collate([self._dataset[index] for index in drawn.tolist()])
-        return inputs, targets
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self._generator.set_state(state_dict["generator"])
+_IMAGES_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -102,9 +70,14 @@ class Task(ABC):
     def dataset(self) -> MapStyle:
         """All samples to train on, inputs and targets: for ``data.sampling: once``."""
 
-    def batches(self, seed: int) -> TrainingBatches:
-        """Batches that a generator of this seed draws with replacement: for ``data.sampling: random``."""
-        return _Redrawn(self.dataset(), self.batch_size, seed)
+    def batches(self, seed: int) -> Draws:
+        """Batches drawn with replacement: for ``data.sampling: random``."""
+        dataset = self.dataset()
+
+        def load(places: Tensor) -> list[Tensor]:
+            return list(default_collate([dataset[place] for place in places.tolist()]))
+
+        return Draws(len(dataset), load, batch_size=self.batch_size, seed=seed)
 
     def tokens(self, inputs: Tensor) -> int:
         """Tokens (bytes) of a batch; an image counts as one."""
@@ -165,18 +138,16 @@ class NextByte(Task):
         """Windows side by side."""
         return TokenWindows(self._corpus.train, self._context)
 
-    def batches(self, seed: int) -> Windows:
+    def batches(self, seed: int) -> Draws:
         """Windows at random places."""
-        return self._windows(self._corpus.train, self.batch_size, seed)
+        return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """512 windows, or 128 in between."""
-        windows = self._windows(self._corpus.held_out, _WINDOWS_AT_ONCE, seed_of("held out", self._seed))
-        for _ in range(_windows(thorough=thorough) // _WINDOWS_AT_ONCE):
-            yield windows.batch()
-
-    def _windows(self, data: Bytes, batch_size: int, seed: int) -> Windows:
-        return Windows(data, context=self._context, batch_size=batch_size, seed=seed)
+        seed = seed_of("held out", self._seed)
+        draws = windows(self._corpus.held_out, self._context, batch_size=_WINDOWS_AT_ONCE, seed=seed)
+        for _ in range(_WINDOWS[thorough] // _WINDOWS_AT_ONCE):
+            yield draws.batch()
 
 
 class NextToken(Task):
@@ -186,14 +157,14 @@ class NextToken(Task):
         super().__init__(recipe)
         vocab = model.vocab if isinstance(model, GptConfig) else _vocabulary(self, model)
 
-        def windows(path: str) -> TokenWindows:
+        def tokens(path: str) -> TokenWindows:
             return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
 
-        everything = windows(data.path)
+        everything = tokens(data.path)
         self._train: MapStyle = everything
         self._held_out: MapStyle
         if data.held_out is not None:
-            self._held_out = windows(data.held_out)
+            self._held_out = tokens(data.held_out)
             return
         cut = int(len(everything) * (1 - HELD_OUT))
         if not cut:
@@ -207,7 +178,7 @@ class NextToken(Task):
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """512 windows spread over the held-out ones, or 128 in between; all if there are fewer."""
-        count = min(_windows(thorough=thorough), len(self._held_out))
+        count = min(_WINDOWS[thorough], len(self._held_out))
         chosen = [number * len(self._held_out) // count for number in range(count)]
         for first in range(0, count, _WINDOWS_AT_ONCE):
             inputs, targets = default_collate([self._held_out[i] for i in chosen[first : first + _WINDOWS_AT_ONCE]])
@@ -227,15 +198,16 @@ class WhichDigit(Task):
 
     def dataset(self) -> MapStyle:
         """The images."""
-        return TensorDataset(self._train.pixels, self._train.labels)
+        return self._train
 
     def batches(self, seed: int) -> Draws:
         """Images drawn with replacement."""
-        return Draws(self._train, batch_size=self.batch_size, seed=seed)
+        return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """All images held out."""
-        return self._held_out.in_order()
+        pixels, labels = (torch.split(tensor, _IMAGES_AT_ONCE) for tensor in self._held_out.tensors)
+        return zip(pixels, labels, strict=True)
 
     def tokens(self, inputs: Tensor) -> int:
         """Images."""
@@ -259,7 +231,6 @@ def task_of(recipe: Recipe) -> Task:
 
 
 def _vocabulary(task: Task, model: FactoryConfig) -> int:
-    """Of a user's model."""
     window = (1, model.context)
     return task.classes(model, torch.zeros(window, dtype=torch.int64), window)
 
@@ -267,10 +238,6 @@ def _vocabulary(task: Task, model: FactoryConfig) -> int:
 def _enough(model: FactoryConfig, classes: int, needed: int, what: str) -> None:
     if classes < needed:
         raise UserError(f"model.factory={model.factory!r} gives {classes} classes; {what} need {needed}")
-
-
-def _windows(*, thorough: bool) -> int:
-    return _FINAL_WINDOWS if thorough else _EVALUATION_WINDOWS
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

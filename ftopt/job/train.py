@@ -8,10 +8,8 @@ final loss does not hang on one replica's life.
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +17,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ftopt
 from ftopt.config.schema import Recipe
+from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
 from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import CurrentStep
-from ftopt.job.task import TrainingBatches, task_of
+from ftopt.job.supervised import on_signals
+from ftopt.job.task import task_of
 from ftopt.sync.group import ReplicaGroup
 
 _LEAVE_S = 30.0
@@ -59,16 +59,13 @@ class Trainer:
         self._record = record
         self._evaluates = evaluates
         self._wait_for_others = wait_for_others
-        self._stop = False
-        self.started = False
+        self._stop = self.started = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
         self._loader = self._sampler()
         model = self._task.model
         self._inner = inner_optimizers(recipe.inner_sections(), model)
-        self.optimizer = self._optimizer = ftopt.wrap(
-            self._inner, model, recipe.method, group=group, state_dir=recipe.train.state_dir
-        )
+        self.optimizer = ftopt.wrap(self._inner, model, recipe.method, group=group, state_dir=recipe.train.state_dir)
         self._checkpoints = self._prepare_checkpoints()
 
     def stop(self) -> None:
@@ -79,7 +76,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains until the job's end or `stop`; True at the job's end."""
-        train, optimizer = self._recipe.train, self._optimizer
+        train, optimizer = self._recipe.train, self.optimizer
         with optimizer:
             self.started = True
             seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
@@ -123,13 +120,13 @@ class Trainer:
         return done
 
     def _is_done(self) -> bool:
-        """The committed inner step is there, or every sample of all epochs is in a commit."""
-        units = self._group.units
-        ended = units is not None and units.ended
-        return ended or self._optimizer.committed.inner_step >= self._recipe.train.inner_steps
+        """Whether the committed inner step is there, or every sample of all epochs is in a commit."""
+        if self._group.units is not None and self._group.units.ended:
+            return True
+        return self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
 
     def _sampler(self) -> ftopt.DataLoader | None:
-        """What draws each sample once; before the replica joins, so that worker processes are not in its way."""
+        """Draws each sample once. Made before the replica joins: its worker processes must not inherit its sockets."""
         data, train = self._recipe.data, self._recipe.train
         if data.sampling != "once":
             return None
@@ -144,8 +141,8 @@ class Trainer:
             num_workers=data.workers,
         )
 
-    def _micro_batches(self, batches: ftopt.DataLoader | TrainingBatches) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
-        """The batches of an inner step at a time."""
+    def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
+        """The batches of each inner step in turn."""
         if isinstance(batches, ftopt.DataLoader):
             yield from batches.steps()
             return
@@ -153,23 +150,20 @@ class Trainer:
             yield [batches.batch() for _ in range(self._recipe.train.accumulate)]
 
     def _prepare_checkpoints(self) -> ftopt.Checkpoints | None:
-        """Checkpoints if the recipe wants any; what to go on from is read here, before the start."""
+        """Returns the recipe's checkpoints, if any, and reads what to resume from."""
         settings = self._recipe.checkpoint
-        if settings.resume is None and (settings.dir is None or not settings.every):
-            return None
+        every = settings.every if settings.dir is not None and settings.every > 0 else None
         folder = settings.dir or settings.resume
-        assert folder is not None
-        writes = settings.dir is not None and settings.every > 0
-        checkpoints = ftopt.Checkpoints(
-            folder, self._optimizer, every=settings.every if writes else None, keep=settings.keep
-        )
+        if folder is None or (every is None and settings.resume is None):
+            return None
+        checkpoints = ftopt.Checkpoints(folder, self.optimizer, every=every, keep=settings.keep)
         if settings.resume is not None:
             checkpoints.resume(settings.resume, replicas=self._recipe.replica_ids())
         return checkpoints
 
     def _rates(self) -> list[Callable[[int], float]]:
         """For each parameter group, what its rate is multiplied with now."""
-        optimizer, inner_steps = self._optimizer, self._recipe.train.inner_steps
+        optimizer, inner_steps = self.optimizer, self._recipe.train.inner_steps
         return [
             lambda _, schedule=section.schedule: factor(schedule, optimizer.inner_step, inner_steps)  # type: ignore[misc]
             for section, inner in zip(self._recipe.inner_sections(), self._inner, strict=True)
@@ -177,7 +171,7 @@ class Trainer:
         ]
 
     def _step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        train, task, optimizer, record = self._recipe.train, self._task, self._optimizer, self._record
+        train, task, optimizer, record = self._recipe.train, self._task, self.optimizer, self._record
         total, samples, tokens = 0.0, sum(len(inputs) for inputs, _ in micro_batches), 0
         for inputs, targets in micro_batches:
             loss = task.loss(inputs, targets) * (len(inputs) / samples)
@@ -193,19 +187,17 @@ class Trainer:
         optimizer.zero_grad()
 
     def _evaluate(self, *, thorough: bool = False, final: bool = False) -> None:
-        """What the committed parameters score on fixed held-out data, alike in every replica."""
-        optimizer = self._optimizer
+        """Scores the committed parameters on fixed held-out data, alike in every replica."""
+        optimizer = self.optimizer
         with optimizer.busy("evaluating"), optimizer.outer_parameters():
             score = self._task.score(thorough=thorough)
         accuracy = None if score.accuracy is None else round(score.accuracy, 5)
-        self._tell(
-            "evaluate",
-            {"loss": round(score.loss, 5), "accuracy": accuracy, "final": final, "samples": score.samples},
-        )
+        data = {"loss": round(score.loss, 5), "accuracy": accuracy, "final": final, "samples": score.samples}
+        self._tell("evaluate", data)
 
     def _tell_end(self, reason: str) -> None:
-        optimizer = self._optimizer
-        data: dict[str, object] = {
+        optimizer = self.optimizer
+        data = {
             "reason": reason,
             "local_steps": optimizer.local_steps,
             "pending_steps": optimizer.pending_steps,
@@ -215,39 +207,24 @@ class Trainer:
         }
         self._tell("end", data)
 
-    def _tell(self, event: str, data: dict[str, object]) -> None:
-        group, committed = self._group, self._optimizer.committed
-        self._on_event(
-            Event(
-                event,
-                group.replica,
-                group.incarnation,
-                fragment=0,
-                version=committed.version,
-                inner_step=committed.inner_step,
-                data=data,
-            )
-        )
+    def _tell(self, name: str, data: Mapping[str, object]) -> None:
+        replica, life, now = self._group.replica, self._group.incarnation, self.optimizer.committed
+        event = Event(name, replica, life, fragment=0, version=now.version, inner_step=now.inner_step, data=data)
+        self._on_event(event)
 
 
-@contextmanager
-def leaving_on_signals(trainer: Trainer) -> Iterator[None]:
+def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
     """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once.
 
     One that has not started yet, because others are missing, has nothing to leave: it ends at once as well.
     """
     asked = False
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle() -> None:
         nonlocal asked
         if asked or not trainer.started:
             raise KeyboardInterrupt
         asked = True
         trainer.stop()
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return on_signals(handle)

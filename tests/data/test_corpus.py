@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ftopt.data import corpus
+from ftopt.data.draws import windows
 from ftopt.data.seeds import seed_of
-from ftopt.data.windows import Windows
 from ftopt.errors import UserError
 
 
@@ -57,13 +57,13 @@ def test_the_library_has_text_to_train_and_to_evaluate_on() -> None:
 
 def test_targets_are_the_bytes_that_follow() -> None:
     data = np.arange(200, dtype=np.uint8)
-    inputs, targets = Windows(data, context=8, batch_size=32, seed=1).batch()
+    inputs, targets = windows(data, 8, batch_size=32, seed=1).batch()
     assert inputs.shape == targets.shape == (32, 8)
     assert torch.equal(inputs + 1, targets)
 
 
 def test_every_start_is_drawn_also_the_last() -> None:
-    starts = Windows(np.arange(10, dtype=np.uint8), context=8, batch_size=500, seed=1).batch()[0][:, 0]
+    starts = windows(np.arange(10, dtype=np.uint8), 8, batch_size=500, seed=1).batch()[0][:, 0]
     assert set(starts.tolist()) == {0, 1}
 
 
@@ -71,7 +71,7 @@ def test_one_seed_gives_one_sequence_and_a_successor_gets_another() -> None:
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
 
     def first(*parts: object) -> torch.Tensor:
-        return Windows(data, context=16, batch_size=4, seed=seed_of(*parts)).batch()[0]
+        return windows(data, 16, batch_size=4, seed=seed_of(*parts)).batch()[0]
 
     assert torch.equal(first(0, "r1", 1), first(0, "r1", 1))
     assert not torch.equal(first(0, "r1", 1), first(0, "r1", 2))
@@ -80,4 +80,4 @@ def test_one_seed_gives_one_sequence_and_a_successor_gets_another() -> None:
 
 def test_too_short_a_text_is_refused() -> None:
     with pytest.raises(UserError, match="9 bytes; a window needs 17"):
-        Windows(np.zeros(9, dtype=np.uint8), context=16, batch_size=1, seed=0)
+        windows(np.zeros(9, dtype=np.uint8), 16, batch_size=1, seed=0)

@@ -53,7 +53,7 @@ def test_token_files_train_a_model_of_their_vocabulary(tmp_path: Path) -> None:
     task = task_of(load("diloco_bytes", [*small, f"data.held_out={tmp_path / 'train.bin'}"]))
     assert len(task.dataset()) == 500
     assert task.score(thorough=True).samples == 500
-    with pytest.raises(ftopt.UserError, match="the model's vocabulary has 256"):
+    with pytest.raises(ftopt.UserError, match="must be below vocab=256"):
         task_of(load("diloco_bytes", [*settings, "model.vocab=256"])).score(thorough=True)
 
 

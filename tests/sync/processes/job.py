@@ -27,8 +27,8 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
-from ftopt.job.harm import Harm
-from ftopt.job.subscribers import CurrentStep, StepLog, fan_out
+from ftopt.job.harm import harm
+from ftopt.job.subscribers import CurrentStep, fan_out, step_log
 from ftopt.sync.server.coordinator import CoordinatorServer, run_coordinator
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
@@ -121,7 +121,7 @@ def _replica(
     torch.set_num_threads(options.get("threads", {}).get(replica, 1))
     files = RunFolder(folder)
     events, record = EventLog(JsonLines(files.events, started)), CurrentStep()
-    steps = StepLog(JsonLines(files.steps(replica), started), record)
+    steps = step_log(JsonLines(files.steps(replica), started), record)
     injector, ordered = FaultInjector(faults, events), FaultInjector((), events, incarnation=_ORDERED)
     trains = threading.Event()
     threading.Thread(target=_obey, args=(orders, ordered, trains), daemon=True).start()
@@ -163,7 +163,7 @@ def _train(
         torch.optim.AdamW(model.parameters(), lr=options.get("lr", 1e-3)), model, options["method"], group=group
     )
     for injector in injectors:
-        injector.learn(Harm(optimizer, group).actions())
+        injector.learn(harm(optimizer, group))
     kernels = {"cpu_capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
     on_event(Event("kernels", replica, data=kernels))
     step_s = options["step_s"]

@@ -1,0 +1,62 @@
+"""Batches of samples drawn with replacement by a seeded generator, without end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ftopt.data.corpus import Bytes
+from ftopt.errors import UserError
+
+
+class Draws:
+    """An endless stream of batches.
+
+    Args:
+        places: number of places to draw from.
+        load: places, (batch_size,), int64 -> inputs and targets.
+        batch_size: samples in a batch.
+        seed: of the generator.
+    """
+
+    def __init__(self, places: int, load: Callable[[Tensor], Sequence[Tensor]], *, batch_size: int, seed: int) -> None:
+        self._places = places
+        self._load = load
+        self._batch_size = batch_size
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Returns the next inputs and targets."""
+        inputs, targets = self._load(torch.randint(self._places, (self._batch_size,), generator=self._generator))
+        return inputs, targets
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the generator's state."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Goes on from what `state_dict` returned."""
+        self._generator.set_state(state_dict["generator"])
+
+
+def windows(data: Bytes, context: int, *, batch_size: int, seed: int) -> Draws:
+    """Windows of ``context`` bytes at random positions, and the bytes that follow each: (batch_size, context), int64.
+
+    Raises:
+        UserError: ``data`` (uint8, 1-D) is shorter than one window.
+    """
+    if data.size <= context:
+        raise UserError(
+            f"the corpus has {data.size} bytes; a window needs {context + 1}; "
+            "give more text in data.path, or a smaller model.context"
+        )
+    text = torch.from_numpy(data) if data.flags.writeable else torch.tensor(data)
+    offsets = torch.arange(context + 1)
+
+    def load(starts: Tensor) -> tuple[Tensor, Tensor]:
+        rows = text[starts[:, None] + offsets].long()
+        return rows[:, :-1], rows[:, 1:]
+
+    return Draws(data.size - context, load, batch_size=batch_size, seed=seed)
