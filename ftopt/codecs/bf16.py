@@ -22,15 +22,10 @@ class BF16(Blockwise):
     the largest bf16.
     """
 
+    name: ClassVar[str] = "bf16"
     block: ClassVar[int] = 256
 
-    @property
-    def name(self) -> str:
-        """``bf16``."""
-        return "bf16"
-
     def row_bytes(self, values: int) -> int:
-        """Two a value."""
         return 2 * values
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
@@ -47,5 +42,4 @@ class BF16(Blockwise):
         return norm
 
     def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        """Exact."""
         out.copy_(bytes_as(torch.bfloat16, encoded))

@@ -13,24 +13,14 @@ from torch import Tensor
 class FP32:
     """The identity: 4 bytes a value, nothing is lost (NaN and Inf pass, too), nothing is copied on the way out."""
 
+    name: ClassVar[str] = "fp32"
     block: ClassVar[int] = 1
-
-    @property
-    def name(self) -> str:
-        """``fp32``."""
-        return "fp32"
-
-    @property
-    def exact(self) -> bool:
-        """True."""
-        return True
+    exact: ClassVar[bool] = True
 
     def for_sum(self, payloads: int) -> FP32:
-        """Itself."""
         return self
 
     def encoded_bytes(self, elements: int) -> int:
-        """Four a value."""
         return 4 * elements
 
     def encode(self, piece: Tensor, out: Tensor | None = None) -> Tensor:
@@ -39,6 +29,5 @@ class FP32:
         return encoded if out is None else out.copy_(encoded)
 
     def decode(self, encoded: Tensor, out: Tensor) -> Tensor:
-        """A copy of the bytes."""
         out.view(torch.uint8).copy_(encoded)
         return out

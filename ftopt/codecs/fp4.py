@@ -38,15 +38,10 @@ class FP4(Blockwise):
     those are ours.
     """
 
+    name: ClassVar[str] = "fp4"
     block: ClassVar[int] = 256
 
-    @property
-    def name(self) -> str:
-        """``fp4``."""
-        return "fp4"
-
     def row_bytes(self, values: int) -> int:
-        """The scale and half a byte a value."""
         return 2 + (values + 1) // 2
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:

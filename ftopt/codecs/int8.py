@@ -26,19 +26,13 @@ class Int8(Blockwise):
     the largest fp32, it is max|x| / 100.
     """
 
+    name: ClassVar[str] = "int8"
     block: ClassVar[int] = 256
 
-    @property
-    def name(self) -> str:
-        """``int8``."""
-        return "int8"
-
     def row_bytes(self, values: int) -> int:
-        """The step size and one a value."""
         return 4 + values
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
-        """Two passes: the largest of each row, then the quotients."""
         largest = rows.abs().amax(1, keepdim=True)
         step = largest.mul(1 / _LEVELS).clamp_(max=_STEP_MAX)
         out[:, :4].copy_(step.view(torch.uint8))
@@ -47,5 +41,4 @@ class Int8(Blockwise):
         return float(largest.amax())
 
     def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        """One multiplication a value."""
         out.copy_(encoded[:, 4:].view(torch.int8)).mul_(bytes_as(torch.float32, encoded[:, :4]))

@@ -77,11 +77,9 @@ class TopK(Blockwise):
         return sparse if sparse.encoded_bytes(self.block) < dense.encoded_bytes(self.block) else dense
 
     def row_bytes(self, values: int) -> int:
-        """lo, hi and the packed words."""
         return 4 + (self.kept(values) * (_INDEX_BITS + self.bits) + 7) // 8
 
     def encode_rows(self, rows: Tensor, out: Tensor) -> float:
-        """Selects, quantizes, packs."""
         places = _largest(rows.abs(), self.kept(rows.shape[1]))
         values = rows.gather(1, places)
         magnitudes = values.abs()
@@ -98,7 +96,6 @@ class TopK(Blockwise):
         return largest
 
     def decode_rows(self, encoded: Tensor, out: Tensor) -> None:
-        """Zeros, and the kept values at their places."""
         low, step = self._levels(bytes_as(torch.bfloat16, encoded[:, :4]))
         words = _unpack(encoded[:, 4:], _INDEX_BITS + self.bits, self.kept(out.shape[1]))
         values = (words & self._top).float().mul_(step).add_(low)
