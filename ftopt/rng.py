@@ -17,8 +17,7 @@ def get_rng_state() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, keys, *rest)
+        state["numpy"] = numpy.random.get_state()
     return state
 
 

@@ -52,13 +52,9 @@ def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
         return {"$dict": items}
     if isinstance(value, bytes):
         return {"$bytes": base64.b64encode(value).decode()}
-    if (
-        (numpy := sys.modules.get("numpy")) is not None
-        and isinstance(value, numpy.ndarray)
-        and value.dtype.kind in "iufb"
-    ):
-        raw = value.tobytes()
-        return {"$array": [value.dtype.str, list(value.shape), base64.b64encode(raw).decode()]}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "iufb":
+        return {"$array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
     raise UserError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; allowed: numbers, strings, bytes, None, "
         "tensors, NumPy arrays, and lists, tuples and dicts of them"

@@ -35,10 +35,8 @@ class SimBackup:
         process.own_copy = SimCopy(process.incarnation_id, pending, used, queue)
         self._serial += 1
         versions = tuple(record.version for record in taken if record is not None)
-        process.later(self._world.delay(), self._told, self._serial, versions)
-
-    def _told(self, serial: int, versions: tuple[int, ...]) -> None:
-        self._process.act(self._process.machine.copied(serial, versions))
+        serial = self._serial
+        process.later(self._world.delay(), lambda: process.act(process.machine.copied(serial, versions)))
 
     def keep(self, order: m.Keep) -> None:
         """The coordinator has named a copy to be kept."""
@@ -46,19 +44,11 @@ class SimBackup:
 
     def _keep(self, order: m.Keep) -> None:
         source = self._world.processes[order.source]
-        if (
-            source.alive
-            and not source.frozen
-            and source.incarnation_id == order.incarnation_id
-            and source.own_copy is not None
-        ):
+        there = source.alive and not source.frozen and source.incarnation_id == order.incarnation_id
+        if there and source.own_copy is not None:
             self._process.kept_copies[order.incarnation_id[0]] = source.own_copy
             self._world.coverage["a copy is kept"] += 1
             self._process.act(self._process.machine.keeps(order))
-
-    def lost(self) -> None:
-        """The connection has ended."""
-        self._process.kept_copies.clear()
 
     def inherit(self, order: m.Inherit) -> None:
         """This process comes in the place of one that has died."""

@@ -36,20 +36,12 @@ class Shares:
 
     @property
     def state(self) -> str:
-        """The state that heartbeats report."""
         return "waiting" if self._unit is None else "training"
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of a unit, as reported."""
-        return self._process.step_s
-
     def begin(self) -> None:
-        """There is a state to train on."""
         self._process.later(0.0, self._work)
 
     def poke(self) -> None:
-        """Something may have changed."""
         if self._idle:
             self._idle = False
             self._process.later(0.0, self._work)
@@ -75,10 +67,7 @@ class Shares:
     def _work(self) -> None:
         """Until it waits: the next unit, or the offer."""
         p, shard, portion = self._process, self._process.shards[0], self.portion
-        if p.gone:
-            return
-        if self._world.now < p.hung_until_s:
-            p.later(p.hung_until_s - self._world.now, self._work)
+        if p.gone or p.hangs(self._work):
             return
         self._take_over()
         self._sync()
@@ -96,20 +85,16 @@ class Shares:
         if planned and not self._outstanding and not again:
             self._tried = share
             self._offer()
-        self._wait(AGAIN_S if planned and again and not self._outstanding else LOOK_S, again=again)
+        self._turn += 1
+        self._idle = not again or self._outstanding
+        if self._idle:
+            p.later(LOOK_S, self._look, self._turn)
+        else:  # it was not accepted: a newer plan, or a state that is fetched
+            p.later(AGAIN_S if planned else LOOK_S, self._forget)
 
     @property
     def _outstanding(self) -> bool:
         return self._under_way > 0 or self._process.machine.fragments[0].outstanding
-
-    def _wait(self, limit_s: float, *, again: bool) -> None:
-        self._turn += 1
-        self._idle = True
-        if again and not self._outstanding:  # it was not taken: a newer plan, or a state that is fetched
-            self._idle = False
-            self._process.later(limit_s, self._forget)
-        else:
-            self._process.later(limit_s, self._look, self._turn)
 
     def _forget(self) -> None:
         self._tried = None
@@ -122,8 +107,7 @@ class Shares:
 
     def _add(self) -> None:
         """A unit's gradients are there."""
-        if self._world.now < self._process.hung_until_s:
-            self._process.later(self._process.hung_until_s - self._world.now, self._add)
+        if self._process.hangs(self._add):
             return
         assert self._unit is not None
         (version, unit), self._unit = self._unit, None

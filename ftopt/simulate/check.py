@@ -57,33 +57,26 @@ class Checks:
         """A replica has taken up another committed state, made from that of chain ``parent`` ("": fetched)."""
         shard, record = process.shards[fragment], process.machine.fragments[fragment].record
         assert record is not None
+        holds = f"{process.name} holds version {record.version}"
         if shard.record != record:
             raise Violation("I1", f"{process.name}'s optimizer holds {shard.record}, its protocol {record}")
         if not fragment and self.world.knobs.samples is not None:
             self._units(process, record, shard.content)
         if shard.content.flaw:
             raise Violation("I2", f"version {record.version} of fragment {fragment}: {shard.content.flaw}")
-        for incarnation_id, low, high in shard.content.gaps:
-            if not set(range(low, high + 1)) <= self.world.discarded.get((fragment, incarnation_id), set()):
-                raise Violation(
-                    "I2", f"inner steps {low}..{high} of {incarnation_id[0]}#{incarnation_id[1]} are counted never"
-                )
+        for whose, low, high in shard.content.gaps:
+            if not set(range(low, high + 1)) <= self.world.discarded.get((fragment, whose), set()):
+                raise Violation("I2", f"inner steps {low}..{high} of {whose[0]}#{whose[1]} are counted never")
         key = (fragment, record.chain)
         known = self.versions.setdefault(key, SimVersion(parent, record.version, shard.content))
         if known.content.digest != shard.content.digest or known.version != record.version:
-            raise Violation(
-                "I1", f"{process.name} holds version {record.version}, chain {record.chain[:6]}, with other content"
-            )
+            raise Violation("I1", f"{holds}, chain {record.chain[:6]}, with other content")
         for replica, incarnation, _, last_step, *_ in self.decisions[key].members if key in self.decisions else ():
-            if shard.content.steps.get((replica, incarnation)) != last_step:
-                has = shard.content.steps.get((replica, incarnation))
-                raise Violation(
-                    "I1",
-                    f"version {record.version} was decided with steps of {replica}#{incarnation} up to {last_step}, "
-                    f"and has them up to {has}",
-                )
+            if (has := shard.content.steps.get((replica, incarnation))) != last_step:
+                decided = f"was decided with steps of {replica}#{incarnation} up to {last_step}"
+                raise Violation("I1", f"version {record.version} {decided}, and has them up to {has}")
         if key not in self.deciders:
-            raise Violation("I1", f"{process.name} holds version {record.version}, and no journal has it")
+            raise Violation("I1", f"{holds}, and no journal has it")
         machine, conn = self.world.server.machine, process.conn
         past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
         if past and any(server.forgot for server in self.world.servers) and not parent:
@@ -98,11 +91,8 @@ class Checks:
             if (theirs is not None and not theirs.version and not other.machine.ready) or not process.machine.ready:
                 continue  # half of a cold start, not trained from yet, may be begun anew
             if theirs is not None and not self.one_history(fragment, record.chain, theirs.chain):
-                raise Violation(
-                    "I1",
-                    f"{process.name} holds version {record.version} ({record.chain[:6]}), "
-                    f"{other.name} {theirs.version} ({theirs.chain[:6]}): not of one history",
-                )
+                others = f"{other.name} {theirs.version} ({theirs.chain[:6]})"
+                raise Violation("I1", f"{holds} ({record.chain[:6]}), {others}: not of one history")
 
     def decided(self, decision: Decided, machine: Coordinator | None) -> None:
         """A decision is in the journal; what it says of its members must be what the version consists of.
@@ -161,11 +151,8 @@ class Checks:
             low, high = sorted((inside, shard.base_step))
             if inside < shard.base_step and set(range(low + 1, high + 1)) <= self.world.discarded.get(key, set()):
                 continue
-            raise Violation(
-                "I2",
-                f"{process.name}'s inner steps {low + 1}..{high} of fragment {fragment} are "
-                + ("committed and pending" if inside > shard.base_step else "neither committed nor pending"),
-            )
+            what = "committed and pending" if inside > shard.base_step else "neither committed nor pending"
+            raise Violation("I2", f"{process.name}'s inner steps {low + 1}..{high} of fragment {fragment} are {what}")
 
     def was_reset(self, process: Process, reason: str) -> None:
         """A replica resets itself; only a fork can have brought it there."""
@@ -176,15 +163,13 @@ class Checks:
 
     def _units(self, process: Process, record: m.Record, content: Content) -> None:
         """A committed state has each unit once, and its record says which. BATCH: of a global batch, all so far."""
+        samples, has = self.world.knobs.samples, f"has units {content.units}"
         if record.done != content.units:
-            raise Violation(
-                "I3", f"{process.name}'s version {record.version} has units {content.units}, and says {record.done}"
-            )
-        if self.world.knobs.global_batch:
+            raise Violation("I3", f"{process.name}'s version {record.version} {has}, and says {record.done}")
+        if samples is not None and self.world.knobs.global_batch:
             stop = self.founded.setdefault(record.chain[:8], end(content.units))
             stop += record.version * self.world.knobs.global_batch
-            total = self.world.knobs.samples.units if self.world.knobs.samples is not None else None
-            stop = stop if total is None else min(stop, total)
+            stop = stop if samples.units is None else min(stop, samples.units)
             if end(content.units) != stop or len(content.units) > 1 or content.twice:
                 units = f"{content.units}, {content.twice} of them twice"
                 raise Violation("I3", f"version {record.version} is made of units {units}; its batches end at {stop}")

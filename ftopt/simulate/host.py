@@ -57,16 +57,14 @@ def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> 
         if p.units:
             twice.append(intersect(p.units, units))
             units = union(units, p.units)
-        for incarnation_id, start, stop in ((p.incarnation_id, p.start, p.contribution.last_step), *p.inherited):
-            counted = steps.get(incarnation_id)
+        for whose, start, stop in ((p.incarnation_id, p.start, p.contribution.last_step), *p.inherited):
+            counted = steps.get(whose)
             if counted is not None and counted > start:
-                flaw = (
-                    f"inner steps {start + 1}..{counted} of {incarnation_id[0]}#{incarnation_id[1]} are counted twice"
-                )
+                flaw = f"inner steps {start + 1}..{counted} of {whose[0]}#{whose[1]} are counted twice"
             elif counted is not None and counted < start:
-                gaps.append((incarnation_id, counted + 1, start))
-            steps[incarnation_id] = stop
-            text.append(f"{incarnation_id} {start} {stop}")
+                gaps.append((whose, counted + 1, start))
+            steps[whose] = stop
+            text.append(f"{whose} {start} {stop}")
     digest = hashlib.sha256("|".join(text).encode()).hexdigest()[:16]
     return Content(digest, steps, flaw, tuple(gaps), units, union(*twice))
 

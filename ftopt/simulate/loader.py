@@ -32,7 +32,7 @@ class Loader:
         self._capacity = knobs.accumulate + knobs.ahead
         self._ahead: deque[int] = deque()
         self._out_of_units = False
-        self._used: dict[int, list[int]] = {}
+        self.used_by: dict[int, list[int]] = {}
         """Inner step of this life -> the units that it has used."""
         self.inherited: Ranges = ()
         """Units used by steps of replicas that have not come back."""
@@ -57,12 +57,12 @@ class Loader:
             if self.unit_queue.draw(unit):
                 drawn.append(unit)
         self.unit_queue.use()
-        self._used[step] = drawn
+        self.used_by[step] = drawn
         return bool(drawn)
 
     def used(self, start: int, stop: int) -> Ranges:
         """By the inner steps ``start + 1 .. stop``."""
-        return union((unit, unit + 1) for step in range(start + 1, stop + 1) for unit in self._used.get(step, ()))
+        return union((unit, unit + 1) for step in range(start + 1, stop + 1) for unit in self.used_by.get(step, ()))
 
     def grant(self, ranges: Ranges, *, out_of_units: bool) -> None:
         """More units, or the answer that there are none."""
@@ -82,15 +82,7 @@ class Loader:
         self.unit_queue.reset()
         self._out_of_units = self.ended = False
 
-    def steps(self) -> dict[int, list[int]]:
-        """For a checkpoint: what each inner step has used."""
-        return dict(self._used)
-
     def put_back(self, used: Ranges, queue: Ranges, steps: dict[int, list[int]], inherited: Ranges) -> None:
         """Goes on with what a checkpoint has kept, and with what steps of others have used."""
         self.unit_queue.put_back(used, queue)
-        self._used, self.inherited = dict(steps), inherited
-
-    def redo(self) -> None:
-        """The steps that are not counted are void."""
-        self.unit_queue.redo()
+        self.used_by, self.inherited = dict(steps), inherited

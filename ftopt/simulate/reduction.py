@@ -84,9 +84,6 @@ class SimReduction:
             self._fail(process, self.deaf.get(process.name, peer))
 
     def _fail(self, process: Process, peer: str) -> None:
-        if self.inside.pop(process.name, None) is None:
-            return
-        for other in [] if self.exchanged else list(self.inside.values()):
-            other.on_reducer(self.world.delay(), self._fail, other, process.name)
-        machine = process.machine
-        process.act(machine.reduce_failed(self.fragment, self.attempt, reason="modelled", peer=peer))
+        if self.leave(process.name):
+            failed = process.machine.reduce_failed(self.fragment, self.attempt, reason="modelled", peer=peer)
+            process.act(failed)

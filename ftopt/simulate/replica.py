@@ -123,7 +123,6 @@ class ReplicaProcess(Process):
             self.act(self.machine.leave())
 
     def goodbye(self) -> None:
-        """It goes."""
         self.world.note(self.name, "leaves")
         if self.gone:
             return
@@ -152,7 +151,6 @@ class ReplicaProcess(Process):
         self.act(self.machine.connect())
 
     def deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
-        """A message, or the end of the connection (None)."""
         self._run(self.life, self._deliver, (conn, message))
 
     def _deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
@@ -161,7 +159,7 @@ class ReplicaProcess(Process):
         if message is None:
             self.conn = None
             self.world.note(self.name, "is disconnected")
-            self.backup.lost()
+            self.kept_copies.clear()
             self.act(self.machine.disconnect())
             self.later(0.0 if self.gone else self.world.between(0.01, 0.5), self._connect)
             return
@@ -175,12 +173,11 @@ class ReplicaProcess(Process):
         self.act(self.machine.receive(message))
 
     def drop(self, conn: Conn | None = None) -> None:
-        """Closes the connection, if it is ``conn`` still."""
         if self.conn and conn in (None, self.conn):
             self.conn.up(None)
             conn, self.conn = self.conn, None
             conn.works = conn.works and conn.open_there
-            self.backup.lost()
+            self.kept_copies.clear()
             self.act(self.machine.disconnect())
             self.later(self.world.between(0.1, 1.0), self._connect)
 
@@ -188,7 +185,7 @@ class ReplicaProcess(Process):
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
             state = self.training.state if self.stepping else "fetching"
-            self.conn.up(m.Heartbeat(state, self.local_steps, self.training.step_s, self._readings()))
+            self.conn.up(m.Heartbeat(state, self.local_steps, self.step_s, self._readings()))
 
     def _readings(self) -> tuple[m.Reading, ...]:
         if not self.world.knobs.hasty:
@@ -197,7 +194,6 @@ class ReplicaProcess(Process):
         return tuple(m.Reading(record.fragment, record.version, (steps,)) for record, steps in held if record)
 
     def misfortune(self) -> None:
-        """Something happens to this process, or to its connection."""
         world = self.world
         what = world.random.choice(("cut", "cut", "cut", "crash", "freeze", "hang", "jam", "offline", "one way"))
         world.note(self.name, f"fault: {what}")

@@ -39,7 +39,7 @@ def give(process: Process) -> None:
         held,
         kept,
         process.local_steps,
-        process.loader.steps() if process.loader is not None else {},
+        dict(process.loader.used_by) if process.loader is not None else {},
         tuple(frozenset(world.discarded.get((f, incarnation_id), ())) for f in range(len(kept))),
         tuple(world.floor.get((f, incarnation_id, process.life), 0) for f in range(len(kept))),
     )

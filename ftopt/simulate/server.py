@@ -21,7 +21,6 @@ class CoordinatorProcess(Server):
         self._armed_s = math.inf
 
     def start(self, *, keep: int | None = None) -> None:
-        """A new life, with the first ``keep`` entries of the journal (None: all)."""
         if self.up or self not in self.world.servers:
             return
         entries = self.journal if keep is None else self.journal[:keep]
@@ -81,7 +80,6 @@ class CoordinatorProcess(Server):
             self.act(self.machine.lost(self.world.now, conn.number))
 
     def retire(self) -> None:
-        """It ends for good."""
         self.crash()
         self.world.servers.remove(self)
 

@@ -30,11 +30,6 @@ class InnerSteps:
         loader = self._process.loader
         return "out_of_units" if loader is not None and loader.waits else "training"
 
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step, as reported."""
-        return self._process.step_s
-
     def begin(self) -> None:
         """There is a state to train on."""
         self._process.later(self._process.step_s, self._step)
@@ -47,10 +42,7 @@ class InnerSteps:
 
     def _step(self) -> None:
         p = self._process
-        if p.gone:
-            return
-        if self._world.now < p.hung_until_s:
-            p.later(p.hung_until_s - self._world.now, self._step)
+        if p.gone or p.hangs(self._step):
             return
         if p.loader is not None and not p.loader.draw(p.local_steps + 1):
             self._idle(p.loader)
@@ -78,10 +70,7 @@ class InnerSteps:
     def _boundary(self) -> None:
         """What `OuterStep.boundary` does; then the next step, unless it waits."""
         p = self._process
-        if p.gone:
-            return
-        if self._world.now < p.hung_until_s:
-            p.later(p.hung_until_s - self._world.now, self._boundary)
+        if p.gone or p.hangs(self._boundary):
             return
         for fragment, (shard, state) in enumerate(zip(p.shards, p.machine.fragments, strict=True)):
             self._take_over(fragment)
@@ -111,7 +100,7 @@ class InnerSteps:
         if shard.take_over(p.local_steps):
             p.count_anew(fragment)
             if p.loader is not None and not fragment:
-                p.loader.redo()
+                p.loader.unit_queue.redo()
         if not fragment:
             give(p)
         if begins and not shard.counted:

@@ -48,11 +48,9 @@ def run(seed: int, *, trace: bool = False) -> History:
         world.coverage[what if world.knobs.samples.units is None else f"{what}, and an end of the data"] += 1
     try:
         _walk(world, chooser)
-    except AssertionError as error:
-        history.failure = f"{type(error).__name__}: {error}"
     except Exception as error:
         history.failure = f"{type(error).__name__}: {error}"
-        history.trace += [traceback.format_exc()] if trace else []
+        history.trace += [traceback.format_exc()] if trace and not isinstance(error, AssertionError) else []
     history.events, history.coverage = world.events, world.coverage
     history.versions = max((v.version for v in world.checks.versions.values()), default=0)
     return history
@@ -198,7 +196,7 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
         deaf = chooser.choice(("", "", *sorted(pair)))
         world.note("net", f"cut between {sorted(pair)} {deaf and f'towards {deaf}'}")
         world.cuts[pair] = deaf
-        world.at(chooser.uniform(2, 12), world.mend, pair)
+        world.at(chooser.uniform(2, 12), world.cuts.pop, pair, None)
     elif kind == "leave" and process.alive and process.machine.ready:
         process.leave()
         if chooser.random() < 0.5:

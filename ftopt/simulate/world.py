@@ -61,7 +61,7 @@ class World:
         self.floor: dict[tuple[int, m.IncarnationId, int], int] = {}
         """By fragment, incarnation and life: the step from which on it counts."""
         self.faults_left = 0
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         self.conns = itertools.count(1)
 
@@ -70,11 +70,7 @@ class World:
         """The coordinator; of two at once the one that was started last."""
         return self.servers[-1]
 
-    def mend(self, pair: frozenset[str]) -> None:
-        """Two replicas reach each other again."""
-        self.cuts.pop(pair, None)
-
-    def at(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+    def at(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
         """Calls ``action(*args)`` after ``delay_s``."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._sequence), action, args))
 
@@ -295,6 +291,13 @@ class Process(ABC):
             self.world.at(self.frozen_until_s - self.world.now, self._run, life, action, args)
         else:
             action(*args)
+
+    def hangs(self, action: Callable[[], None]) -> bool:
+        """Whether the training thread hangs; it then calls ``action`` when it no longer does."""
+        if self.world.now >= self.hung_until_s:
+            return False
+        self.later(self.hung_until_s - self.world.now, action)
+        return True
 
     def count_anew(self, fragment: int) -> None:
         """A new incarnation counts from here; what was pending is a dead one's."""

@@ -12,8 +12,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ftopt.events import Event
 
@@ -57,7 +58,6 @@ class JsonLines:
                 _log.warning("%s: %s; lines are lost, training goes on", self._path, error)
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._fd)
 
 
@@ -74,20 +74,13 @@ class EventLog:
 
 def record_of(event: Event) -> dict[str, Any]:
     """An event as a JSON object: its fields, those that are None left out, ``data`` when there is any."""
-    record: dict[str, Any] = {"event": event.event, "replica": event.replica, "incarnation": event.incarnation}
-    for name in ("fragment", "version", "attempt", "inner_step"):
-        value = getattr(event, name)
-        if value is not None:
-            record[name] = value
-    if event.data:
-        record["data"] = dict(event.data)
-    return record
+    record = {field.name: getattr(event, field.name) for field in fields(event)} | {"data": dict(event.data) or None}
+    return {name: value for name, value in record.items() if value is not None}
 
 
 def data_of(line: Line) -> Line:
     """An event line's ``data``; empty when it has none."""
-    data: Line = line.get("data", {})
-    return data
+    return cast(Line, line.get("data", {}))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

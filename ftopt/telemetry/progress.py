@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from ftopt.telemetry.view import Row, RunView
 
 _PLAIN_EVERY_S = 5.0
-
-
-class Display(Protocol):
-    """What the runner tells of a run."""
-
-    def note(self, text: str) -> None:
-        """Something notable happened."""
-
-    def refresh(self, view: RunView) -> None:
-        """The run stands so now."""
-
-    def close(self) -> None:
-        """The run is over."""
 
 
 class PlainLines:
@@ -38,9 +24,11 @@ class PlainLines:
         self._started = self._last = clock()
 
     def note(self, text: str) -> None:
+        """Something notable happened."""
         self._say(f"{self._clock() - self._started:7.1f} s  {text}")
 
     def refresh(self, view: RunView) -> None:
+        """The run stands so now."""
         now = self._clock()
         if now - self._last < _PLAIN_EVERY_S:
             return
@@ -49,7 +37,7 @@ class PlainLines:
         self.note(f"inner step {view.inner_step}/{view.inner_steps}, version {view.version}{rows}")
 
     def close(self) -> None:
-        """Nothing to put away."""
+        """The run is over: there is nothing to put away."""
 
 
 class LiveTable:
@@ -79,6 +67,10 @@ class LiveTable:
 
     def close(self) -> None:
         self._live.stop()
+
+
+Display = PlainLines | LiveTable
+"""What the runner tells of a run."""
 
 
 def _sorted(view: RunView) -> list[Row]:

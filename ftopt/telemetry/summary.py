@@ -39,9 +39,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     dead = {_incarnation(event) for event in by_name["death"]}
     decisions, conflicts = _decisions(events)
     decided = decisions[0]
-    executed = Counter({_life(replica, line): 0 for replica, lines in steps.items() for line in lines})
-    for replica, lines in steps.items():
-        executed.update(_life(replica, line) for line in lines)
+    executed = Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
     for event in by_name["undone"]:
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
     ends = {_incarnation(event): event for event in by_name["end"]}
@@ -49,10 +47,13 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     survivors_end = {incarnation_id: event for incarnation_id, event in ends.items() if incarnation_id not in dead}
     discards = by_name["discarded"]
     books = [
-        _book(f, _both(executed, inherited[f]), decisions[f].values(), discards, survivors_end, dead)
+        _book(f, executed, inherited[f], decisions[f].values(), discards, survivors_end, dead)
         for f in sorted(decisions)
     ]
     book = books[0]
+    joins: dict[Incarnation, Line] = {}
+    for event in by_name["join"]:  # the first of each incarnation: one that reconnects does not join again
+        joins.setdefault(_incarnation(event), event)
     last = max(decided.values(), key=lambda event: int(event["version"]), default=None)
     return {
         "outer_steps": sum(map(len, decisions.values())),
@@ -76,21 +77,11 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
             for incarnation_id, event in sorted(survivors_end.items())
             if data_of(event).get("reason") == "done"
         },
-        "stall_s": _spread(
-            [data_of(event)["stall_s"] for event in by_name["stall"] if _incarnation(event) not in dead]
-        ),
+        "stall_s": _spread([data_of(x)["stall_s"] for x in by_name["stall"] if _incarnation(x) not in dead]),
         "wire_bytes": _wire_bytes(events),
-        "joins": [
-            {"t_s": event["t_s"], "replica": incarnation_id[0], "incarnation": incarnation_id[1]}
-            for event, incarnation_id in _joins(by_name)
-        ],
+        "joins": [{name: event[name] for name in ("t_s", "replica", "incarnation")} for event in joins.values()],
         "deaths": [
-            {
-                "t_s": event["t_s"],
-                "replica": event["replica"],
-                "incarnation": event["incarnation"],
-                "status": data_of(event).get("status"),
-            }
+            {name: event[name] for name in ("t_s", "replica", "incarnation")} | {"status": data_of(event).get("status")}
             for event in by_name["death"]
         ],
         "wall_s": max((event["t_s"] for event in events), default=0.0),
@@ -99,10 +90,6 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
 
 def _incarnation(event: Line) -> Incarnation:
     return event["replica"], event["incarnation"]
-
-
-def _life(replica: str, line: Line) -> Incarnation:
-    return replica, line["incarnation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,32 +107,25 @@ class _Book:
 def _book(
     fragment: int,
     executed: Counter[Incarnation],
+    inherited: Counter[Incarnation],
     decisions: Iterable[Line],
     discards: Iterable[Line],
     ends: Mapping[Incarnation, Line],
     dead: set[Incarnation],
 ) -> _Book:
+    executed = executed.copy()
+    executed.update(inherited)  # not +: zeros and less than that are kept
     committed, twice = _committed(decisions)
     dropped = _discarded(event for event in discards if event.get("fragment", 0) == fragment)
     pending = sum(_pending(data_of(event), fragment) for event in ends.values())
     lost_by_dead = dropped["reset"].total()
     for incarnation_id in dead:
-        lost_by_dead += (
-            executed[incarnation_id]
-            - committed[incarnation_id]
-            - sum(counts[incarnation_id] for counts in dropped.values())
-        )
+        lost_by_dead += executed[incarnation_id] - committed[incarnation_id]
+        lost_by_dead -= sum(counts[incarnation_id] for counts in dropped.values())
     reasons = ["nonfinite", "mixed"] + ["taken_over"] * ("taken_over" in dropped)
     discarded = {reason: dropped[reason].total() for reason in reasons}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
-
-
-def _both(a: Counter[Incarnation], b: Counter[Incarnation]) -> Counter[Incarnation]:
-    """The sum, zeros and less than that included."""
-    found = Counter(a)
-    found.update(b)
-    return found
 
 
 def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[Incarnation]]:
@@ -243,14 +223,6 @@ def _scores(events: Sequence[Line], dead: set[Incarnation]) -> dict[str, float |
         found[f"val_{name}_initial"] = data_of(first).get(name) if first is not None else None
         found[f"val_{name}_final"] = data_of(last).get(name) if last is not None else None
     return found
-
-
-def _joins(by_name: Mapping[str, list[Line]]) -> list[tuple[Line, Incarnation]]:
-    """The first ``join`` of each incarnation: one that reconnects does not join again."""
-    first: dict[Incarnation, Line] = {}
-    for event in by_name["join"]:
-        first.setdefault(_incarnation(event), event)
-    return [(event, incarnation_id) for incarnation_id, event in first.items()]
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:

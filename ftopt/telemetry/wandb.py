@@ -18,7 +18,6 @@ from typing import Any
 from ftopt.events import Event
 
 _log = logging.getLogger("ftopt.telemetry")
-_MIRRORED = ("evaluate", "apply", "stall")
 _EVERY = 10
 """Inner steps between two points of the inner curves."""
 
@@ -32,16 +31,12 @@ def resolve(mode: str) -> str:
         return wanted
     if wanted == "disabled":
         return "off"
-    return "online" if _has_key() else "offline"
-
-
-def _has_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
-        return True
+        return "online"
     try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
+        return "online" if netrc.netrc().authenticators("api.wandb.ai") is not None else "offline"
     except (OSError, netrc.NetrcParseError):
-        return False
+        return "offline"
 
 
 class WandbMirror:
@@ -80,16 +75,12 @@ class WandbMirror:
 
     def __call__(self, event: Event) -> None:
         """Tells an event. Does not block."""
-        if event.event not in _MIRRORED:
-            return
-        point: dict[str, Any] = {"inner/step": event.inner_step}
         if event.event == "apply":
-            point = {"outer/version": event.version, "outer/inner_step": event.inner_step}
+            self._put({"outer/version": event.version, "outer/inner_step": event.inner_step})
         elif event.event == "evaluate":
-            point["inner/val_loss"] = event.data["loss"]
-        else:
-            point["inner/stall_s"] = event.data["stall_s"]
-        self._put(point)
+            self._put({"inner/step": event.inner_step, "inner/val_loss": event.data["loss"]})
+        elif event.event == "stall":
+            self._put({"inner/step": event.inner_step, "inner/stall_s": event.data["stall_s"]})
 
     def finish(self, timeout_s: float) -> None:
         """Waits at most so many seconds for wandb to take what is there; then it is left behind."""

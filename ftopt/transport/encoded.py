@@ -50,7 +50,6 @@ class Buffers:
         self._free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        """``size`` bytes."""
         for place, buffer in enumerate(self._free):
             if size <= buffer.numel():
                 return self._free.pop(place)[:size]
@@ -84,20 +83,15 @@ def pay_(owed: Owed, part: Tensor, start: int) -> None:
         part[low - start : high - start] += values[low - first : high - first]
 
 
-def paid(owed: Owed | None, flat: Tensor) -> Owed | None:
-    """A member alone: ``flat`` (changed) gets all that is owed, nothing is any more."""
-    if owed is None:
-        return None
-    pay_(owed, flat, 0)
-    return 0, flat.new_empty(0)
-
-
 def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
     """The mean of one member: nothing travels, nothing is left out, all that is owed and carried is paid."""
     if carry is not None:
         carry.before(flat, 0)
         carry.after(flat, 0, None)
-    return paid(owed, flat)
+    if owed is None:
+        return None
+    pay_(owed, flat, 0)
+    return 0, flat.new_empty(0)
 
 
 def spans(numel: int, size: int, block: int) -> list[tuple[int, int]]:
@@ -115,7 +109,6 @@ def sent_bytes(numel: int, codec: Codec, shares: Sequence[float], *, rank: int) 
 
 
 def sum_codec(codec: Codec, shares: Sequence[float]) -> Codec:
-    """The second hop's codec."""
     return codec.for_sum(sum(share > 0 for share in shares))
 
 
@@ -131,7 +124,7 @@ class EncodedMean:
         owed: what this member owes of earlier sums; None: no account is kept.
         carry: its error feedback; None: there is none.
         buffers: for the exchanges.
-        summed: called with the parts of the mean that are complete, while others are on the wire.
+        summed: called with the parts of the mean that are complete, while others are on the wire; None: nobody is.
     """
 
     def __init__(
@@ -142,19 +135,20 @@ class EncodedMean:
         *,
         rank: int,
         piece_bytes: int,
-        owed: Owed | None = None,
-        carry: Carry | None = None,
-        buffers: Buffers | None = None,
-        summed: Summed | None = None,
+        owed: Owed | None,
+        carry: Carry | None,
+        buffers: Buffers,
+        summed: Summed | None,
     ) -> None:
         self._flat = flat
         self._summed = summed
         self._carry = carry
-        self._buffers = buffers if buffers is not None else Buffers(flat.device)
+        self._buffers = buffers
         self._codec = codec
         self._sum_codec = sum_codec(codec, shares)
         self._shares = shares
         self._rank = rank
+        self._ranks = range(len(shares))
         self._spans = spans(flat.numel(), len(shares), codec.block)
         block_bytes = max(c.encoded_bytes(codec.block) for c in (codec, self._sum_codec))
         whole = block_bytes * -(-flat.numel() // codec.block)
@@ -166,16 +160,14 @@ class EncodedMean:
         self._at_once = min(self._step, max(1, at_once // codec.block) * codec.block)
         self._room = flat.new_empty(2, self._at_once)
         self._owed = owed
-        start, stop = self._spans[rank]
-        self._left = flat.new_empty(0 if owed is None else stop - start)
+        self._first, stop = self._spans[rank]
+        self._left = flat.new_empty(0 if owed is None else stop - self._first)
 
-    @property
-    def owed(self) -> Owed | None:
-        """What this member owes afterwards."""
-        return None if self._owed is None else (self._spans[self._rank][0], self._left)
+    def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> Owed | None:
+        """All of it: ``start`` puts an exchange on the wire, ``finish`` waits for the one that started first.
 
-    def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> None:
-        """All of it: ``start`` puts an exchange on the wire, ``finish`` waits for the one that started first."""
+        Returns what this member owes afterwards.
+        """
         for piece in range(self.pieces + 2):
             if piece < self.pieces:
                 start(self.offer(piece))
@@ -183,15 +175,16 @@ class EncodedMean:
                 start(self.add_up(piece - 1, finish()))
             if piece >= 2:
                 self.take(piece - 2, finish())
+        return None if self._owed is None else (self._first, self._left)
 
     def offer(self, piece: int) -> Exchange:
         """The first hop: this member's parts of all spans, for those who answer for them."""
-        mine = self._stop(self._rank, piece) - self._start(self._rank, piece)
-        lengths = [self._stop(rank, piece) - self._start(rank, piece) for rank in self._ranks()]
-        sent = [self._codec.encoded_bytes(length) if self._shares[self._rank] else 0 for length in lengths]
-        exchange = self._exchange(sent, [self._codec.encoded_bytes(mine if share else 0) for share in self._shares])
+        size, sent = self._codec.encoded_bytes(len(self._part(self._rank, piece))), [0] * len(self._shares)
         if self._shares[self._rank]:
-            for rank, place in zip(self._ranks(), torch.split(exchange.sent, sent), strict=True):
+            sent = [self._codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
+        exchange = self._exchange(sent, [size if share else 0 for share in self._shares])
+        if self._shares[self._rank]:
+            for rank, place in zip(self._ranks, torch.split(exchange.sent, sent), strict=True):
                 for start, stop, bytes_ in self._parts(rank, piece, self._codec):
                     part, encoded = self._flat[start:stop], place[bytes_]
                     if self._carry is not None:
@@ -205,11 +198,10 @@ class EncodedMean:
         """The second hop: the sum over the members in this member's span, for everybody."""
         received = torch.split(first.received, first.received_sizes)
         terms = [(share, place) for share, place in zip(self._shares, received, strict=True) if share]
-        length = self._stop(self._rank, piece) - self._start(self._rank, piece)
-        size = self._sum_codec.encoded_bytes(length)
-        sizes = [self._sum_codec.encoded_bytes(self._stop(r, piece) - self._start(r, piece)) for r in self._ranks()]
-        exchange = self._exchange([size] * len(self._shares), sizes)
-        mine, first_of_span = exchange.sent[:size], self._spans[self._rank][0]
+        sizes = [self._sum_codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
+        size = sizes[self._rank]
+        exchange = self._exchange([size] * len(sizes), sizes)
+        mine = exchange.sent[:size]
         sums = self._parts(self._rank, piece, self._sum_codec)
         for (start, stop, bytes_), (*_, their) in zip(sums, self._parts(self._rank, piece, self._codec), strict=True):
             total, term = self._room[0][: stop - start], self._room[1][: stop - start]
@@ -226,7 +218,7 @@ class EncodedMean:
             else:
                 pay_(self._owed, total, start)
                 self._sum_codec.encode(total, encoded)
-                left = self._left[start - first_of_span : stop - first_of_span]
+                left = self._left[start - self._first : stop - self._first]
                 torch.sub(total, self._sum_codec.decode(encoded, left), out=left)
         for place in torch.split(exchange.sent, size)[1:] if size else ():
             place.copy_(mine)
@@ -236,29 +228,23 @@ class EncodedMean:
     def take(self, piece: int, second: Exchange) -> None:
         """The result, into ``flat``."""
         for rank, encoded in enumerate(torch.split(second.received, second.received_sizes)):
-            start, stop = self._start(rank, piece), self._stop(rank, piece)
-            self._sum_codec.decode(encoded, self._flat[start:stop])
+            part = self._part(rank, piece)
+            self._sum_codec.decode(encoded, self._flat[part.start : part.stop])
             if self._summed is not None and piece + 1 < self.pieces:
-                self._summed(start, stop)
+                self._summed(part.start, part.stop)
         self._buffers.give(second.sent, second.received)
 
-    def _ranks(self) -> range:
-        return range(len(self._shares))
-
-    def _start(self, rank: int, piece: int) -> int:
-        start, stop = self._spans[rank]
-        return min(stop, start + piece * self._step)
-
-    def _stop(self, rank: int, piece: int) -> int:
-        return self._start(rank, piece + 1)
+    def _part(self, rank: int, piece: int) -> range:
+        """Elements of a rank's span that go in this piece."""
+        return range(*self._spans[rank])[piece * self._step : (piece + 1) * self._step]
 
     def _parts(self, rank: int, piece: int, codec: Codec) -> Iterator[tuple[int, int, slice]]:
         """Parts of whole blocks of a rank's piece: where each begins and ends, and its bytes within the piece's."""
-        first, end = self._start(rank, piece), self._stop(rank, piece)
-        for start in range(first, end, self._at_once):
-            stop = min(end, start + self._at_once)
+        part = self._part(rank, piece)
+        first = part.start
+        for start in part[:: self._at_once]:
+            stop = min(part.stop, start + self._at_once)
             yield start, stop, slice(codec.encoded_bytes(start - first), codec.encoded_bytes(stop - first))
 
     def _exchange(self, sent: list[int], received: list[int]) -> Exchange:
-        """Room for an exchange of parts of so many bytes."""
         return Exchange(self._buffers.take(sum(sent)), sent, self._buffers.take(sum(received)), received)

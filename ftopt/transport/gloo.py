@@ -145,11 +145,9 @@ class GlooCollective:
         self._group.open()
 
     def stop(self) -> None:
-        """Ends a call in progress within milliseconds, `open` too; later calls raise InterruptedError."""
         self._group.stop()
 
     def close(self) -> None:
-        """Puts the group away without blocking, also when a peer hangs. Idempotent; includes `stop`."""
         self._group.close()
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
@@ -214,11 +212,9 @@ class GlooCollective:
                 staging.join()
                 return hop
 
-            mean.run(start, finish)
-        return mean.owed
+            return mean.run(start, finish)
 
     def tell(self, row: Sequence[int]) -> None:
-        """Begins to exchange a row. It is on its way while what follows is: no round trip of its own."""
         self.open()
         self._rows = self._row(row)
         if self.size > 1:
@@ -226,7 +222,6 @@ class GlooCollective:
                 self._group.told.append(box[0].allreduce([self._rows.view(-1)]))
 
     def told(self) -> list[list[int]]:
-        """The rows that all members have told, in rank order; waits for them."""
         if self._group.told:
             with self._group.works():
                 self._group.finish(self._group.told, time.monotonic())
@@ -234,7 +229,6 @@ class GlooCollective:
         return cast(list[list[int]], self._rows.tolist())
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Every member's row of int64 (the same length everywhere), in rank order."""
         rows = self._row(row)
         self.all_reduce_(rows.view(-1))
         return cast(list[list[int]], rows.tolist())

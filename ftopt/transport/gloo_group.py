@@ -109,7 +109,8 @@ class GlooGroup:
             self._closed = True
             box, self._group = [self._group], None
         self.told.clear()
-        self._put_away(box)
+        if self.size > 1:
+            in_background(lambda: self._put_away(box), "ftopt-drop-group")
 
     @contextmanager
     def works(self) -> Iterator[tuple[list[Any], deque[Work]]]:
@@ -155,11 +156,9 @@ class GlooGroup:
         group: Any = None
         try:
             group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
-        except (OSError, InterruptedError) as error:  # the store's own: named and typed already
-            self._failure = _bare(error)
         except RuntimeError as error:
             self._failure = self._explain(error, "could not be connected")
-        except BaseException as error:
+        except BaseException as error:  # the store's own are named and typed already
             self._failure = _bare(error)
         with self._lock:
             if not self._closed:
@@ -178,14 +177,8 @@ class GlooGroup:
 
     def _put_away(self, box: list[Any]) -> None:
         """Ends the connections and drops the group in ``box``, to which the caller holds no other reference."""
-        if self.size == 1:
-            return
-
-        def work() -> None:
-            shut_down(dict(self._store.values))
-            box.clear()
-
-        in_background(work, "ftopt-drop-group")
+        shut_down(dict(self._store.values))
+        box.clear()
 
     def _explain(self, error: RuntimeError, what: str) -> OSError:
         line = first_line(error)

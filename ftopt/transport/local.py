@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ftopt.codecs.codec import Codec
+from ftopt.codecs.codec import Codec, roundtrip
 from ftopt.transport.encoded import alone, pay_, sent_bytes, spans, sum_codec
 from ftopt.transport.interface import Carry, Owed, Summed
 
@@ -152,7 +152,7 @@ class LocalCollective:
                     total += brought[rank][0] * share
             for rank in range(self.size):
                 total += brought[rank][1]
-            sent = _through(sum_codec(codec, shares), total)
+            sent = roundtrip(sum_codec(codec, shares), total, torch.empty_like(total))
             return torch.stack([sent, total - sent])
 
         try:
@@ -170,24 +170,20 @@ class LocalCollective:
         return None if owed is None else (start, left[start:stop].to(flat.device, copy=True))
 
     def tell(self, row: Sequence[int]) -> None:
-        """Begins to exchange a row of int64 (the same length everywhere)."""
         self._row, self._rows = row, None
 
     def told(self) -> list[list[int]]:
-        """The rows that all members have told, in rank order; waits for them."""
         if self._rows is None:
             self._rows = self.exchange(self._row)
         return self._rows
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
-        """Every member's row of int64 (the same length everywhere), in rank order."""
         rows = torch.zeros(self.size, len(row), dtype=torch.int64)
         rows[self.rank] = torch.tensor(list(row), dtype=torch.int64)
         self.all_reduce_(rows.view(-1))
         return cast(list[list[int]], rows.tolist())
 
     def stop(self) -> None:
-        """Ends a call in progress at once; all later calls raise InterruptedError."""
         meeting = self._meeting
         with meeting.changed:
             self._stopped = True
@@ -197,9 +193,7 @@ class LocalCollective:
         if empty:
             self._forget()
 
-    def close(self) -> None:
-        """Leaves the group; idempotent."""
-        self.stop()
+    close = stop
 
     def _meet(self, mine: Tensor, combine: Callable[[dict[int, Tensor]], Tensor]) -> Tensor:
         """Brings ``mine``; the last to come combines what all have brought (by rank). The same tensor for all."""
@@ -262,7 +256,3 @@ def _carried(codec: Codec, payload: Tensor, carry: Carry | None) -> Tensor:
     if carry is not None:
         carry.after(payload, 0, encoded)
     return codec.decode(encoded, torch.empty_like(payload))
-
-
-def _through(codec: Codec, payload: Tensor) -> Tensor:
-    return codec.decode(codec.encode(payload), torch.empty_like(payload))

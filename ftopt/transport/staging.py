@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,15 +21,20 @@ _AHEAD = 2
 """Pieces on their way to the host before they are wanted there."""
 
 
-class Staging(Protocol):
-    """The way of tensors (1-D, contiguous) to the host and back. For one thread at a time."""
+class Staging:
+    """The way of tensors (1-D, contiguous) to the host and back. For one thread at a time.
+
+    This one is for tensors that are on the host: there is nothing to do.
+    """
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begins to copy it to the host, as the caller has left it. Call the result for the host's tensor: it waits.
         ``tensor`` must not change before that."""
+        return lambda: tensor
 
     def room(self, tensor: Tensor) -> Tensor:
         """A tensor on the host for as much, with nothing in particular in it."""
+        return tensor
 
     def back(self, host: Tensor, tensor: Tensor) -> None:
         """Begins to copy ``host`` to ``tensor``; ``host`` must not change any more."""
@@ -39,23 +43,7 @@ class Staging(Protocol):
         """What the caller does from here on comes after all copies that were begun."""
 
 
-class HostStaging:
-    """The tensors are on the host: nothing to do."""
-
-    def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return lambda: tensor
-
-    def room(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def back(self, host: Tensor, tensor: Tensor) -> None:
-        pass
-
-    def join(self) -> None:
-        pass
-
-
-class CopyStaging:
+class CopyStaging(Staging):
     """Copies that are done when the call returns: for any device."""
 
     def begin(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -68,16 +56,9 @@ class CopyStaging:
     def back(self, host: Tensor, tensor: Tensor) -> None:
         tensor.copy_(host)
 
-    def join(self) -> None:
-        pass
 
-
-class PinnedStaging:
-    """Copies on two streams of a CUDA device, through page-locked memory.
-
-    Args:
-        device: whose tensors.
-    """
+class PinnedStaging(Staging):
+    """Copies on two streams of a CUDA device, through page-locked memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -112,9 +93,8 @@ class PinnedStaging:
 
 
 def staging_for(device: torch.device) -> Staging:
-    """The one for a device."""
     if device.type == "cpu":
-        return HostStaging()
+        return Staging()
     return PinnedStaging(device) if device.type == "cuda" else CopyStaging()
 
 
