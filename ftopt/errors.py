@@ -1,6 +1,12 @@
-"""The errors that users of ftopt see. Each message says what is wrong, what it got, what is allowed, and what to do."""
+"""The errors that users of ftopt see. Each message says what is wrong, what it got, what is allowed, and what to do.
+
+The functions check settings of methods, codecs and the outer-sync layer; ``hint`` says what to do.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 
 class FtoptError(Exception):
@@ -17,3 +23,28 @@ class Refused(UserError):
 
 class Unreachable(UserError, ConnectionError):
     """Nothing answers at the address of the coordinator, or of a peer."""
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object], hint: str = "") -> None:
+    """Raises UserError for a value that is not among ``allowed``."""
+    if value not in allowed:
+        words = ", ".join("null" if word is None else str(word) for word in allowed)
+        raise UserError(f"{name}={value!r}; allowed: {words}{hint and f'; {hint}'}")
+
+
+def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str = "") -> None:
+    """Raises UserError for what is not an int (a bool is none) of at least ``least``; ``of``: the unit."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        what = f"a whole number{of and f' of {of}'}"
+        raise UserError(f"{name}={value!r}; must be {what}, at least {least}{hint and f'; {hint}'}")
+
+
+def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> None:
+    """Raises UserError for what is not a finite int or float ``within`` an interval: ``[0, 1)``, ``(0, inf)``."""
+    low, high = map(float, within[1:-1].split(","))
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    outside = not number or not low <= value <= high  # type: ignore[operator]
+    if outside or (value == low and within[0] == "(") or (value == high and within[-1] == ")"):
+        said = f"in {within}" if high < math.inf else f"{'above' if within[0] == '(' else 'of at least'} {low:g}"
+        what = f"a number{of and f' of {of}'}"
+        raise UserError(f"{name}={value!r}; must be {what} {said}{hint and f'; {hint}'}")

@@ -2,9 +2,9 @@
 
 from ftopt.methods.outer_optimizers import SGD as SGD
 from ftopt.methods.outer_optimizers import Adam as Adam
+from ftopt.methods.outer_optimizers import ConstantRate as ConstantRate
+from ftopt.methods.outer_optimizers import CosineRate as CosineRate
 from ftopt.methods.outer_optimizers import OuterOptimizerRule as OuterOptimizerRule
-from ftopt.methods.schedules import ConstantRate as ConstantRate
-from ftopt.methods.schedules import CosineRate as CosineRate
-from ftopt.methods.schedules import Schedule as Schedule
+from ftopt.methods.outer_optimizers import Schedule as Schedule
 from ftopt.methods.torch_optimizers import Torch as Torch
-from ftopt.methods.traits import Execution as Execution
+from ftopt.methods.values import Execution as Execution

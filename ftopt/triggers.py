@@ -2,9 +2,9 @@
 
 from ftopt.methods.adaptive import AdaComm as AdaComm
 from ftopt.methods.adaptive import ExactDivergence as ExactDivergence
+from ftopt.methods.adaptive import LinearFDA as LinearFDA
+from ftopt.methods.adaptive import LocalCondition as LocalCondition
 from ftopt.methods.adaptive import SignalToNoise as SignalToNoise
-from ftopt.methods.divergence import LinearFDA as LinearFDA
-from ftopt.methods.divergence import LocalCondition as LocalCondition
 from ftopt.methods.triggers import AllOf as AllOf
 from ftopt.methods.triggers import AnyOf as AnyOf
 from ftopt.methods.triggers import Due as Due

@@ -9,20 +9,18 @@ from collections.abc import Mapping
 from ftopt.codecs.named import CODECS
 from ftopt.config import data, inner, model
 from ftopt.errors import UserError
-from ftopt.methods.adaptive import AdaComm, ExactDivergence, SignalToNoise
+from ftopt.methods.adaptive import AdaComm, ExactDivergence, LinearFDA, LocalCondition, SignalToNoise
 from ftopt.methods.decoupled import DecoupledDiLoCo
 from ftopt.methods.diloco import DiLoCo
-from ftopt.methods.divergence import LinearFDA, LocalCondition
 from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods.local_sgd import LocalSGD
 from ftopt.methods.method import Method
-from ftopt.methods.outer_optimizers import SGD, Adam
-from ftopt.methods.pacing import BySpeed
+from ftopt.methods.outer_optimizers import SGD, Adam, ConstantRate, CosineRate
 from ftopt.methods.paft import PAFT
-from ftopt.methods.schedules import ConstantRate, CosineRate
 from ftopt.methods.slowmo import SlowMo
 from ftopt.methods.streaming import StreamingDiLoCo
 from ftopt.methods.sync_sgd import SyncSGD
+from ftopt.methods.timing import BySpeed
 from ftopt.methods.torch_optimizers import Torch
 from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStaged
 

@@ -1,8 +1,18 @@
-"""Triggers that set the next period at each outer step, from the statistics that its members exchange in it.
+"""Triggers by what is measured. Letters as in ``triggers.py``; ``M`` members, ``d`` elements, ``eta`` the inner rate,
+``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
 
-All use `RoundStats`, which is part of the committed state: the period is the same on every replica, also on one that
-has just fetched the state, and no replica is called in. Letters as in ``triggers.py``; ``M`` members, ``d`` elements,
-``eta`` the inner rate, ``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
+`LocalCondition` and `LinearFDA` look between two outer steps at how far the replicas have moved. They bound the
+divergence from above without a collective::
+
+    Var = mean|u_m|^2 - |mean u_m|^2
+       <= mean|u_m|^2 - (mean <xi, u_m>)^2        LinearFDA: |mean u|^2 >= <xi, mean u>^2 for a unit vector xi
+       <= mean|u_m|^2  <=  max|u_m|^2             LocalCondition
+
+What is found is true of one replica, or was true a heartbeat ago: the others are called in (`Due.NOW`).
+
+The others set the next period at each outer step, from the statistics that its members exchange in it. These
+(`RoundStats`) are part of the committed state: the period is the same on every replica, also on one that has just
+fetched the state, and no replica is called in.
 """
 
 from __future__ import annotations
@@ -11,11 +21,91 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import check_choice
-from ftopt.methods.triggers import Due, Measurement, Progress, RoundStats, Trigger, check_count, check_positive
+from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.methods.triggers import Due, Measurement, Progress, RoundStats, Trigger
 
 FORMULAS = ("loss", "loss_and_rate")
+
+
+@dataclass(frozen=True)
+class _Watch(Trigger):
+    """A look at the parameters every ``check_every`` steps."""
+
+    threshold: float
+    check_every: int = 10
+
+    def __post_init__(self) -> None:
+        check_number("trigger.threshold", self.threshold, "(0, inf)")
+        check_whole("trigger.check_every", self.check_every, 1, of="inner steps")
+
+    def needs(self, progress: Progress) -> Measurement:
+        """All that it uses, every ``check_every`` steps."""
+        return self.uses if progress.steps and progress.steps % self.check_every == 0 else Measurement.NONE
+
+
+@dataclass(frozen=True)
+class LocalCondition(_Watch):
+    """Due when this replica alone has moved too far: ``|u|^2 > Theta``.
+
+    As long as it is due nowhere, ``Var <= Theta``. Nothing is sent, but it counts movement that the replicas have in
+    common, which is no divergence: it fires long before `LinearFDA` when they all walk the same way.
+
+    Args:
+        threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
+        check_every: inner steps between two looks; a look is one sweep over the parameters. Default 10.
+
+    Source: arXiv 1807.03210, the local condition with the anchor as reference.
+    """
+
+    def due(self, progress: Progress) -> Due:
+        """``|u|^2 > Theta``."""
+        square = progress.own.square
+        return Due.NOW if square is not None and square > self.threshold else Due.NO
+
+    @property
+    def uses(self) -> Measurement:
+        return Measurement.SQUARE
+
+
+@dataclass(frozen=True)
+class LinearFDA(_Watch):
+    """Due when ``mean|u|^2 - (mean <xi, u>)^2 > Theta``: a bound on the divergence from two numbers a replica.
+
+    ``xi`` is the normalised difference of the last two anchors. The better it points where the replicas walk, the
+    closer the bound; with an unrelated one and a dominant common drift it reads a hundred times too much, never too
+    little. As long as a replica does not know ``xi`` (before the second anchor, and a newcomer before its first round),
+    the bound is ``mean|u|^2``.
+
+    The means go with the heartbeats and are up to two of them old: ``sync.heartbeat_s`` should be well below the time
+    between two outer steps. They count replicas alike, whatever their weights.
+
+    Args:
+        threshold: ``Theta``, a squared L2 norm over a fragment's elements, > 0.
+        check_every: inner steps between two looks; a look is two sweeps over the parameters. Default 10.
+
+    Source: arXiv 2405.20988 (LinearFDA). The paper shares the two numbers in an all-reduce after every step.
+    """
+
+    def due(self, progress: Progress) -> Due:
+        """The bound is above ``Theta``, looked at every ``check_every`` steps."""
+        means = progress.means
+        if not self.needs(progress) or means is None or means.count < 2 or means.numbers.square is None:
+            return Due.NO
+        return Due.NOW if bound(means.numbers.square, means.numbers.along) > self.threshold else Due.NO
+
+    @property
+    def uses(self) -> Measurement:
+        """``|u|^2`` and ``<xi, u>``."""
+        return Measurement.SQUARE | Measurement.ALONG
+
+    @property
+    def shares(self) -> bool:
+        return True
+
+
+def bound(square: float, along: float | None) -> float:
+    """``mean|u|^2 - (mean <xi, u>)^2``, not below 0, where rounding may put it."""
+    return max(0.0, square - (along or 0.0) ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +118,13 @@ class _Period(Trigger):
 
     def __post_init__(self) -> None:
         for name in ("initial", "least", "most"):
-            check_count(name, getattr(self, name))
+            check_whole(f"trigger.{name}", getattr(self, name), 1, of="inner steps")
         if not self.least <= self.initial <= self.most:
             raise UserError(
                 f"trigger.initial={self.initial} with least={self.least} and most={self.most}; must lie between them"
             )
 
     def due(self, progress: Progress) -> Due:
-        """`period` steps have been taken."""
         return Due.YES if progress.steps >= self.period(progress.agreed, progress.elements) else Due.NO
 
     def period(self, agreed: RoundStats, elements: int) -> int:
@@ -56,7 +145,6 @@ class _Period(Trigger):
 
     @property
     def longest(self) -> int:
-        """``most``."""
         return self.most
 
 
@@ -87,7 +175,7 @@ class ExactDivergence(_Period):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("threshold", self.threshold)
+        check_number("trigger.threshold", self.threshold, "(0, inf)")
 
     def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         if agreed.members < 2 or agreed.divergence is None or agreed.steps is None:
@@ -98,7 +186,6 @@ class ExactDivergence(_Period):
 
     @property
     def uses(self) -> Measurement:
-        """The exact divergence."""
         return Measurement.DISTANCE
 
 
@@ -141,7 +228,6 @@ class AdaComm(_Period):
 
     @property
     def uses(self) -> Measurement:
-        """The loss."""
         return Measurement.LOSS
 
 
@@ -171,7 +257,7 @@ class SignalToNoise(_Period):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("drift", self.drift)
+        check_number("trigger.drift", self.drift, "(0, inf)")
 
     def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
         m, rates = agreed.members, agreed.rates_square

@@ -16,19 +16,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_number
 from ftopt.methods.aggregation import DIRECTIONS, RadialDirectional, directions_, lengths
 from ftopt.methods.fragments import Balanced, Partition
 from ftopt.methods.streaming import StreamingDiLoCo
-from ftopt.methods.traits import Execution, Overlap
 from ftopt.methods.triggers import LOCAL, Measurement
-from ftopt.methods.values import ReplicaView
-
-MAX_ADAPTIVE_GRACE = 1e6
-
-
-def _many() -> Partition:
-    return Balanced(n=24)
+from ftopt.methods.values import Execution, Overlap, ReplicaView
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +50,10 @@ class DecoupledDiLoCo(StreamingDiLoCo):
     """
 
     name: ClassVar[str] = "decoupled_diloco"
+    aggregation = RadialDirectional()
 
     sync_every: int = field(default=24, metadata=LOCAL)
-    fragments: Partition = field(default_factory=_many)
+    fragments: Partition = field(default_factory=lambda: Balanced(n=24))
     delay: int = field(default=2, metadata=LOCAL)
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
     weights: str = "tokens_per_step"
@@ -67,11 +61,7 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.adaptive_grace <= MAX_ADAPTIVE_GRACE:
-            raise UserError(
-                f"adaptive_grace={self.adaptive_grace!r}; must be a number from 0 (not adapted) to "
-                f"{MAX_ADAPTIVE_GRACE:g}; use 1"
-            )
+        check_number("adaptive_grace", self.adaptive_grace, "[0, 1e6]", hint="use 1, or 0 for sync.grace_s")
         if Measurement.DISTANCE in self.timing.uses:
             raise UserError(
                 "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "
@@ -80,18 +70,12 @@ class DecoupledDiLoCo(StreamingDiLoCo):
 
     @property
     def overlap(self) -> Overlap:
-        """As set."""
         return replace(super().overlap, adaptive_grace=self.adaptive_grace)
 
     @property
     def execution(self) -> Execution:
         """Not elementwise: directions are those of whole tensors."""
         return replace(super().execution, elementwise=False)
-
-    @property
-    def aggregation(self) -> RadialDirectional:
-        """``RDA``."""
-        return RadialDirectional()
 
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """``|v|`` of each tensor that is no embedding; none in a round that only averages."""

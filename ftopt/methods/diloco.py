@@ -15,12 +15,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ftopt.methods.method import Method
-from ftopt.methods.outer_optimizers import OuterOptimizerRule, check_outer, nesterov
-from ftopt.methods.paced import Paced
-from ftopt.methods.traits import Execution
+from ftopt.methods.method import Method, Paced
+from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule, check_outer
 from ftopt.methods.triggers import LOCAL
-from ftopt.methods.values import OuterState, Round
+from ftopt.methods.values import Execution, OuterState, Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class OuterOptimized(Method):
         outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
     """
 
-    outer: OuterOptimizerRule = field(default_factory=nesterov)
+    outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.7, momentum=0.9, nesterov=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,11 +37,9 @@ class OuterOptimized(Method):
 
     @property
     def execution(self) -> Execution:
-        """The outer optimizer's."""
         return self.outer.execution
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """The outer optimizer's."""
         return self.outer.init(anchor)
 
     def outer_step(
@@ -63,7 +59,7 @@ class DiLoCo(Paced, OuterOptimized):
         sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
             100 costs less in quality. With a ``pacing`` without ``round_steps``: those of each replica on average.
         pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
-            ``sync_every``; see `ftopt.methods.pacing`. None (default): every replica takes ``sync_every``.
+            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
         outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
             `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
         others: see `Method`.

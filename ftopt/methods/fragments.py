@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import is_whole
+from ftopt.errors import UserError, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +78,18 @@ class Dealt:
     embeddings_apart: bool = False
 
     def __post_init__(self) -> None:
-        if not is_whole(self.n, 1):
-            raise UserError(f"fragments.n={self.n!r}; must be a whole number of fragments, at least 1")
+        check_whole("fragments.n", self.n, 1, of="fragments")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strided(Dealt):
     """Block ``i`` belongs to fragment ``i mod n``: each fragment has blocks of all depths.
 
-    Args:
-        all: see `Dealt`.
-
     Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2, its default. The paper deals out transformer blocks; ours
         deals out what surrounds them (embedding, last norm, head) alike, as blocks of their own.
     """
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """See `Partition`."""
         rest, apart = _apart(parameters, self.embeddings_apart)
         blocks = _blocks(rest, self.n, "strided")
         return [[name for block in blocks[f :: self.n] for name in block] for f in range(self.n)] + apart
@@ -105,14 +99,10 @@ class Strided(Dealt):
 class Sequential(Dealt):
     """Runs of neighbouring blocks, as equal in number as can be.
 
-    Args:
-        all: see `Dealt`.
-
     Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2.
     """
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """See `Partition`."""
         rest, apart = _apart(parameters, self.embeddings_apart)
         blocks = _blocks(rest, self.n, "sequential")
         cuts = [f * len(blocks) // self.n for f in range(self.n + 1)]
@@ -123,14 +113,10 @@ class Sequential(Dealt):
 class Balanced(Dealt):
     """Fragments of nearly equal size: greedy bin packing of single tensors, the largest first.
 
-    Args:
-        all: see `Dealt`.
-
     Source: Decoupled DiLoCo (arXiv 2604.21428): 24 fragments balanced by greedy bin packing of tensors.
     """
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """See `Partition`."""
         rest, apart = _apart(parameters, self.embeddings_apart)
         if len(rest) < self.n:
             raise UserError(
@@ -163,7 +149,6 @@ class Named:
             raise UserError('fragments.patterns is empty; give one for each fragment, e.g. ["embedding", "*"]')
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """See `Partition`."""
         found: list[list[str]] = [[] for _ in self.patterns]
         left = []
         for parameter in parameters:

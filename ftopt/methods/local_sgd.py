@@ -18,20 +18,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.methods.method import Method
-from ftopt.methods.paced import Paced
-from ftopt.methods.traits import Execution
-from ftopt.methods.values import OuterState, ReplicaView, Round
+from ftopt.methods.method import Method, Paced
+from ftopt.methods.values import Execution, OuterState, ReplicaView, Round
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging(Method):
     """The equations of `LocalSGD`."""
 
-    @property
-    def execution(self) -> Execution:
-        """Elementwise."""
-        return Execution(elementwise=True)
+    execution = Execution(elementwise=True)
 
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
         """``p + (A - a)``; exactly ``p`` for fp32 parameters, and for a replica that is alone; ``a - p`` if lossy."""
@@ -63,7 +58,7 @@ class LocalSGD(Paced, Averaging):
         sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual. With a ``pacing`` without
             ``round_steps``: those of each replica on average.
         pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
-            ``sync_every``; see `ftopt.methods.pacing`. None (default): every replica takes ``sync_every``.
+            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
         others: see `Method`.
 
     Source: arXiv 1805.09767. Ours weights by steps, where the paper's workers all take the same number.

@@ -21,19 +21,26 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import check_choice, check_sync_every, is_whole
+from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.methods.fragments import Parameter
-from ftopt.methods.timing import Timing
-from ftopt.methods.traits import Aggregation, Execution, Overlap, without_tensors
+from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
-from ftopt.methods.values import ContributionStats, OuterState, ReplicaView, Round
+from ftopt.methods.values import (
+    Aggregation,
+    ContributionStats,
+    Execution,
+    OuterState,
+    Overlap,
+    ReplicaView,
+    Round,
+    without_tensors,
+)
 
 WEIGHTS = ("steps", "uniform", "tokens", "tokens_per_step")
 BUFFERS = ("local", "mean")
@@ -81,17 +88,12 @@ class Method(ABC):
         self._check_trigger()
         check_choice("weights", self.weights, WEIGHTS, "use steps")
         check_choice("buffers", self.buffers, BUFFERS, "use mean to average BatchNorm's statistics")
-        if not 0 < self.staleness_discount <= 1:
-            raise UserError(
-                f"staleness_discount={self.staleness_discount!r}; must be above 0 and at most 1; use 1 for no discount"
-            )
-        if not is_whole(self.average_until_step, 0):
-            raise UserError(
-                f"average_until_step={self.average_until_step!r}; must be an inner step, 0 or more; use 0 for none"
-            )
+        check_number("staleness_discount", self.staleness_discount, "(0, 1]", hint="use 1 for no discount")
+        check_whole("average_until_step", self.average_until_step, 0, of="inner steps", hint="use 0 for none")
 
     def _check_period(self) -> None:
-        check_sync_every(self.sync_every)
+        hint = "use 1 to synchronize after every step, 500 for DiLoCo's default"
+        check_whole("sync_every", self.sync_every, 1, of="inner steps", hint=hint)
 
     def _check_trigger(self) -> None:
         trigger, period = self.trigger, self.timing.period
@@ -205,6 +207,46 @@ class Method(ABC):
         parameters (methods of one fragment).
         """
         return "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paced(Method):
+    """A method whose rounds may be shared out by speed.
+
+    Args:
+        sync_every: ``H``. With a ``pacing`` without ``round_steps``: of each replica on average. None with
+            ``round_steps``.
+        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``. None (default): every
+            replica takes ``sync_every``.
+    """
+
+    sync_every: int | None = field(default=None, metadata=LOCAL)
+    pacing: BySpeed | None = None
+
+    def _check_period(self) -> None:
+        pacing, every = self.pacing, self.sync_every
+        if pacing is not None and not isinstance(pacing, BySpeed):
+            raise UserError(f"pacing={pacing!r}; must be None or ftopt.BySpeed(round_steps=200)")
+        if pacing is None or (every is not None and pacing.round_steps is None):
+            if every is None:
+                raise UserError(
+                    "sync_every is missing; use a whole number of inner steps, or pacing=ftopt.BySpeed(round_steps=200)"
+                )
+            super()._check_period()
+        elif pacing.round_steps is None:
+            raise UserError(
+                "pacing without round_steps needs sync_every; use round_steps, the inner steps of a round over all "
+                "replicas (200 for 50 on each of 4), or sync_every, those of each replica on average"
+            )
+        elif every not in (None, type(self).sync_every):
+            raise UserError(
+                f"sync_every={every!r} with pacing.round_steps={pacing.round_steps}, which shares the steps of a round "
+                "out by speed; give one of the two (sync_every=None)"
+            )
+
+    @property
+    def timing(self) -> Timing:
+        return replace(super().timing, pacing=self.pacing)
 
 
 def reads_tensors(method: Method) -> bool:

@@ -4,6 +4,9 @@ Every replica computes the rule for itself and all must get the same bits, also 
 arithmetic is *unfused*: one rounding an operation, `torch.mul` and `torch.add` apart. ``add(x, alpha=a)``,
 ``addcmul`` and ``lerp`` become one fused multiply-add where the CPU has it and two roundings where it has
 not. Scalars are multiplied by, never divided by (a GPU multiplies by the reciprocal), and powers are products.
+
+Schedules of the rate follow the outer optimizer's own count of its steps, which is part of its state: fragments have
+their own count, newcomers fetch it, and rounds that only average, before ``average_until_step``, are not in it.
 """
 
 from __future__ import annotations
@@ -16,9 +19,75 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError
-from ftopt.methods.schedules import ConstantRate, Schedule
-from ftopt.methods.traits import Execution
+from ftopt.errors import UserError, check_number, check_whole
+from ftopt.methods.values import Execution
+
+
+class Schedule(Protocol):
+    """A frozen dataclass."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether the factor is ever another than 1."""
+
+    def factor(self, t: int) -> float:
+        """What the rate is multiplied by at outer step ``t``, 1 for the first. The same bits on all machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantRate:
+    """The rate itself, after a warm-up: ``min(1, t / warmup)``.
+
+    Args:
+        warmup: outer steps, >= 0. Default 0: none.
+    """
+
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("schedule.warmup", self.warmup, 0, of="outer steps")
+
+    @property
+    def moves(self) -> bool:
+        return self.warmup > 0
+
+    def factor(self, t: int) -> float:
+        return _warm(t, self.warmup)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineRate:
+    """A warm-up as in `ConstantRate`, then half a cosine from 1 down to ``floor`` at step ``steps``, where it stays.
+
+    Args:
+        steps: outer steps of the whole run (of one fragment), above ``warmup``.
+        warmup: outer steps, >= 0. Default 0.
+        floor: from 0 to 1. Default 0.1.
+    """
+
+    steps: int
+    warmup: int = 0
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_whole("schedule.warmup", self.warmup, 0, of="outer steps")
+        check_whole("schedule.steps", self.steps, self.warmup + 1, of="outer steps")
+        check_number("schedule.floor", self.floor, "[0, 1]", hint="a share of the rate")
+
+    @property
+    def moves(self) -> bool:
+        return True
+
+    def factor(self, t: int) -> float:
+        if t <= self.warmup:
+            return _warm(t, self.warmup)
+        done = min(1.0, (t - self.warmup) / (self.steps - self.warmup))
+        # Rounded: the last bits of a cosine differ from one C library to another.
+        return round(self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2, 9)
+
+
+def _warm(t: int, warmup: int) -> float:
+    return 1.0 if t >= warmup else t / warmup
 
 
 class OuterOptimizerRule(Protocol):
@@ -84,13 +153,10 @@ class SGD:
     schedule: Schedule = field(default_factory=ConstantRate)
 
     def __post_init__(self) -> None:
-        _check_rate(self.lr, "DiLoCo uses 0.7, averaging 1.0")
-        if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
-            raise UserError(f"outer.momentum={self.momentum!r}; must be in [0, 1); DiLoCo uses 0.9")
+        check_number("outer.lr", self.lr, "(0, inf)", hint="DiLoCo uses 0.7, averaging 1.0")
+        check_number("outer.momentum", self.momentum, "[0, 1)", hint="DiLoCo uses 0.9")
         if self.nesterov and self.momentum == 0:
-            raise UserError(
-                "outer.nesterov=True with outer.momentum=0 has no effect; set momentum=0.9 or nesterov=False"
-            )
+            raise UserError("outer.nesterov=True with momentum=0 has no effect; set momentum=0.9 or nesterov=False")
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         """A momentum buffer of zeros if there is momentum, and the steps taken if the rate moves."""
@@ -144,11 +210,12 @@ class Adam:
     schedule: Schedule = field(default_factory=ConstantRate)
 
     def __post_init__(self) -> None:
-        _check_rate(self.lr, "0.3 goes with eps=0.1")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"outer.betas={list(self.betas)}; must be two numbers in [0, 1); use [0.9, 0.95]")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise UserError(f"outer.eps={self.eps!r}; must be a number above 0; DiLoCo's paper needed 0.1")
+        check_number("outer.lr", self.lr, "(0, inf)", hint="0.3 goes with eps=0.1")
+        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
+            raise UserError(f"outer.betas={self.betas!r}; must be two numbers in [0, 1); use [0.9, 0.95]")
+        for place, beta in enumerate(self.betas):
+            check_number(f"outer.betas[{place}]", beta, "[0, 1)", hint="use betas=[0.9, 0.95], two numbers in [0, 1)")
+        check_number("outer.eps", self.eps, "(0, inf)", hint="DiLoCo's paper needed 0.1")
         object.__setattr__(self, "betas", [float(beta) for beta in self.betas])
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
@@ -175,22 +242,8 @@ def _power(x: float, n: int) -> float:
     return result
 
 
-def _check_rate(lr: float, hint: str) -> None:
-    if isinstance(lr, bool) or not (isinstance(lr, int | float) and math.isfinite(lr) and lr > 0):
-        raise UserError(f"outer.lr={lr!r}; must be a number above 0; {hint}")
-
-
-def nesterov() -> SGD:
-    """DiLoCo's: rate 0.7, Nesterov momentum 0.9."""
-    return SGD(lr=0.7, momentum=0.9, nesterov=True)
-
-
 def check_outer(outer: object) -> None:
-    """Refuses what is no rule.
-
-    Raises:
-        UserError: says what to use.
-    """
+    """Raises UserError for what is no rule, such as an optimizer of torch."""
     if isinstance(outer, torch.optim.Optimizer) or not callable(getattr(outer, "step", None)):
         raise UserError(
             f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "

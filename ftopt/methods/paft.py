@@ -17,14 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import check_choice
+from ftopt.errors import check_choice
 from ftopt.methods.local_sgd import Averaging
 from ftopt.methods.method import Method
 from ftopt.methods.sync_sgd import SyncSGD
 from ftopt.methods.timing import Timing
-from ftopt.methods.traits import Overlap
 from ftopt.methods.triggers import LOCAL
+from ftopt.methods.values import Overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +59,11 @@ class PAFT(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         SyncSGD(clip_norm=self.clip_norm)  # says what is wrong with it
-        if self.delay not in (0, 1):
-            raise UserError(f"delay={self.delay!r}; must be 0 (PAFT-Sync) or 1 (PAFT-Dyn)")
+        check_choice("delay", self.delay, (0, 1), "0 is PAFT-Sync, 1 PAFT-Dyn")
         check_choice("inner_state", self.inner_state, ("keep", "average"))
 
     @property
     def gradients(self) -> Method:
-        """Averaged in every step."""
         return SyncSGD(clip_norm=self.clip_norm, weights=self.weights, staleness_discount=self.staleness_discount)
 
     @property

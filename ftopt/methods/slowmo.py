@@ -10,21 +10,17 @@ Equations, with the letters of ``method.py``; ``gamma`` is the inner rate, ``u``
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import check_choice
+from ftopt.errors import check_choice, check_number
 from ftopt.methods.method import Method
-from ftopt.methods.traits import Execution, without_tensors
 from ftopt.methods.triggers import LOCAL
-from ftopt.methods.values import OuterState, ReplicaView, Round
+from ftopt.methods.values import Execution, OuterState, ReplicaView, Round, without_tensors
 
-INNER_STATE = ("keep", "reset", "average")
 NO_RATE = 1e-12
 """A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""
 
@@ -57,6 +53,7 @@ class SlowMo(Method):
     """
 
     name: ClassVar[str] = "slowmo"
+    execution = Execution(elementwise=True)
 
     sync_every: int = field(default=12, metadata=LOCAL)
     slow_lr: float = 1.0
@@ -65,16 +62,10 @@ class SlowMo(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (math.isfinite(self.slow_lr) and self.slow_lr > 0):
-            raise UserError(f"slow_lr={self.slow_lr!r}; must be a number above 0; use 1")
-        if not 0 <= self.slow_momentum < 1:
-            raise UserError(f"slow_momentum={self.slow_momentum!r}; must be in [0, 1); use 0.4 to 0.8")
-        check_choice("inner_state", self.inner_state, INNER_STATE, "use keep for Adam, reset for Nesterov SGD")
-
-    @property
-    def execution(self) -> Execution:
-        """Elementwise."""
-        return Execution(elementwise=True)
+        check_number("slow_lr", self.slow_lr, "(0, inf)", hint="use 1")
+        check_number("slow_momentum", self.slow_momentum, "[0, 1)", hint="use 0.4 to 0.8")
+        hint = "use keep for Adam, reset for Nesterov SGD"
+        check_choice("inner_state", self.inner_state, ("keep", "reset", "average"), hint)
 
     @without_tensors
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:

@@ -17,22 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import is_whole
+from ftopt.errors import UserError, check_number, check_whole
 from ftopt.methods.diloco import OuterOptimized
 from ftopt.methods.fragments import Parameter, Partition, Strided
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
 from ftopt.methods.timing import Timing
-from ftopt.methods.traits import Overlap
 from ftopt.methods.triggers import LOCAL
-
-
-def _outer() -> OuterOptimizerRule:
-    return SGD(lr=0.4, momentum=0.9, nesterov=True)
-
-
-def _three() -> Partition:
-    return Strided(n=3)
+from ftopt.methods.values import Overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,34 +59,30 @@ class StreamingDiLoCo(OuterOptimized):
     name: ClassVar[str] = "streaming_diloco"
 
     sync_every: int = field(default=100, metadata=LOCAL)
-    fragments: Partition = field(default_factory=_three)
+    fragments: Partition = field(default_factory=lambda: Strided(n=3))
     delay: int = field(default=1, metadata=LOCAL)
     mix: float | None = None
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
-    outer: OuterOptimizerRule = field(default_factory=_outer)
+    outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.delay, 0) or self.delay >= self.sync_every:
+        check_whole("delay", self.delay, 0, of="inner steps", hint="use 1 to 5")
+        if self.delay >= self.sync_every:
             raise UserError(
                 f"delay={self.delay!r} with sync_every={self.sync_every}; must be from 0 to {self.sync_every - 1}: a "
                 "fragment's result is applied before it is due again; use 1 to 5"
             )
-        if self.mix is not None and not 0 <= self.mix <= 1:
-            raise UserError(
-                f"mix={self.mix!r}; must be None (rebase, no step is lost), or from 0 (the anchor) to 1 (the replica's "
-                "own parameters); use 0.5 for the paper's"
-            )
-        if not self.wait_for_result_s >= 0:
-            raise UserError(f"wait_for_result_s={self.wait_for_result_s!r}; must be a number of seconds, 0 or more")
+        if self.mix is not None:
+            hint = "0 is the anchor, 1 the replica's own parameters; use None to rebase (no step is lost), 0.5 to mix"
+            check_number("mix", self.mix, "[0, 1]", hint=hint)
+        check_number("wait_for_result_s", self.wait_for_result_s, "[0, inf)", of="seconds")
         if not callable(getattr(self.fragments, "fragments", None)):
             raise UserError(
-                f"fragments={self.fragments!r}; must be Strided, Sequential, Balanced or Named; use "
-                f"ftopt.fragments.Strided(n=3)"
+                f"fragments={self.fragments!r}; must be a rule of ftopt.fragments; use ftopt.fragments.Strided(n=3)"
             )
 
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        """By the rule in ``fragments``."""
         return self.fragments.fragments(parameters)
 
     @property
@@ -105,5 +92,4 @@ class StreamingDiLoCo(OuterOptimized):
 
     @property
     def overlap(self) -> Overlap:
-        """As set."""
         return Overlap(delay=self.delay, mix=self.mix, wait_for_result_s=self.wait_for_result_s)

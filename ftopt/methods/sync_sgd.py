@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_number
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
@@ -60,12 +60,11 @@ class SyncSGD(Method):
                 f"average_until_step={self.average_until_step}; sync_sgd averages gradients from the first step on, "
                 "and has no parameters to average before that; leave it at 0"
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise UserError(f"clip_norm={self.clip_norm!r}; must be null or above 0; 1.0 is usual")
+        if self.clip_norm is not None:
+            check_number("clip_norm", self.clip_norm, "(0, inf)", hint="1.0 is usual; use None for no clipping")
 
     @property
     def gradients(self) -> SyncSGD:
-        """Itself."""
         return self
 
     def partition(self, parameters: Sequence[Parameter]) -> list[list[str]]:
@@ -73,7 +72,6 @@ class SyncSGD(Method):
         return []
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """No gradient yet."""
         return {GRADIENT: torch.zeros_like(anchor)}
 
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.methods.outer_optimizers import count, counted
-from ftopt.methods.schedules import ConstantRate, Schedule
-from ftopt.methods.traits import Execution
+from ftopt.methods.outer_optimizers import ConstantRate, Schedule, count, counted
+from ftopt.methods.values import Execution
 
 _STEP = "steps_taken"
 """Outer steps taken; 0: the class sets up its own state in the first one."""

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from enum import Flag, IntEnum, auto
 from typing import Any
 
-from ftopt.errors import UserError
-from ftopt.methods.checks import is_whole
+from ftopt.errors import UserError, check_number, check_whole
 
 LOCAL: dict[str, Any] = {"local": True}
 """Metadata of a setting that may differ from replica to replica."""
@@ -234,15 +233,13 @@ class Every(Trigger):
     steps: int = field(metadata=LOCAL)
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
+        check_whole("trigger.steps", self.steps, 1, of="inner steps")
 
     def due(self, progress: Progress) -> Due:
-        """``steps`` have been taken."""
         return Due.YES if progress.steps >= self.steps else Due.NO
 
     @property
     def longest(self) -> int:
-        """``steps``."""
         return self.steps
 
 
@@ -260,10 +257,9 @@ class EverySeconds(Trigger):
     seconds: float = field(metadata=LOCAL)
 
     def __post_init__(self) -> None:
-        check_positive("seconds", self.seconds)
+        check_number("trigger.seconds", self.seconds, "(0, inf)")
 
     def due(self, progress: Progress) -> Due:
-        """``seconds`` have passed."""
         return Due.YES if progress.seconds >= self.seconds else Due.NO
 
 
@@ -298,7 +294,6 @@ class EveryStaged(Trigger):
 
     @property
     def longest(self) -> int:
-        """The longest period."""
         return max(steps for _, steps in self.stages)
 
 
@@ -318,17 +313,14 @@ class _Joined(Trigger):
             )
 
     def needs(self, progress: Progress) -> Measurement:
-        """What any of them does."""
         return _union(part.needs(progress) for part in self.triggers)
 
     @property
     def uses(self) -> Measurement:
-        """What any of them does."""
         return _union(part.uses for part in self.triggers)
 
     @property
     def shares(self) -> bool:
-        """Whether any of them does."""
         return any(part.shares for part in self.triggers)
 
 
@@ -341,12 +333,10 @@ class AnyOf(_Joined):
     """
 
     def due(self, progress: Progress) -> Due:
-        """The most urgent answer."""
         return max(part.due(progress) for part in self.triggers)
 
     @property
     def longest(self) -> int | None:
-        """The shortest of theirs."""
         return min((part.longest for part in self.triggers if part.longest is not None), default=None)
 
 
@@ -365,7 +355,6 @@ class AllOf(_Joined):
 
     @property
     def longest(self) -> int | None:
-        """The longest of theirs."""
         found = [part.longest for part in self.triggers]
         return None if None in found else max(steps for steps in found if steps is not None)
 
@@ -375,23 +364,3 @@ def _union(numbers: Iterable[Measurement]) -> Measurement:
     for number in numbers:
         found |= number
     return found
-
-
-def check_count(name: str, value: int) -> None:
-    """Refuses what is no positive number of inner steps.
-
-    Raises:
-        UserError: ``value`` is not an int of at least 1.
-    """
-    if not is_whole(value, 1):
-        raise UserError(f"trigger.{name}={value!r}; must be a whole number of inner steps, at least 1")
-
-
-def check_positive(name: str, value: float) -> None:
-    """Refuses what is no positive number.
-
-    Raises:
-        UserError: ``value`` is not a finite number above 0.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UserError(f"trigger.{name}={value!r}; must be a number above 0")

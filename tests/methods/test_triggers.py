@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, Due, LocalSGD, Progress, StreamingDiLoCo, SyncSGD
-from ftopt.methods.divergence import bound
+from ftopt.methods.adaptive import bound
 from ftopt.methods.method import settings_of
 from ftopt.methods.triggers import MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.trigger_metrics import dot
