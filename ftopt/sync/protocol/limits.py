@@ -1,6 +1,16 @@
-"""What a message may hold. Beyond it a connection is closed, and nothing else happens."""
+"""What a message may hold: the limits, and the types of fields that have them. Whatever exceeds one is refused.
+
+`wire` checks a field of type ``Annotated[T, check]`` with ``check(value)``: what is wrong with it, "" if nothing.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sized
+from functools import cache
+from typing import Annotated, Any
+
+from ftopt.sync.protocol.intervals import Ranges
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Bytes of a message: a hello of 1024 fragments whose roster and gone incarnations are full has 3 MiB."""
@@ -66,3 +76,68 @@ def wrong_name(name: str) -> str:
     if not name.isprintable():
         return "it holds characters that cannot be printed"
     return ""
+
+
+Check = Callable[[Any], str]
+
+_BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
+
+
+@cache
+def within(most: float, least: float = 0) -> Check:
+    def check(value: float) -> str:
+        return "" if least <= value <= most else f"{value!r:.40}; must be from {least:g} to {most:g}"
+
+    return check
+
+
+@cache
+def at_most(most: int) -> Check:
+    """A limit on characters or entries; a number has none."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, Sized) or len(value) <= most:
+            return ""
+        return f"{len(value)} {'characters' if isinstance(value, str) else 'entries'}; at most {most} are allowed"
+
+    return check
+
+
+@cache
+def at_most_ranges(most: int) -> Check:
+    def check(ranges: Ranges) -> str:
+        last = -1
+        for start, stop in ranges if len(ranges) <= most else ():
+            if wrong := within(MAX_UNIT)(stop) or within(stop)(start):
+                return wrong
+            if not last < start < stop:
+                return f"({start}, {stop}) after {last}; ranges must be sorted, and not touch"
+            last = stop
+        return at_most(most)(ranges)
+
+    return check
+
+
+def once_a_fragment(parts: tuple[Any, ...]) -> str:
+    seen: set[int] = set()
+    for part in parts:
+        if part.fragment in seen:
+            return f"two of fragment {part.fragment}"
+        seen.add(part.fragment)
+    return ""
+
+
+def base64(text: str) -> str:
+    return "" if _BASE64.fullmatch(text) else "base64 is needed"
+
+
+Word = Annotated[str, at_most(MAX_WORD)]
+Text = Annotated[str, at_most(MAX_TEXT)]
+Name = Annotated[str, wrong_name]
+Number = Annotated[int, within(MAX_INT)]
+Step = Annotated[int, within(MAX_STEPS)]
+"""An inner step, a version or an incarnation."""
+Fragment = Annotated[int, within(MAX_FRAGMENTS - 1)]
+Wants = Annotated[int, within(MAX_WANTS)]
+Units = Annotated[Ranges, at_most_ranges(MAX_RANGES)]
+Done = Annotated[Ranges, at_most_ranges(MAX_DONE)]

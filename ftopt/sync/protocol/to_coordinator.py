@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol import limits
+from ftopt.sync.protocol.limits import Done, Fragment, Name, Number, Step, Text, Units, Wants, Word, at_most, within
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.values import Contribution, IncarnationId, Position, PreparedAttempt
+
+_Setting = Annotated[int | float | str | None, at_most(limits.MAX_TEXT)]
+_Reading = Annotated[float, within(limits.MAX_READING, -limits.MAX_READING)]
+_Key = Annotated[str, at_most(limits.MAX_KEY)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +28,32 @@ class Hello:
     """
 
     protocol: int
-    job: str
-    replica: str
-    incarnation: int
+    job: Name
+    replica: Name
+    incarnation: Step
     rank: int
-    size: int
-    epoch: int
-    address: str
-    initial: str
-    fragments: int
-    lines: dict[str, str]
-    settings: dict[str, int | float | str | None]
-    positions: tuple[Position, ...]
-    contributions: tuple[Contribution, ...]
-    prepared: tuple[PreparedAttempt, ...]
-    roster: tuple[IncarnationId, ...]
-    gone: tuple[IncarnationId, ...]
-    inner_step: int
+    size: Annotated[int, within(limits.MAX_RANKS, 1)]
+    epoch: Annotated[int, within(limits.MAX_EPOCH)]
+    address: Word
+    initial: Word
+    fragments: Annotated[int, within(limits.MAX_FRAGMENTS, 1)]
+    lines: Annotated[dict[Word, Text], at_most(limits.MAX_LINES)]
+    settings: Annotated[dict[Word, _Setting], at_most(limits.MAX_LINES)]
+    positions: Annotated[tuple[Position, ...], limits.once_a_fragment]
+    contributions: Annotated[tuple[Contribution, ...], limits.once_a_fragment]
+    prepared: Annotated[tuple[PreparedAttempt, ...], limits.once_a_fragment]
+    roster: Annotated[tuple[IncarnationId, ...], at_most(limits.MAX_REPLICAS)]
+    gone: Annotated[tuple[IncarnationId, ...], at_most(limits.MAX_GONE)]
+    inner_step: Step
     samples: Samples | None = None
-    claim: Ranges = ()
-    done: Ranges = ()
-    cursor: int = 0
-    wants: int = 0
-    plan: int = 0
-    units: Ranges = ()
+    claim: Units = ()
+    done: Done = ()
+    cursor: Annotated[int, within(limits.MAX_UNIT)] = 0
+    wants: Wants = 0
+    plan: Number = 0
+    units: Units = ()
     checkpoint: Position | None = None
-    adopted_by: tuple[tuple[str, str], ...] = ()
+    adopted_by: Annotated[tuple[tuple[Name, Name], ...], at_most(limits.MAX_REPLICAS)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +62,14 @@ class Propose:
 
     contribution: Contribution
     now: bool = False
-    wants: int = 0
+    wants: Wants = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    fragment: int
-    attempt: int
-    digest: str
+    fragment: Fragment
+    attempt: Number
+    digest: Word
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,29 +79,29 @@ class Failed:
     ``peer``: the member that could not be reached, "" when unknown.
     """
 
-    fragment: int
-    attempt: int
-    reason: str
-    peer: str
+    fragment: Fragment
+    attempt: Number
+    reason: Text
+    peer: Annotated[str, at_most(limits.MAX_NAME)]
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The few numbers that a trigger needs of one fragment: of a replica that holds ``version``."""
 
-    fragment: int
-    version: int
-    values: tuple[float, ...]
+    fragment: Fragment
+    version: Step
+    values: Annotated[tuple[_Reading, ...], at_most(limits.MAX_VALUES)]
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`."""
 
-    state: str
-    inner_step: int
-    step_s: float
-    readings: tuple[Reading, ...] = ()
+    state: Word
+    inner_step: Step
+    step_s: Annotated[float, within(limits.MAX_STEP_S)]
+    readings: Annotated[tuple[Reading, ...], limits.once_a_fragment] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +115,14 @@ class Holds:
 class Lacks:
     """A fetch failed at every source named; ask for others."""
 
-    fragment: int
+    fragment: Fragment
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """The sender will soon have used all that it holds; it wants so many units more. Answered by `Grant`."""
 
-    units: int
+    units: Wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +132,8 @@ class Copied:
     ``versions``: of the committed state that it was based on, one a fragment.
     """
 
-    serial: int
-    versions: tuple[int, ...]
+    serial: Number
+    versions: Annotated[tuple[Step, ...], at_most(limits.MAX_FRAGMENTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +141,7 @@ class Keeps:
     """The sender has fetched that copy of ``incarnation_id``, and keeps it. Answers `Keep`."""
 
     incarnation_id: IncarnationId
-    serial: int
+    serial: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +158,15 @@ class Bye:
 class StoreSet:
     """Rendezvous of a process group: ``value`` is base64."""
 
-    key: str
-    value: str
+    key: _Key
+    value: Annotated[str, at_most(limits.MAX_VALUE), limits.base64]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGet:
     """Asks for a rendezvous key; answered by `StoreValue` once it is set."""
 
-    key: str
+    key: _Key
 
 
 FromReplica = (

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
+from ftopt.sync.protocol import limits
 from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.limits import Fragment, Name, Number, Step, Units, Word, within
 
-IncarnationId = tuple[str, int]
+IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica and the number of its life."""
 
 
@@ -33,18 +37,18 @@ class Contribution:
         plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
     """
 
-    fragment: int
-    version: int
-    steps: int
-    last_step: int
-    weight: float
-    tokens: int = 0
-    norm: float = 0.0
+    fragment: Fragment
+    version: Step
+    steps: Step
+    last_step: Step
+    weight: Annotated[float, within(limits.MAX_WEIGHT)]
+    tokens: Number = 0
+    norm: Annotated[float, within(math.inf)] = 0.0
     finite: bool = True
-    ranges: Ranges = ()
-    overlap_s: float = 0.0
-    grace: float = 0.0
-    plan: int = 0
+    ranges: Units = ()
+    overlap_s: Annotated[float, within(limits.MAX_OVERLAP_S)] = 0.0
+    grace: Annotated[float, within(limits.MAX_GRACE)] = 0.0
+    plan: Number = 0
 
 
 def excluded(contribution: Contribution) -> Contribution:
@@ -57,19 +61,19 @@ def excluded(contribution: Contribution) -> Contribution:
 class Position:
     """Which committed state of a fragment a replica holds: ``version`` outer steps, told apart by the hash chain."""
 
-    fragment: int
-    version: int
-    chain: str
+    fragment: Fragment
+    version: Step
+    chain: Word
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttempt:
     """An attempt that a replica has prepared and whose fate it does not know."""
 
-    fragment: int
-    attempt: int
-    version: int
-    digest: str
+    fragment: Fragment
+    attempt: Number
+    version: Step
+    digest: Word
 
 
 @dataclass(frozen=True, slots=True)

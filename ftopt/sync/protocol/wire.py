@@ -67,6 +67,8 @@ def _builder(kind: Any) -> _Build:
     if is_dataclass(kind) and isinstance(kind, type):
         return _dataclass_builder(kind)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _checked_builder(args[0], args[1:])
     if origin is tuple:
         return _list_builder(args[0]) if args[-1] is Ellipsis else _tuple_builder(args)
     if origin is dict:
@@ -76,14 +78,20 @@ def _builder(kind: Any) -> _Build:
     return _scalar_builder(kind)
 
 
+def _needed(kind: type, value: Any, where: str) -> Any:
+    if not isinstance(value, kind):
+        name = "a list" if kind is list else "an object"
+        raise MessageError(f"{where}: {name} is needed, got {type(value).__name__}")
+    return value
+
+
 def _dataclass_builder(kind: type) -> _Build:
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     builders = {f.name: _builder(hints[f.name]) for f in fields(kind)}
     needed = {f.name for f in fields(kind) if f.default is f.default_factory}
 
     def one(value: Any, where: str) -> Any:
-        if not isinstance(value, dict):
-            raise MessageError(f"{where}: an object is needed, got {type(value).__name__}")
+        _needed(dict, value, where)
         if not value.keys() <= builders.keys():
             raise MessageError(f"{where}: unknown field {min(map(str, value.keys() - builders.keys()))!r:.80}")
         if not needed <= value.keys():
@@ -97,24 +105,29 @@ def _dataclass_builder(kind: type) -> _Build:
     return one
 
 
-def _list_builder(kind: Any) -> _Build:
-    item = _builder(kind)
+def _checked_builder(kind: Any, checks: tuple[Callable[[Any], str], ...]) -> _Build:
+    build = _builder(kind)
 
     def one(value: Any, where: str) -> Any:
-        if not isinstance(value, list):
-            raise MessageError(f"{where}: a list is needed, got {type(value).__name__}")
-        return tuple([item(v, where) for v in value])
+        built = build(value, where)
+        for check in checks:
+            if wrong := check(built):
+                raise MessageError(f"{where}: {wrong}")
+        return built
 
     return one
+
+
+def _list_builder(kind: Any) -> _Build:
+    item = _builder(kind)
+    return lambda value, where: tuple([item(v, where) for v in _needed(list, value, where)])
 
 
 def _tuple_builder(kinds: tuple[Any, ...]) -> _Build:
     items = [_builder(kind) for kind in kinds]
 
     def one(value: Any, where: str) -> Any:
-        if not isinstance(value, list):
-            raise MessageError(f"{where}: a list is needed, got {type(value).__name__}")
-        if len(value) != len(items):
+        if len(_needed(list, value, where)) != len(items):
             raise MessageError(f"{where}: {len(items)} values are needed, got {len(value)}")
         return tuple([item(v, where) for item, v in zip(items, value, strict=True)])
 
@@ -123,13 +136,9 @@ def _tuple_builder(kinds: tuple[Any, ...]) -> _Build:
 
 def _dict_builder(key_kind: Any, value_kind: Any) -> _Build:
     key, item = _builder(key_kind), _builder(value_kind)
-
-    def one(value: Any, where: str) -> Any:
-        if not isinstance(value, dict):
-            raise MessageError(f"{where}: an object is needed, got {type(value).__name__}")
-        return {key(k, where): item(v, f"{where}.{k:.80}") for k, v in value.items()}
-
-    return one
+    return lambda value, where: {
+        key(k, where): item(v, f"{where}.{k:.80}") for k, v in _needed(dict, value, where).items()
+    }
 
 
 def _union_builder(kinds: tuple[Any, ...]) -> _Build:

@@ -8,7 +8,6 @@ from dataclasses import fields
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Roster
-from ftopt.sync.protocol.limits import MAX_FRAGMENTS
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
@@ -85,8 +84,8 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
         )
     if hello.job != job:
         return f"this is job {job!r}, not {hello.job!r}"
-    if broken := _broken(hello):
-        return f"the hello of replica {hello.replica!r} makes no sense: {broken}"
+    if not hello.incarnation and (hello.positions or hello.contributions or hello.prepared):
+        return f"the hello of replica {hello.replica!r} makes no sense: a newcomer that holds something"
     if lines is None:
         try:
             sync_of(hello)
@@ -106,22 +105,3 @@ def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samp
         f"replica {hello.replica} does not fit job {job!r}: {'; '.join(wrong)}. The first replica of a job "
         "defines it; start this one with the same settings, or use another job name"
     )
-
-
-def _broken(hello: m.Hello) -> str:
-    if not hello.replica:
-        return "an empty id"
-    if not 1 <= hello.fragments <= MAX_FRAGMENTS:
-        return f"{hello.fragments} fragments; 1 to {MAX_FRAGMENTS} are possible"
-    if hello.incarnation < 0 or hello.epoch < 0:
-        return "a negative incarnation or epoch"
-    parts = [p.fragment for p in hello.positions]
-    parts += [c.fragment for c in hello.contributions]
-    parts += [p.fragment for p in hello.prepared]
-    if any(not 0 <= f < hello.fragments for f in parts):
-        return "a fragment that it does not have"
-    if hello.incarnation == 0 and parts:
-        return "a newcomer that holds something"
-    if len({p.fragment for p in hello.positions}) < len(hello.positions):
-        return "two positions of one fragment"
-    return ""
