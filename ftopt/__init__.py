@@ -49,16 +49,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _METHODS = (
-    "PAFT",
-    "BySpeed",
-    "DecoupledDiLoCo",
-    "DiLoCo",
-    "LocalSGD",
-    "Method",
-    "SlowMo",
-    "StreamingDiLoCo",
-    "SyncSGD",
-)
+    "PAFT", "BySpeed", "DecoupledDiLoCo", "DiLoCo", "LocalSGD", "Method", "SlowMo", "StreamingDiLoCo", "SyncSGD",
+)  # fmt: skip
 _OPTIMIZER = ("OuterOptimizer", "Undone", "undo_step", "undoable", "wrap")
 _LATER = {
     "Checkpoints": "ftopt.checkpointing",

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftopt.checkpoint.manifest import BadCheckpoint
-from ftopt.checkpoint.part import Part, PartVersion
-from ftopt.checkpoint.reader import Checkpoint, SavedVersion, find, whole, with_offer
+from ftopt.checkpoint.part import Part, SavedVersion
+from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.writer import Writer
 from ftopt.errors import UserError
 from ftopt.optimizer.inner_state import restore_groups
@@ -73,14 +73,13 @@ class Checkpoints:
     def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
         if (every is not None and every < 1) or keep < 1:
             raise UserError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1; use every=5, keep=2")
-        core = optimizer._core
-        group = core.group
+        self._core = optimizer._core
+        group = self._core.group
         if group is None:
             raise UserError("the optimizer is a copy without a group; give the one that ftopt.wrap() returned")
         self._folder = Path(folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
-        self._core = core
         self._group = group
         self._every = every
         self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
@@ -204,11 +203,8 @@ class Checkpoints:
             return False
         self._copies.recycle()
         saved = self._core.capture(self._copies)
-        own = {
-            "replica": saved.own,
-            "loop": {name: each.state_dict() for name, each in self._watched.items()},
-            "rng": get_rng_state(),
-        }
+        loop = {name: each.state_dict() for name, each in self._watched.items()}
+        own = {"replica": saved.own, "loop": loop, "rng": get_rng_state()}
         self._writer.begin(self._part(cut, saved, own))
         self._begun = cut.attempt
         stall_s = time.perf_counter() - started
@@ -228,7 +224,7 @@ class Checkpoints:
             version=cut.version,
             members=cut.members,
             inner_step=cut.inner_step,
-            committed=tuple(PartVersion(plain(v.record), v.digest, v.tensors) for v in saved.committed),
+            committed=tuple(SavedVersion(plain(v.record), v.digest, v.tensors) for v in saved.committed),
             offered=tuple(offered.get(index) for index in range(len(saved.committed))),
             membership=plain(dataclasses.replace(held, records=(), contributions=())),
             lines=outer.fingerprint().lines,
@@ -238,9 +234,7 @@ class Checkpoints:
         )
 
 
-def _resume_of(
-    checkpoint: Checkpoint, mine: str, present: Sequence[str]
-) -> tuple[Resume, Mapping[str, Any]]:  # fmt: skip
+def _resume_of(checkpoint: Checkpoint, mine: str, present: Sequence[str]) -> tuple[Resume, Mapping[str, Any]]:
     """Returns what replica ``mine`` resumes from when ``present`` are there, and its loop's state."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]

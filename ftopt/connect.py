@@ -54,7 +54,7 @@ def connect(
         sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
         host: this machine's address as peers reach it. Default: ``FTOPT_HOST``, else the one that reaches the
             coordinator.
-        on_event: is told what happens, on several threads.
+        on_event: called with each event, on several threads.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
 
     Raises:
@@ -83,7 +83,8 @@ def connect(
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
     host = host or os.environ.get("FTOPT_HOST") or _own_address(parts.hostname, parts.port or 80)
-    if parts.scheme == "https" and is_public(host):
+    context = tls.client() if parts.scheme == "https" else None
+    if context is not None and is_public(host):
         _warn_of_open_payloads(host, tls)
     if on_event is ignore:
         on_event = _Log()
@@ -91,9 +92,7 @@ def connect(
         replica,
         job,
         sync,
-        link=WebSocketLink(
-            url, token=token, dead_after_s=sync.dead_after_s, tls=tls.client() if parts.scheme == "https" else None
-        ),
+        link=WebSocketLink(url, token=token, dead_after_s=sync.dead_after_s, tls=context),
         transport=GlooTransport(host, sync.dead_after_s),
         state=HttpState(host, token, tls),
         network=LoopThread(),
@@ -117,7 +116,7 @@ def local_groups(
     Args:
         n: replicas.
         sync: settings; ``start_replicas`` is ``n`` unless given.
-        on_event: is told what happens.
+        on_event: called with each event.
         names: the replicas' ids, default ``r0 .. r{n-1}``.
     """
     if n < 1:

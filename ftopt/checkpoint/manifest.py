@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,8 @@ class Manifest:
 
     def text(self) -> str:
         """Returns the manifest as JSON."""
-        files = {name: {"bytes": f.bytes, "sha256": f.sha256} for name, f in sorted(self.files.items())}
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": self.version,
-                "attempt": self.attempt,
-                "inner_step": self.inner_step,
-                "replicas": dict(sorted(self.replicas.items())),
-                "committed": list(self.committed),
-                "files": files,
-            },
-            indent=1,
-        )
+        data = {"format": FORMAT, **asdict(self)}
+        return json.dumps(data | {name: dict(sorted(data[name].items())) for name in ("replicas", "files")}, indent=1)
 
 
 def label(version: int, attempt: int) -> str:
@@ -131,36 +120,32 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         BadCheckpoint: it is not a manifest; the message says what is wrong.
     """
+    data = read_json(path, _MAX_BYTES)
     try:
-        return _manifest(read_json(path, _MAX_BYTES))
-    except _Wrong as wrong:
+        return _manifest(data)
+    except ValueError as wrong:
         raise BadCheckpoint(path, str(wrong)) from None
 
 
-class _Wrong(Exception):
-    pass
-
-
 def _manifest(data: Any) -> Manifest:
-    fields = {"format", "version", "attempt", "inner_step", "replicas", "committed", "files"}
-    _keys("the manifest", data, fields)
+    _keys("the manifest", data, {"format", "version", "attempt", "inner_step", "replicas", "committed", "files"})
     if type(data["format"]) is not int or data["format"] != FORMAT:
-        raise _Wrong(f"format {data['format']!r:.20}; this ftopt reads format {FORMAT}")
+        raise ValueError(f"format {data['format']!r:.20}; this ftopt reads format {FORMAT}")
     files = _mapping("files", data["files"])
     for name, entry in files.items():
         _name("files", name)
         _keys(f"files[{name}]", entry, {"bytes", "sha256"})
         _number(f"files[{name}].bytes", entry["bytes"])
         if not (isinstance(entry["sha256"], str) and _SHA.fullmatch(entry["sha256"])):
-            raise _Wrong(f"files[{name}].sha256 is not a SHA-256")
+            raise ValueError(f"files[{name}].sha256 is not a SHA-256")
     replicas = _mapping("replicas", data["replicas"])
     committed = data["committed"]
     if not isinstance(committed, list) or not committed or not replicas:
-        raise _Wrong("committed and replicas must each name at least one file")
+        raise ValueError("committed and replicas must each name at least one file")
     for name in [*replicas.values(), *committed]:
         _name("a file", name)
         if name not in files:
-            raise _Wrong(f"{name!r:.80} is not among the files")
+            raise ValueError(f"{name!r:.80} is not among the files")
     return Manifest(
         version=_number("version", data["version"]),
         attempt=_number("attempt", data["attempt"]),
@@ -174,21 +159,21 @@ def _manifest(data: Any) -> Manifest:
 def _keys(what: str, data: Any, wanted: set[str]) -> None:
     keys = _mapping(what, data).keys()
     if wrong := sorted(wanted ^ set(keys)):
-        raise _Wrong(f"{what}: {'unknown' if wrong[0] in keys else 'missing'} field {wrong[0]!r:.80}")
+        raise ValueError(f"{what}: {'unknown' if wrong[0] in keys else 'missing'} field {wrong[0]!r:.80}")
 
 
 def _mapping(what: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise _Wrong(f"{what} must be an object, got {type(data).__name__}")
+        raise ValueError(f"{what} must be an object, got {type(data).__name__}")
     return data
 
 
 def _number(what: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise _Wrong(f"{what} must be an integer from 0 to 2^53 - 1, got {value!r:.40}")
+        raise ValueError(f"{what} must be an integer from 0 to 2^53 - 1, got {value!r:.40}")
     return value
 
 
 def _name(what: str, name: Any) -> None:
     if not (isinstance(name, str) and _FILE.fullmatch(name)) or name == NAME:
-        raise _Wrong(f"{what}: {name!r:.80} is not the name of a file in this folder")
+        raise ValueError(f"{what}: {name!r:.80} is not the name of a file in this folder")

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ftopt.checkpoint.manifest import BadCheckpoint, File, label, read_json
 from ftopt.transport.snapshot import StateImage
-from ftopt.tree import flatten
 
-NOTE_MAX_BYTES = 1 << 30
+FIXED = "fixed.safetensors"
+_NOTE_MAX_BYTES = 1 << 30
 _LONG = 150
 
 
 @dataclass(frozen=True)
-class PartVersion:
-    """One version of one fragment's committed state.
+class SavedVersion:
+    """One version of one fragment's committed state, as a checkpoint holds it.
 
     Args:
         record: the protocol's part of it, as JSON; has at least ``fragment``, ``version`` and ``counted``.
@@ -35,17 +35,9 @@ class PartVersion:
     tensors: Mapping[str, Tensor]
 
     @property
-    def fragment(self) -> int:
-        return int(self.record["fragment"])
-
-    @property
-    def version(self) -> int:
-        return int(self.record["version"])
-
-    @property
     def name(self) -> str:
         """The name of its file: the same in all replicas, whichever of them writes it."""
-        return f"committed-{self.fragment}-v{self.version}.safetensors"
+        return f"committed-{self.record['fragment']}-v{self.record['version']}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Part:
     version: int
     members: int
     inner_step: int
-    committed: tuple[PartVersion, ...]
+    committed: tuple[SavedVersion, ...]
     offered: tuple[int | None, ...]
     membership: Mapping[str, Any]
     lines: Mapping[str, str]
@@ -92,9 +84,6 @@ class Part:
         if len(name) > _LONG:
             name = f"{name[:_LONG]}~{hashlib.sha256(self.replica.encode()).hexdigest()[:12]}"
         return f"replica-{name}"
-
-
-FIXED = "fixed.safetensors"
 
 
 def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
@@ -126,23 +115,13 @@ def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:
     return snapshot.chunks(0, snapshot.size)
 
 
-def own_of(part: Part) -> tuple[Any, dict[str, Tensor]]:
-    """Splits the replica's own values into JSON and tensors.
-
-    Raises:
-        UserError: a value that a checkpoint cannot hold.
-    """
-    tensors: dict[str, Tensor] = {}
-    return flatten(part.own, tensors), tensors
-
-
 def read_note(path: Path) -> dict[str, Any]:
     """Reads a note and checks what is needed to decide whether a checkpoint is complete.
 
     Raises:
         BadCheckpoint: it is not a note.
     """
-    note = read_json(path, NOTE_MAX_BYTES)
+    note = read_json(path, _NOTE_MAX_BYTES)
     try:
         _need(isinstance(note["replica"], str) and isinstance(note["lines"], dict), "replica or lines")
         for key in ("incarnation", "attempt", "version", "members", "inner_step"):

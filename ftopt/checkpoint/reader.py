@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, Manifest, order, read_manifest
-from ftopt.checkpoint.part import read_note
+from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
+from ftopt.tree import unflatten
 
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class SavedVersion:
-    """A committed state as a checkpoint holds it; ``record`` is JSON."""
-
-    record: Mapping[str, Any]
-    digest: str
-    tensors: Mapping[str, Any]
 
 
 class Checkpoint:
@@ -42,6 +34,7 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path / NAME)
+        self._shards: dict[str, dict[str, Any]] = {}
 
     @property
     def replicas(self) -> list[str]:
@@ -104,8 +97,6 @@ class Checkpoint:
 
     def own(self, replica: str) -> Any:
         """Returns what only this replica had."""
-        from ftopt.tree import unflatten
-
         note, name = self.notes[replica], self.manifest.replicas[replica]
         tensors = self.tensors(name.removesuffix(".json") + ".safetensors")
         try:
@@ -127,14 +118,9 @@ class Checkpoint:
             raise BadCheckpoint(self.path / name, f"is not a safetensors file: {error}") from None
 
     def _version(self, version: dict[str, Any]) -> SavedVersion:
-        known = self._shards.get(version["name"])
-        if known is None:
-            known = self._shards[version["name"]] = self.tensors(version["name"])
-        return SavedVersion(version["record"], version["digest"], known)
-
-    @cached_property
-    def _shards(self) -> dict[str, dict[str, Any]]:
-        return {}
+        if (name := version["name"]) not in self._shards:
+            self._shards[name] = self.tensors(name)
+        return SavedVersion(version["record"], version["digest"], self._shards[name])
 
 
 def whole(folder: Path) -> list[Path]:
@@ -179,18 +165,11 @@ def verified(path: Path) -> Checkpoint:
 
 
 def with_offer(bad: BadCheckpoint, path: Path) -> BadCheckpoint:
-    """Returns the same error with the next older sound checkpoint named."""
-    return BadCheckpoint(bad.path, f"{bad.reason}; {offer(path)}")
-
-
-def offer(path: Path) -> str:
-    """Returns the advice what to use instead of the checkpoint at ``path``: the next older sound one, if any."""
+    """Returns the same error, which now also names the newest sound checkpoint older than ``path``, if any."""
     age = order(path.name)
     older = [other for other in whole(path.parent) if age is not None and (order(other.name) or (0, 0)) < age]
     for other in reversed(older):
-        try:
+        with suppress(BadCheckpoint):
             Checkpoint(other).verify()
-        except BadCheckpoint:
-            continue
-        return f"the previous one is sound: use {other}"
-    return "there is no older sound one; use another folder, or start anew"
+            return BadCheckpoint(bad.path, f"{bad.reason}; the previous one is sound: use {other}")
+    return BadCheckpoint(bad.path, f"{bad.reason}; there is no older sound one; use another folder, or start anew")

@@ -18,10 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order
-from ftopt.checkpoint.part import FIXED, Part, note_of, own_of, read_note, shard
+from ftopt.checkpoint.part import FIXED, Part, note_of, read_note, shard
 from ftopt.errors import UserError
+from ftopt.tree import flatten
 
 _log = logging.getLogger(__name__)
 _CLAIM = ".claim"
@@ -128,7 +131,8 @@ class Writer:
 def _write(disk: Disk, folder: Path, part: Part) -> None:
     """Writes this replica's files, the note last."""
     make_folders(disk, folder)
-    own, tensors = own_of(part)
+    tensors: dict[str, Tensor] = {}
+    own = flatten(part.own, tensors)
     files: dict[str, File] = {}
     claims: list[Path] = []
     try:
@@ -159,13 +163,13 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
     if len(paths) < part.members:
         return None
     notes = {path.name: read_note(path) for path in paths}
-    if reason := notes_misfit(list(notes.values())):
+    if reason := _misfit(list(notes.values())):
         raise BadCheckpoint(folder, reason)
     files = {name: File(*entry) for note in notes.values() for name, entry in note["files"].items()}
     for path in paths:
         raw = path.read_bytes()
         files[path.name] = File(len(raw), hashlib.sha256(raw).hexdigest())
-    newest = newest_of(list(notes.values()))
+    newest = _newest_of(list(notes.values()))
     if missing := [entry["name"] for entry in newest if entry["name"] not in files]:
         raise BadCheckpoint(folder, f"{missing[0]} was claimed but not written")
     manifest = Manifest(
@@ -184,32 +188,28 @@ def _complete(disk: Disk, folder: Path, part: Part) -> Manifest | None:
     return manifest
 
 
-def newest_of(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _counted(entry: dict[str, Any], note: dict[str, Any]) -> int:
+    """Returns the last step of the note's replica that a committed version counts, 0 if it counts none."""
+    life = [note["replica"], note["incarnation"]]
+    return max((step for *incarnation_id, step in entry["record"]["counted"] if incarnation_id == life), default=0)
+
+
+def _newest_of(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns, per fragment, the newest committed version that any replica's parameters are based on."""
     fragments = zip(*(note["committed"] for note in notes), strict=True)
     return [max(entries, key=lambda entry: int(entry["record"]["version"])) for entries in fragments]
 
 
-def notes_misfit(notes: list[dict[str, Any]]) -> str:
+def _misfit(notes: list[dict[str, Any]]) -> str:
     """Returns why the parts do not fit together, "" if they do.
 
     Each replica is saved at a step of its own. If the newest version counts steps of a replica (COUNT), that replica's
     part must contain them as counted, or hold the contribution that brought them.
     """
-    newest = newest_of(notes)
+    newest = _newest_of(notes)
     for note in notes:
         for entry, version, offered in zip(newest, note["committed"], note["offered"], strict=True):
-            counted, own = (
-                max(
-                    (
-                        step
-                        for *incarnation_id, step in table
-                        if incarnation_id == [note["replica"], note["incarnation"]]
-                    ),
-                    default=0,
-                )
-                for table in (entry["record"]["counted"], version["record"]["counted"])
-            )
+            counted, own = _counted(entry, note), _counted(version, note)
             if entry["record"]["version"] == version["record"]["version"] and entry["digest"] != version["digest"]:
                 return f"fragment {entry['record']['fragment']}: parts of two histories of the same version"
             if counted not in (own, offered):

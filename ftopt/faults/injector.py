@@ -8,9 +8,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ftopt.events import Event, OnEvent
 from ftopt.faults.spec import COORDINATOR, Fault
@@ -19,14 +18,22 @@ Action = Callable[[Fault, Event], None]
 """Carries out a fault in this process, at the event where it strikes."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A fault, the events at which it could strike, and its strikes so far."""
+
+    fault: Fault
+    events: int = 0
+    strikes: int = 0
+
+
 class FaultInjector:
-    """Subscribes to the events of one process and carries out its faults. Any thread.
+    """Subscribes to the events of one process and carries out its faults. Any thread; made on the training thread.
 
     Args:
         faults: the faults that aim at this process.
         on_event: called with a ``fault`` event before the strike, so that it is on record.
         incarnation: the incarnation of this process; None takes it from each event.
-        training_thread: ident of the training thread; default: the thread that makes this object.
         sleep: blocks the calling thread for that many seconds.
         clock: seconds, monotonic.
 
@@ -40,13 +47,10 @@ class FaultInjector:
         on_event: OnEvent,
         *,
         incarnation: int | None = None,
-        training_thread: int | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._waiting = list(faults)
-        self._left = [_strikes(fault) for fault in faults]
-        self._seen: Counter[int] = Counter()
+        self._waiting = [_Waiting(fault) for fault in faults]
         self._told: set[Fault] = set()
         self._actions: dict[str, Action] = {
             "kill": lambda fault, event: os.kill(os.getpid(), signal.SIGKILL),
@@ -56,7 +60,7 @@ class FaultInjector:
         }
         self._on_event = on_event
         self._incarnation = incarnation
-        self._training_thread = training_thread if training_thread is not None else threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._sleep = sleep
         self._lock = threading.Lock()
         self._clock = clock
@@ -73,8 +77,7 @@ class FaultInjector:
     def add(self, fault: Fault) -> None:
         """Adds a fault to wait for. Any thread."""
         with self._lock:
-            self._waiting.append(fault)
-            self._left.append(_strikes(fault))
+            self._waiting.append(_Waiting(fault))
 
     def strike(self, fault: Fault, event: Event) -> None:
         """Strikes at ``event``, even if the fault waits for another. Any thread."""
@@ -90,8 +93,7 @@ class FaultInjector:
             self._drag()
         if not self._waiting and not self._hang_s:
             return
-        struck = self._due(event)
-        for fault in struck:
+        for fault in self._due(event):
             self.strike(fault, event)
         if threading.get_ident() == self._training_thread:
             with self._lock:
@@ -104,20 +106,21 @@ class FaultInjector:
         with self._lock:
             if event.inner_step is not None:
                 self._inner_step = event.inner_step  # Events off the training thread do not know it.
-            struck = [self._matches(fault, event, life) for fault in self._waiting]
-            due = [fault for fault, hit in zip(self._waiting, struck, strict=True) if hit]
-            left = [(f, n - hit) for f, n, hit in zip(self._waiting, self._left, struck, strict=True) if n > hit]
-            self._waiting, self._left = [f for f, _ in left], [n for _, n in left]
-        return due
+            due = [waiting for waiting in self._waiting if self._matches(waiting, event, life)]
+            for waiting in due:
+                waiting.strikes += 1
+            self._waiting = [w for w in self._waiting if w.fault.times is None or w.strikes < w.fault.times]
+        return [waiting.fault for waiting in due]
 
-    def _matches(self, fault: Fault, event: Event, life: int) -> bool:
+    def _matches(self, waiting: _Waiting, event: Event, life: int) -> bool:
+        fault = waiting.fault
         if event.event != fault.point or life != fault.incarnation:
             return False
         # A newcomer has no inner step yet to wait for.
         if self._inner_step < fault.at_step and not (fault.point == "fetch" and not self._inner_step):
             return False
-        self._seen[id(fault)] += 1
-        return (self._seen[id(fault)] - 1) % fault.every == 0
+        waiting.events += 1
+        return (waiting.events - 1) % fault.every == 0
 
     def _hang(self, fault: Fault, event: Event) -> None:
         with self._lock:
@@ -152,19 +155,8 @@ def stop_for(seconds: float) -> None:
 
 
 def _on_record(fault: Fault, event: Event) -> Event:
-    data = {
-        "do": fault.do,
-        "point": fault.point,
-        "for_s": fault.for_s,
-        "rejoin_s": fault.rejoin_s,
-        "journal": fault.journal,
-        "what": fault.aim or None,
-        "factor": fault.factor,
-    }
+    fields = ("do", "point", "for_s", "rejoin_s", "journal", "factor")
+    data = {name: getattr(fault, name) for name in fields} | {"what": fault.aim or None}
     if fault.replica == COORDINATOR:  # its events are often about a replica
         event = replace(event, replica=COORDINATOR, incarnation=0)
     return replace(event, event="fault", data=data)
-
-
-def _strikes(fault: Fault) -> float:
-    return math.inf if fault.times is None else fault.times

@@ -9,18 +9,9 @@ from ftopt.errors import UserError
 
 COORDINATOR = "coordinator"
 POINTS = (
-    "inner",
-    "propose",
-    "gather",
-    "reduce",
-    "reduce.after",
-    "prepare",
-    "commit",
-    "apply",
-    "aggregated",
-    "fetch",
+    "inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply", "aggregated", "fetch",
     "serve",
-)
+)  # fmt: skip
 COORDINATOR_POINTS = ("join", "quorum", "decide", "abort")
 ACTIONS = ("kill", "stop", "hang", "partition", "corrupt", "nan", "slow")
 COORDINATOR_ACTIONS = ("kill", "stop", "partition")

@@ -9,7 +9,6 @@ import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,19 +76,13 @@ class Tls:
             raise UserError(f"CA file {self.ca}: {reason}; give a file of PEM certificates") from None
 
 
-def find_tls(
-    cert: str | Path | None = None,
-    key: str | Path | None = None,
-    ca: str | Path | None = None,
-    *,
-    env: Mapping[str, str] = os.environ,
-) -> Tls:
+def find_tls(cert: str | Path | None = None, key: str | Path | None = None, ca: str | Path | None = None) -> Tls:
     """Returns the files given, else those of ``FTOPT_CERT``, ``FTOPT_KEY`` and ``FTOPT_CA``."""
     if cert is None and key is None:
-        cert, key = env.get("FTOPT_CERT") or None, env.get("FTOPT_KEY") or None
-    ca = ca or env.get("FTOPT_CA") or None
-    paths = [None if path is None else Path(path) for path in (cert, key, ca)]
-    return Tls(cert=paths[0], key=paths[1], ca=paths[2])
+        cert, key = os.environ.get("FTOPT_CERT") or None, os.environ.get("FTOPT_KEY") or None
+    ca = ca or os.environ.get("FTOPT_CA") or None
+    cert, key, ca = (None if path is None else Path(path) for path in (cert, key, ca))
+    return Tls(cert=cert, key=key, ca=ca)
 
 
 def why_not(url: str, error: ssl.SSLError) -> str:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from ftopt.errors import UserError
 
 MIN_CHARS = 16
 """A shorter token can be guessed over the network; ``openssl rand -hex 32`` makes one of 64 characters."""
-MAX_CHARS = 1024
-"""The token is sent in one HTTP header."""
+MAX_CHARS = 1024  # sent in one HTTP header
 
 
 def authorization(token: str | None) -> dict[str, str]:
@@ -43,7 +41,7 @@ def for_state(token: str | None) -> str | None:
     return hmac.new(token.encode(), b"ftopt state transfer", hashlib.sha256).hexdigest()
 
 
-def checked(token: str, source: str) -> str:
+def _checked(token: str, source: str) -> str:
     """Returns ``token`` if it is usable, else raises `UserError`. ``source`` says where it comes from."""
     if not token:
         raise UserError(
@@ -60,23 +58,20 @@ def checked(token: str, source: str) -> str:
     return token
 
 
-def find_token(
-    token: str | None = None, file: Path | None = None, *, env: Mapping[str, str] = os.environ
-) -> str | None:
+def find_token(token: str | None = None, file: Path | None = None) -> str | None:
     """Returns the job's token: ``token``, else the first line of ``file``, else ``FTOPT_TOKEN``, else None.
 
     Raises:
         UserError: it is empty, too short, or the file cannot be read.
     """
     if token is not None:
-        return checked(token, "the token")
+        return _checked(token, "the token")
     if file is not None:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise UserError(f"token file {file}: {reason}; give a file whose first line is the token") from None
-        return checked(lines[0].strip() if lines else "", f"token file {file}")
-    if "FTOPT_TOKEN" in env:
-        return checked(env["FTOPT_TOKEN"], "FTOPT_TOKEN")
-    return None
+        return _checked(lines[0].strip() if lines else "", f"token file {file}")
+    given = os.environ.get("FTOPT_TOKEN")
+    return None if given is None else _checked(given, "FTOPT_TOKEN")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ftopt.checkpoint.disk import Disk
-from ftopt.checkpoint.part import Part, PartVersion
+from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.writer import Writer
 
 
@@ -29,7 +29,7 @@ def part(
 ) -> Part:
     """One whose tensors tell the version."""
     committed = tuple(
-        PartVersion(
+        SavedVersion(
             {"fragment": f, "version": version, "counted": [list(entry) for entry in counted]},
             digest=f"digest of {version}",
             tensors={"anchor": torch.full((100,), float(version)), "outer.momentum": torch.arange(100.0) + f},

@@ -29,13 +29,15 @@ def test_what_replicas_show_each_other_does_not_open_the_coordinator() -> None:
     assert for_state(None) is None
 
 
-def test_a_token_is_given_in_a_file_or_the_environment(tmp_path: Path) -> None:
+def test_a_token_is_given_in_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\nsecond line\n")
-    assert find_token(file=file, env={"FTOPT_TOKEN": "x" * 20}) == TOKEN
-    assert find_token(env={"FTOPT_TOKEN": TOKEN}) == TOKEN
-    assert find_token(TOKEN, file, env={}) == TOKEN
-    assert find_token(env={}) is None
+    monkeypatch.delenv("FTOPT_TOKEN", raising=False)
+    assert find_token() is None
+    assert find_token(TOKEN, file) == TOKEN
+    monkeypatch.setenv("FTOPT_TOKEN", "x" * 20)
+    assert find_token(file=file) == TOKEN
+    assert find_token() == "x" * 20
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,12 @@ def test_a_token_is_given_in_a_file_or_the_environment(tmp_path: Path) -> None:
         ("x" * 2000, "2000"),
     ],
 )
-def test_a_token_that_would_protect_nothing_is_refused(token: str, words: str, tmp_path: Path) -> None:
+def test_a_token_that_would_protect_nothing_is_refused(
+    token: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FTOPT_TOKEN", token)
     with pytest.raises(UserError, match=f"FTOPT_TOKEN.*{words}"):
-        find_token(env={"FTOPT_TOKEN": token})
+        find_token()
     file = tmp_path / "token"
     file.write_text(token)
     with pytest.raises(UserError, match=f"token file .*{words}"):

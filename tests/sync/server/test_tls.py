@@ -193,11 +193,12 @@ def test_files_that_cannot_be_used_are_named(certificates: Certificates, files: 
             Tls(ca=ca).client()
 
 
-def test_files_come_from_the_arguments_or_the_environment() -> None:
-    env = {"FTOPT_CERT": "c", "FTOPT_KEY": "k", "FTOPT_CA": ""}
-    assert find_tls(env=env) == Tls(cert=Path("c"), key=Path("k"))
-    assert find_tls("x", "y", "z", env=env) == Tls(cert=Path("x"), key=Path("y"), ca=Path("z"))
-    assert find_tls("x", env=env) == Tls(cert=Path("x"))  # never half of each
+def test_files_come_from_the_arguments_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("FTOPT_CERT", "c"), ("FTOPT_KEY", "k"), ("FTOPT_CA", "")):
+        monkeypatch.setenv(name, value)
+    assert find_tls() == Tls(cert=Path("c"), key=Path("k"))
+    assert find_tls("x", "y", "z") == Tls(cert=Path("x"), key=Path("y"), ca=Path("z"))
+    assert find_tls("x") == Tls(cert=Path("x"))  # never half of each
 
 
 def test_the_command_line_speaks_tls(files: Tls, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
