@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.net import add_certificate, add_token, tls_of, token_of
+from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.output import say
 from ftopt.events import OnEvent, ignore
 
@@ -21,13 +21,10 @@ _REPLICAS_LEAVE_S = 5.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds --bind, --journal, and the options for token and TLS; options only ``ftopt run`` uses are hidden."""
     parser.add_argument(
         "--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help="address to listen on (default: %(default)s)"
     )
-    parser.add_argument(
-        "--journal", type=Path, metavar="FILE", help="journal of all decisions, to restart from (default: none)"
-    )
+    add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
     add_token(parser)
     add_certificate(parser)
     parser.add_argument("--open-status", action="store_true", help="serve /status and /metrics without the token")

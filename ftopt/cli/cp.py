@@ -11,7 +11,6 @@ from ftopt.errors import UserError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds NAME [PATH]."""
     parser.add_argument("name", metavar="NAME", help="name of a recipe, as `ftopt ls` lists it")
     parser.add_argument("path", metavar="PATH", nargs="?", help="file or folder to copy it to (default: ./NAME.yaml)")
 

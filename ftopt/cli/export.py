@@ -9,13 +9,8 @@ from ftopt.cli.output import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds CHECKPOINT FILE."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        type=Path,
-        help="a checkpoint, or a folder of checkpoints: its newest complete one",
-    )
+    text = "a checkpoint, or a folder of checkpoints: its newest complete one"
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=text)
     parser.add_argument("file", metavar="FILE", type=Path, help="file to write, e.g. model.safetensors; must not exist")
 
 
@@ -31,7 +26,6 @@ def run(arguments: argparse.Namespace) -> int:
     except BadCheckpoint as bad:
         raise with_offer(bad, checkpoint.path) from None
     elements = sum(tensor.numel() for tensor in tensors.values())
-    manifest = checkpoint.manifest
-    at = f"version {manifest.version}, inner step {manifest.inner_step}"
+    at = f"version {checkpoint.manifest.version}, inner step {checkpoint.manifest.inner_step}"
     say(f"{arguments.file}: {len(tensors)} tensors, {elements:,} elements, of {at}")
     return 0

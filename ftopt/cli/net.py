@@ -10,32 +10,26 @@ from ftopt.net.tls import Tls, find_tls
 from ftopt.net.token import find_token
 
 
+def add_file(parser: argparse.ArgumentParser, option: str, text: str) -> None:
+    """Adds an option whose value is a file."""
+    parser.add_argument(option, type=Path, metavar="FILE", help=text)
+
+
 def add_token(parser: argparse.ArgumentParser) -> None:
     """Adds --token-file."""
-    parser.add_argument(
-        "--token-file",
-        type=Path,
-        metavar="FILE",
-        help="file whose first line is the job's token (default: FTOPT_TOKEN, else none)",
-    )
+    add_file(parser, "--token-file", "file whose first line is the job's token (default: FTOPT_TOKEN, else none)")
     parser.add_argument("--token", help=argparse.SUPPRESS)
 
 
 def add_certificate(parser: argparse.ArgumentParser) -> None:
     """Adds --cert and --key."""
-    parser.add_argument(
-        "--cert", type=Path, metavar="FILE", help="certificate to serve with, PEM (default: FTOPT_CERT)"
-    )
-    parser.add_argument(
-        "--key", type=Path, metavar="FILE", help="private key of the certificate, PEM (default: FTOPT_KEY)"
-    )
+    add_file(parser, "--cert", "certificate to serve with, PEM (default: FTOPT_CERT)")
+    add_file(parser, "--key", "private key of the certificate, PEM (default: FTOPT_KEY)")
 
 
 def add_ca(parser: argparse.ArgumentParser) -> None:
     """Adds --ca."""
-    parser.add_argument(
-        "--ca", type=Path, metavar="FILE", help="CA certificates to trust, PEM (default: FTOPT_CA, else the system's)"
-    )
+    add_file(parser, "--ca", "CA certificates to trust, PEM (default: FTOPT_CA, else the system's)")
 
 
 def token_of(arguments: argparse.Namespace) -> str | None:

@@ -9,15 +9,12 @@ import time
 from pathlib import Path
 
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
+from ftopt.cli.validate import add as add_recipe
 from ftopt.errors import UserError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds RECIPE, overrides, --coordinator and the rest; options only ``ftopt run`` uses are hidden."""
-    parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe that ships with ftopt, or path of a file")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings to override, e.g. train.inner_steps=200"
-    )
+    add_recipe(parser)
     parser.add_argument("--coordinator", metavar="URL", help="the coordinator's address (default: FTOPT_COORDINATOR)")
     parser.add_argument("--id", metavar="ID", help="this replica's id (default: FTOPT_REPLICA, else HOST-PID)")
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")

@@ -56,7 +56,6 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
     """Returns the summary as a few lines of text."""
     digests = summary["anchor_digests"]
     alike = "identical" if len(set(digests.values())) <= 1 else "NOT IDENTICAL"
-    stall = summary["stall_s"]
     inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
     lines = [
         f"outer steps {summary['outer_steps']}, attempts {summary['attempts']}, aborted {summary['attempts_aborted']}",
@@ -68,7 +67,7 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
         f"anchor digests of {len(digests)} replicas: {alike}",
         f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s",
     ]
-    if stall is not None:
+    if (stall := summary["stall_s"]) is not None:
         lines.append(
             f"time that an outer step kept a replica waiting: median {stall['median']:.3f} s, max {stall['max']:.3f} s"
         )

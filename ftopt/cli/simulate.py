@@ -18,7 +18,6 @@ _PLAIN_PROGRESS_S = 10.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds --histories, --seed and --replay."""
     parser.add_argument(
         "--histories", metavar="N", type=int, default=1000, help="number of histories (default: %(default)s)"
     )
@@ -33,15 +32,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
         return _replay(_natural("--replay", arguments.replay))
     count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)
-    tally, began_s = Coverage(), time.monotonic()
-    shown_s = began_s
-    every_s = _PROGRESS_S if sys.stderr.isatty() else _PLAIN_PROGRESS_S
+    tally, terminal, began_s = Coverage(), sys.stderr.isatty(), time.monotonic()
+    shown_s, every_s = began_s, _PROGRESS_S if terminal else _PLAIN_PROGRESS_S
     for done in tally.walk(seed, count):
         if time.monotonic() - shown_s >= every_s:
             shown_s = time.monotonic()
-            _progress(f"{done:,} of {count:,} histories, {tally.events / (shown_s - began_s):,.0f} events/s")
+            text = f"{done:,} of {count:,} histories, {tally.events / (shown_s - began_s):,.0f} events/s"
+            sys.stderr.write(f"\r\033[K{text}" if terminal else f"{text}\n")
+            sys.stderr.flush()
     wall_s = time.monotonic() - began_s
-    if sys.stderr.isatty():
+    if terminal:
         sys.stderr.write("\r\033[K")
     if tally.failed is not None:
         _tell(walk(tally.failed.seed, trace=True))
@@ -70,11 +70,6 @@ def _replay(seed: int) -> int:
 def _tell(history: History) -> None:
     for line in history.trace:
         say(line)
-
-
-def _progress(text: str) -> None:
-    sys.stderr.write(f"\r\033[K{text}" if sys.stderr.isatty() else f"{text}\n")
-    sys.stderr.flush()
 
 
 def _natural(option: str, value: int, *, least: int = 0) -> int:

@@ -22,7 +22,6 @@ _FRAGMENTS_SHOWN = 4
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds URL, --job, --json, --token-file and --ca."""
     parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -70,10 +69,9 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Mapping[str, Any]]:
             f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or check the address"
         ) from error
     try:
-        jobs: list[Mapping[str, Any]] = json.loads(answer)["jobs"]
+        return list(json.loads(answer)["jobs"])
     except (ValueError, LookupError, TypeError):
         raise UserError(f"{url} does not answer with a status; is this an ftopt coordinator?") from None
-    return jobs
 
 
 def describe(job: Mapping[str, Any]) -> str:
@@ -114,13 +112,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[_shown(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     right = [all(isinstance(cell, int) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in [head, *cells]
-    )
+    columns = [f">{width}" if to_right else f"<{width}" for width, to_right in zip(widths, right, strict=True)]
+    lines = ["  ".join(map(format, row, columns)) for row in [head, *cells]]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _shown(text: str) -> str:

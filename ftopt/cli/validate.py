@@ -8,7 +8,6 @@ from ftopt.cli.output import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Adds RECIPE [key=value ...]."""
     parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe that ships with ftopt, or path of a file")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="settings to override, e.g. train.inner_steps=200"
