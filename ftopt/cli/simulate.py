@@ -8,8 +8,7 @@ import time
 
 from ftopt.cli.output import complain, say
 from ftopt.errors import UserError
-from ftopt.simulate.tally import Coverage
-from ftopt.simulate.walk import History
+from ftopt.simulate.walk import Coverage, History
 from ftopt.simulate.walk import run as walk
 
 _PROGRESS_S = 0.5

@@ -128,17 +128,21 @@ class Shares:
             p.local_steps += 1
         finite = not self._world.chance(self._world.knobs.nonfinite)
         units = union((unit, unit + 1) for unit in self._sum)
-        contribution = shard.hand_in(
-            p.incarnation_id,
-            p.local_steps,
-            plan=self.portion.plan,
-            share=self.portion.units,
-            units=units,
-            finite=finite,
+        record, steps, share, plan = (
+            shard.applied,
+            p.local_steps - shard.base_step,
+            self.portion.units,
+            self.portion.plan,
         )
-        if contribution is not None:
-            self._under_way += 1
-            p.later(self._world.delay() * self._world.random.choice((0.0, 0.1, 1.0)), self._hand_in, contribution)
+        if record is None:
+            return
+        weight = float(sum(stop - start for start, stop in units)) if finite else 0.0
+        contribution = Contribution(
+            0, record.version, steps, p.local_steps, weight, finite=finite, ranges=share, plan=plan
+        )
+        shard.freeze(p.incarnation_id, contribution, units)
+        self._under_way += 1
+        p.later(self._world.delay() * self._world.random.choice((0.0, 0.1, 1.0)), self._hand_in, contribution)
 
     def _hand_in(self, contribution: Contribution) -> None:
         """It reaches the network thread."""
@@ -155,8 +159,7 @@ class Shares:
         before = shard.taken
         if shard.record is before:
             return
-        if shard.take_over(p.local_steps):
-            p.count_anew(0)
+        p.take_over(0)
         if before is None or shard.record is None or before.version == shard.record.version:
             return
         self._sum = []

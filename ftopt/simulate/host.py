@@ -132,50 +132,14 @@ class Shard:
             self.inherited = tuple(x for x in self.inherited if x not in snapshot.inherited)
         self.record, self.content = record, content
 
-    def propose(
-        self,
-        incarnation_id: IncarnationId,
-        local_steps: int,
-        *,
-        finite: bool,
-        ranges: Ranges = (),
-        overlap_s: float = 0.0,
-        grace: float = 0.0,
-    ) -> Contribution | None:
-        """Freezes a contribution; None when a newer state waits to be taken up."""
-        if self.record is None or self.record is not self.taken:
-            return None
-        steps = local_steps - self.base_step
-        contribution = Contribution(
-            fragment=self.record.fragment,
-            version=self.record.version,
-            steps=steps,
-            last_step=local_steps,
-            weight=float(steps) if finite else 0.0,
-            finite=finite,
-            ranges=ranges,
-            overlap_s=overlap_s,
-            grace=grace,
-        )
-        if not finite:
-            self.base_step, self.inherited = local_steps, ()
-        self.snapshot = Payload(incarnation_id, self.base_step, contribution, ranges, self.inherited)
-        self.marked_step = local_steps
-        return contribution
-
-    def hand_in(
-        self, incarnation_id: IncarnationId, local_steps: int, *, plan: int, share: Ranges, units: Ranges, finite: bool
-    ) -> Contribution | None:
-        """Freezes the sum over ``units`` as a share of a global batch; None when a newer state waits to be taken up."""
-        if self.record is None or self.record is not self.taken:
-            return None
-        weight = float(sum(stop - start for start, stop in units)) if finite else 0.0
-        steps = local_steps - self.base_step
-        contribution = Contribution(
-            0, self.record.version, steps, local_steps, weight, finite=finite, ranges=share, plan=plan
-        )
+    def freeze(self, incarnation_id: IncarnationId, contribution: Contribution, units: Ranges) -> None:
+        """A contribution that has used ``units`` is on its way."""
         self.snapshot = Payload(incarnation_id, self.base_step, contribution, units, self.inherited)
-        return contribution
+
+    @property
+    def applied(self) -> Record | None:
+        """The newest committed state; None when it waits to be taken up."""
+        return self.record if self.record is self.taken else None
 
     def take_over(self, local_steps: int) -> bool:
         """Step 6, at a boundary. Returns whether pending steps were dropped (of a replica that was reset)."""

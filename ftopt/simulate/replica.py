@@ -145,7 +145,7 @@ class ReplicaProcess(Process):
             return
         server = self.world.random.choice(up) if len(up) > 1 else up[0]
         self.conn = Conn(self.world, self, server)
-        server.connect(self.conn)
+        server.conns[self.conn.number] = self.conn
         if not self.machine.complete and self.world.checkpoints.whole:
             self.machine.checkpoint = self.world.checkpoints.whole[-1].position
         self.act(self.machine.connect())
@@ -253,8 +253,7 @@ class ReplicaProcess(Process):
                     self.later(self.world.delay(), self._fetch, position.fragment, ())
                 case r.Begin(record=record, reset=reset):
                     shard = self.shards[record.fragment]
-                    content = shard.content
-                    shard.advance(record, content, 0)
+                    shard.advance(record, shard.content, 0)
                     shard.reset = reset
                     self._moved(record, "")
                 case r.RestoreCheckpoint():

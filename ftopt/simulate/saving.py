@@ -21,17 +21,18 @@ def give(process: Process) -> None:
     if any(x.reset for x in process.shards) or any(f.reset for f in process.machine.fragments):
         return
     offered = tuple(x.snapshot.contribution for x in kept if x.snapshot is not None)
-    used, queue = process.loader.unit_queue.kept() if process.loader is not None else ((), ())
+    loader, machine = process.loader, process.machine
+    used, queue = loader.unit_queue.kept() if loader is not None else ((), ())
     held = Held(
         process.name,
-        process.machine.incarnation,
-        process.machine.epoch,
-        dict(process.machine.gone),
+        machine.incarnation,
+        machine.epoch,
+        dict(machine.gone),
         records=tuple(x.record for x in kept),
         contributions=offered,
         samples=world.knobs.samples,
-        cursor=process.machine.lease.cursor,
-        used=union(used, *(c.ranges for c in offered)) if process.loader is not None else (),
+        cursor=machine.lease.cursor,
+        used=union(used, *(c.ranges for c in offered)) if loader is not None else (),
         queue=queue,
     )
     incarnation_id = process.incarnation_id
@@ -39,7 +40,7 @@ def give(process: Process) -> None:
         held,
         kept,
         process.local_steps,
-        dict(process.loader.used_by) if process.loader is not None else {},
+        dict(loader.used_by) if loader is not None else {},
         tuple(frozenset(world.discarded.get((f, incarnation_id), ())) for f in range(len(kept))),
         tuple(world.floor.get((f, incarnation_id, process.life), 0) for f in range(len(kept))),
     )
@@ -62,8 +63,7 @@ def put(process: Process, coming: Coming) -> None:
 
 
 def _adopt(process: Process, coming: Coming) -> None:
-    """What ``ftopt.optimizer.recovery.adopt`` does: the counters go on until all fragments have room for
-    the steps."""
+    """What ``ftopt.optimizer.recovery.adopt`` does: the counters go on until all fragments have room for the steps."""
     world, incarnation_id = process.world, coming.part.held.incarnation_id
     world.coverage["pending work of a missing replica"] += 1
     pending: list[tuple[int, list[StepSpan], int]] = []

@@ -8,6 +8,7 @@ from ftopt.simulate.backups import SimBackup
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.saving import give
 from ftopt.simulate.world import Process
+from ftopt.sync.protocol.messages import Contribution
 
 
 class InnerSteps:
@@ -94,13 +95,10 @@ class InnerSteps:
         return f.outstanding and not f.released
 
     def _take_over(self, fragment: int) -> None:
-        p = self._process
-        shard = p.shards[fragment]
+        p, shard = self._process, self._process.shards[fragment]
         begins = shard.counted
-        if shard.take_over(p.local_steps):
-            p.count_anew(fragment)
-            if p.loader is not None and not fragment:
-                p.loader.unit_queue.redo()
+        if p.take_over(fragment) and p.loader is not None and not fragment:
+            p.loader.unit_queue.redo()
         if not fragment:
             give(p)
         if begins and not shard.counted:
@@ -112,18 +110,26 @@ class InnerSteps:
         if fragment in p.installing:
             return
         finite = not self._world.chance(knobs.nonfinite)
-        contribution = shard.propose(
-            p.incarnation_id,
-            p.local_steps,
+        ranges = p.loader.unit_queue.offer() if p.loader is not None and not fragment else ()
+        record, steps = shard.applied, p.local_steps - before
+        if record is None:
+            return
+        contribution = Contribution(
+            fragment=fragment,
+            version=record.version,
+            steps=steps,
+            last_step=p.local_steps,
+            weight=float(steps) if finite else 0.0,
             finite=finite,
-            ranges=p.loader.unit_queue.offer() if p.loader is not None and not fragment else (),
+            ranges=ranges,
             overlap_s=knobs.overlap_steps * p.step_s,
             grace=knobs.grace,
         )
-        if contribution is None:
-            return
         if not finite:
+            shard.give_up(p.local_steps)
             self._world.discard(p.incarnation_id, fragment, before, p.local_steps)
+        shard.freeze(p.incarnation_id, contribution, ranges)
+        shard.marked_step = p.local_steps
         if self._world.strike():
             p.misfortune()
             if not p.alive:

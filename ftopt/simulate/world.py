@@ -223,7 +223,7 @@ class Process(ABC):
 
     @abstractmethod
     def goodbye(self) -> None:
-        """It goes."""
+        """It leaves."""
 
     @abstractmethod
     def misfortune(self) -> None:
@@ -299,9 +299,12 @@ class Process(ABC):
         self.later(self.hung_until_s - self.world.now, action)
         return True
 
-    def count_anew(self, fragment: int) -> None:
-        """A new incarnation counts from here; what was pending is a dead one's."""
-        self.world.floor[(fragment, self.incarnation_id, self.life)] = self.local_steps
+    def take_over(self, fragment: int) -> bool:
+        """Step 6, at a boundary. A new incarnation counts from here, and what was pending is a dead one's: True."""
+        dropped = self.shards[fragment].take_over(self.local_steps)
+        if dropped:
+            self.world.floor[(fragment, self.incarnation_id, self.life)] = self.local_steps
+        return dropped
 
 
 class Server(ABC):
@@ -315,9 +318,7 @@ class Server(ABC):
         self.conns: dict[int, Conn] = {}
         self.heard: dict[int, m.Hello] = {}
         self.remembers = True
-        self.has_journal = False
-        self.opened = False
-        self.forgot = False
+        self.has_journal = self.opened = self.forgot = False
         self.first_hello_s = math.inf
         self.schism = False
         """Of the next decision that is sent to several members only one shall hear, and be cut off with it."""
@@ -325,10 +326,6 @@ class Server(ABC):
     @property
     def up(self) -> bool:
         return self.machine is not None
-
-    def connect(self, conn: Conn) -> None:
-        """A replica comes."""
-        self.conns[conn.number] = conn
 
     @abstractmethod
     def start(self, *, keep: int | None = None) -> None:

@@ -12,8 +12,7 @@ a plain ``torch.distributed.all_reduce`` does not give, and how they are made:
   happens on a background thread.
 - **A death is known to all.** Only the dead member's neighbours in the ring feel it. They drop their group at
   once, which their neighbours feel in turn.
-- **Progress is watched, not total time.** A payload goes in pieces; the time-out is the longest time without
-  one.
+- **Progress is watched, not total time.** A payload goes in pieces; the time-out is the longest time without one.
 
 Measured (torch 2.13, 2 cores, loopback, 1 thread a process): a group of 4 is built in 2.5 ms (median; 9 ms at
 most); a row is exchanged as fast as by a plain call (0.3 ms by 2 members, 1 ms by 3, 4 ms by 4 on 2 cores); a
@@ -56,9 +55,8 @@ class GlooTransport:
         host: this machine's name or address, as its peers reach it; the groups listen there, on a free port.
         timeout_s: seconds without any piece, or without a peer's coming, after which an attempt fails. With
             pieces of 4 MiB, two on the wire at a time, 3 s are enough down to about 45 Mbit/s.
-        piece_bytes: bytes a piece. Default 4 MiB: on loopback pieces then cost about 1.15 of a single call's
-            time; smaller ones cost more (1 MiB: 1.7), larger ones need a faster network for the same
-            ``timeout_s``.
+        piece_bytes: bytes a piece. Default 4 MiB: on loopback pieces then cost about 1.15 of a single call's time;
+            smaller ones cost more (1 MiB: 1.7), larger ones need a faster network for the same ``timeout_s``.
         staging: how payloads on a device get to the host and back. Default: `staging_for`.
 
     Raises:
@@ -90,17 +88,7 @@ class GlooTransport:
             ) from None
 
     def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> GlooCollective:
-        """Starts to connect to the other members, and returns at once.
-
-        Wait with `GlooCollective.open`, or just reduce. The collective is there to be stopped from the first
-        moment.
-
-        Args:
-            key: names the group: job, fragment, attempt. The same for all members; never used twice.
-            rank: this member's place, 0 to ``size - 1``.
-            size: members. 1: nothing is connected.
-            ops: the coordinator's store. Called on a background thread.
-        """
+        """As `ftopt.transport.interface.Transport` says. Wait with `GlooCollective.open`, or just reduce."""
         assert 0 <= rank < size, (rank, size)
         options = cast(Any, ProcessGroupGloo)._Options()
         options._devices = [self._device()]
@@ -118,8 +106,7 @@ class GlooTransport:
 class GlooCollective:
     """The process group of one quorum. Made by `GlooTransport.connect`.
 
-    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls
-    raise:
+    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls raise:
 
         InterruptedError: stopped.
         ConnectionError: a peer is gone (`PeerLost`), or, while connecting, the link to the coordinator.

@@ -117,7 +117,15 @@ class StoreOps(Protocol):
 class Transport(Protocol):
     """Makes the process groups of attempts."""
 
-    def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> Collective: ...
+    def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> Collective:
+        """Starts to connect to the other members, and returns at once; the collective can be stopped from then on.
+
+        Args:
+            key: names the group: job, fragment, attempt. The same for all members, never used twice.
+            rank: this member's place, 0 to ``size - 1``.
+            size: members. 1: nothing is connected.
+            ops: the coordinator's store. Called on a background thread.
+        """
 
 
 class StateTransfer(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -20,24 +21,24 @@ from ftopt.transport.encoded import alone, pay_, sent_bytes, spans, sum_codec
 from ftopt.transport.interface import Carry, Owed, Summed
 
 
+@dataclass
 class _Call:
     """One collective call: what each rank brought, and the result once all have."""
 
-    def __init__(self) -> None:
-        self.brought: dict[int, Tensor] = {}
-        self.total: Tensor | None = None
-        self.left = 0  # members that have not taken the result yet
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    total: Tensor | None = None
+    left: int = 0  # members that have not taken the result yet
 
 
+@dataclass
 class _Meeting:
     """Where the members of one key meet. Everything is guarded by ``changed``."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.changed = threading.Condition()
-        self.here: set[int] = set()
-        self.gone: set[int] = set()
-        self.calls: dict[int, _Call] = {}
+    size: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    here: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    calls: dict[int, _Call] = field(default_factory=dict)
 
 
 class LocalTransport:
@@ -53,14 +54,7 @@ class LocalTransport:
         self._meetings: dict[str, _Meeting] = {}
 
     def connect(self, *, key: str, rank: int, size: int, ops: object = None) -> LocalCollective:
-        """Joins the group ``key``, and returns at once; `LocalCollective.open` waits for the others.
-
-        Args:
-            key: names the group; the same for all members, never used twice.
-            rank: this member's place, 0 to ``size - 1``.
-            size: members.
-            ops: not used; there for the other transports' sake.
-        """
+        """Joins the group, and returns at once; `LocalCollective.open` waits for the others. ``ops`` is not used."""
         assert 0 <= rank < size, (rank, size)
         with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting(size))
@@ -79,8 +73,7 @@ class LocalTransport:
 class LocalCollective:
     """The in-process group of one quorum. Made by `LocalTransport.connect`.
 
-    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls
-    raise:
+    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls raise:
 
         InterruptedError: stopped.
         ConnectionError: another member has stopped or failed before it brought its part.

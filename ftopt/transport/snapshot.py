@@ -19,24 +19,16 @@ import torch
 from torch import Tensor
 
 from ftopt.streams import SideStream, reached
-from ftopt.transport.interface import Meta
 
 _CHUNK_BYTES = 256 << 10
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _DIMENSIONS = 64
 """torch takes no more."""
+_INVALID = "not a valid safetensors file"
 
 
 class StateImage:
@@ -58,8 +50,7 @@ class StateImage:
         for name in names:
             tensor = on_host[name]
             block = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
-            end = offset + block.nbytes
-            shape = list(tensor.shape)
+            end, shape = offset + block.nbytes, list(tensor.shape)
             header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": shape, "data_offsets": [offset, end]}
             self._blocks.append(block)
             offset = end
@@ -107,16 +98,17 @@ class Arriving:
     def __init__(self, head: bytes, size: int) -> None:
         begin = 8 + int.from_bytes(head[:8], "little")
         header = _header(head[8:begin])
-        self.meta = _meta(header)
+        meta = header.pop("__metadata__", {})
+        if not isinstance(meta, dict):
+            raise ValueError("the header has no metadata")
+        self.meta = {str(key): str(value) for key, value in meta.items()}
         self.tensors: dict[str, Tensor] = {}
         self._starts: list[int] = []
         self._blocks: list[memoryview] = []
         at = begin
         for (start, stop), name, dtype, shape in _entries(header):
             if start != at - begin or stop - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError(
-                    f"not a valid safetensors file: tensor {name!r:.60} does not have the bytes of its shape"
-                )
+                raise ValueError(f"{_INVALID}: tensor {name!r:.60} does not have the bytes of its shape")
             at = begin + stop
             if at > size:
                 break
@@ -131,9 +123,7 @@ class Arriving:
                 self._starts.append(at - block.nbytes)
                 self._blocks.append(block)
         if at != size:
-            raise ValueError(
-                f"not a valid safetensors file: the body has {size} bytes, the header describes another size"
-            )
+            raise ValueError(f"{_INVALID}: the body has {size} bytes, the header describes another size")
         self.start = begin
         self.write(begin, memoryview(head)[begin:])
 
@@ -154,15 +144,8 @@ def _header(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("the header is nested too deep") from None
     if not isinstance(header, dict):
-        raise ValueError("not a valid safetensors file: the header is not an object")
+        raise ValueError(f"{_INVALID}: the header is not an object")
     return header
-
-
-def _meta(header: dict[str, Any]) -> Meta:
-    meta = header.pop("__metadata__", {})
-    if not isinstance(meta, dict):
-        raise ValueError("the header has no metadata")
-    return {str(key): str(value) for key, value in meta.items()}
 
 
 def _entries(header: dict[str, Any]) -> list[tuple[tuple[int, int], str, torch.dtype, list[int]]]:
@@ -175,5 +158,5 @@ def _entries(header: dict[str, Any]) -> list[tuple[tuple[int, int], str, torch.d
             ):
                 found.append(((start, stop), name, _NAMES[dtype], shape))
             case _:
-                raise ValueError(f"not a valid safetensors file: {name!r:.60} is not a tensor that can be read")
+                raise ValueError(f"{_INVALID}: {name!r:.60} is not a tensor that can be read")
     return sorted(found, key=lambda entry: entry[0])

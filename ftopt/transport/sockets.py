@@ -1,9 +1,8 @@
 """Finds the TCP connections of one Gloo group in this process, and ends them.
 
-Gloo has no call that wakes a reduction whose peer hangs: it waits for its time-out, the group's destructor
-with it. But its connections are ordinary sockets of this process, and a socket that is shut down fails at
-once, on both sides. Every group listens on a port of its own, so the addresses that the members left in the
-store tell which sockets are its.
+Gloo has no call that wakes a reduction whose peer hangs: it waits for its time-out, the group's destructor with it. But
+its connections are ordinary sockets of this process, and a socket that is shut down fails at once, on both sides. Every
+group listens on a port of its own, so the addresses that the members left in the store tell which sockets are its.
 
 Where the list of open files cannot be read (no ``/proc``), nothing is shut down, and a group lives on until
 Gloo's own time-out.

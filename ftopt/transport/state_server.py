@@ -19,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 
@@ -77,10 +77,8 @@ class StateServer:
         self._port = port
         self._on_serve = on_serve
         self._kept: dict[str, dict[str, StateImage]] = {}
-        self._runner: web.AppRunner | None = None
         self._room: AcceptQueue | None = None
-        self._server: asyncio.Server | None = None
-        self._sweep: asyncio.Task[None] | None = None
+        self._started = AsyncExitStack()
 
     async def start(self) -> int:
         """Starts to listen; returns the port.
@@ -101,32 +99,26 @@ class StateServer:
             auto_decompress=False,
         )
         await runner.setup()
-        room = AcceptQueue(guarded(runner), limit=_WAITING, patience_s=_PATIENCE_S)
+        self._started.push_async_callback(runner.cleanup)
+        self._room = AcceptQueue(guarded(runner), limit=_WAITING, patience_s=_PATIENCE_S)
         handshake_s = HANDSHAKE_S if self._tls is not None else None
         try:
-            self._server = await asyncio.get_running_loop().create_server(
-                room, self._host, self._port, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            server = await asyncio.get_running_loop().create_server(
+                self._room, self._host, self._port, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
         except OSError:
-            await runner.cleanup()
+            await self.stop()
             raise
-        self._runner, self._room = runner, room
-        self._sweep = asyncio.create_task(self._forget_idle())
-        return int(self._server.sockets[0].getsockname()[1])
+        self._started.callback(self._room.close)
+        self._started.callback(server.close)
+        sweep = asyncio.create_task(self._forget_idle())
+        self._started.push_async_callback(asyncio.wait, [sweep])
+        self._started.callback(sweep.cancel)
+        return int(server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Stops listening, and breaks off what is being sent. Idempotent."""
-        sweep, self._sweep = self._sweep, None
-        runner, self._runner = self._runner, None
-        if sweep is not None:
-            sweep.cancel()
-            await asyncio.gather(sweep, return_exceptions=True)
-        if self._server is not None:
-            self._server.close()
-        if self._room is not None:
-            self._room.close()
-        if runner is not None:
-            await runner.cleanup()
+        await self._started.aclose()
         self._kept.clear()
 
     @web.middleware
@@ -161,16 +153,19 @@ class StateServer:
             response.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{snapshot.size}"
         response.content_type = "application/octet-stream"
         response.content_length = stop - start
-        with _reading(snapshot):
+        snapshot.readers += 1
+        try:
             await response.prepare(request)
-            try:
-                for chunk in snapshot.chunks(start, stop):
-                    async with asyncio.timeout(_IDLE_S):  # a hanging reader must not pin a version
-                        await response.write(chunk)
-                await response.write_eof()
-            except (TimeoutError, ConnectionError):
-                if request.transport is not None:
-                    request.transport.abort()
+            for chunk in snapshot.chunks(start, stop):
+                async with asyncio.timeout(_IDLE_S):  # a hanging reader must not pin a version
+                    await response.write(chunk)
+            await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            snapshot.readers -= 1
+            snapshot.asked_s = time.monotonic()
         return response
 
     async def _current(self, what: str) -> StateImage:
@@ -198,16 +193,6 @@ class StateServer:
                 for etag, old in list(kept.items()):
                     if not old.readers and time.monotonic() - old.asked_s > _IDLE_S:
                         del kept[etag]
-
-
-@contextmanager
-def _reading(snapshot: StateImage) -> Iterator[None]:
-    snapshot.readers += 1
-    try:
-        yield
-    finally:
-        snapshot.readers -= 1
-        snapshot.asked_s = time.monotonic()
 
 
 def _range_of(request: web.Request, size: int) -> tuple[int, int]:

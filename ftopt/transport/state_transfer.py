@@ -32,9 +32,7 @@ _SLOWEST_BYTES_S = 16 << 10
 """A source that sends less than this a second, besides the time-out, is given up: it could drip forever."""
 _HEAD_BYTES = 16 << 20
 """A larger safetensors header is refused: it has about 100 bytes a tensor, and is parsed at once."""
-
-
-_Take = Callable[[bytes], None]
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
 class _SourceFailed(Exception):
@@ -91,10 +89,8 @@ async def fetch(
     answers: list[str] = []
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=timeout_s, sock_read=timeout_s)
     headers = {"Accept-Encoding": "identity"} | authorization(token)
-    connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
-    async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, headers=headers, auto_decompress=False
-    ) as session:
+    tcp = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
+    async with aiohttp.ClientSession(connector=tcp, timeout=timeout, headers=headers, auto_decompress=False) as session:
         sources = [_Source(session, url, what, max_bytes=max_bytes, timeout_s=timeout_s) for url in urls]
         # One that has moved on to another version is asked anew.
         while live := [source for source in sources if not source.failed and source.asked < _ASK]:
@@ -120,7 +116,12 @@ async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> 
         try:
             if not known:
                 await source.confirm(body)
-            while (part := await _next_part(body)) is not None:
+            while True:
+                async with body.changed:  # until all parts are there, others may still give theirs back
+                    await body.changed.wait_for(lambda: body.todo or not body.missing)
+                    if not body.todo:
+                        return
+                    part = body.todo.pop(0)
                 try:
                     await source.part(*part, body)
                 except _SourceFailed:
@@ -150,13 +151,6 @@ async def _fill(body: _Body, sources: Sequence[_Source], answers: list[str]) -> 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _next_part(body: _Body) -> tuple[int, int] | None:
-    """A part to fetch; waits while others may still give theirs back; None when all are there."""
-    async with body.changed:
-        await body.changed.wait_for(lambda: body.todo or not body.missing)
-        return body.todo.pop(0) if body.todo else None
 
 
 class _Source:
@@ -214,7 +208,7 @@ class _Source:
         await self._get(start, stop, take, etag=body.etag, size=body.size)
 
     async def _get(
-        self, start: int, stop: int, take: _Take, *, etag: str | None = None, size: int | None = None
+        self, start: int, stop: int, take: Callable[[bytes], None], *, etag: str | None = None, size: int | None = None
     ) -> tuple[str, int]:
         """Passes these bytes to ``take`` as they come, fewer where the body ends before; ETag and size of the whole.
 
@@ -222,19 +216,15 @@ class _Source:
         """
         headers = {"Range": f"bytes={start}-{stop - 1}"} | ({"If-Match": etag} if etag else {})
         limit_s = self._timeout_s + (stop - start) / _SLOWEST_BYTES_S
+        request = self._session.get(self._state, headers=headers, allow_redirects=False)
         try:
-            async with (
-                asyncio.timeout(limit_s),
-                self._session.get(self._state, headers=headers, allow_redirects=False) as response,
-            ):
+            async with asyncio.timeout(limit_s), request as response:
                 if response.status == 412:
                     raise _OtherVersion("holds another version by now")
                 if response.status != 206:
                     text = (await response.content.read(200)).decode("utf-8", "replace").strip()
                     raise _SourceFailed(f"{response.status} {response.reason}: {text}")
-                told = re.fullmatch(
-                    r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", response.headers.get("Content-Range", "")
-                )
+                told = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
                 if told is None or int(told[1]) != start or "ETag" not in response.headers:
                     raise _SourceFailed("answered a range request without Content-Range or ETag")
                 last, whole = int(told[2]), int(told[3])

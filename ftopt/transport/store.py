@@ -1,9 +1,8 @@
 """A torch.distributed store whose keys live at the coordinator: there a quorum's members find each other.
 
-A process group needs a place where each member leaves its address and reads the others'. ftopt opens no
-further port and starts no further server for that: the store's calls travel on the connection that each
-replica has to the coordinator anyway. This file knows neither; the builder of a group injects the two
-operations as `StoreOps`.
+A process group needs a place where each member leaves its address and reads the others'. ftopt opens no further port
+and starts no further server for that: the store's calls travel on the connection that each replica has to the
+coordinator anyway. This file knows neither; the builder of a group injects the two operations as `StoreOps`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ class RendezvousStore(Store):
 
     Args:
         ops: the coordinator's store.
-        key: prefix of all keys: job, fragment and attempt. An aborted attempt's addresses cannot reach the
-            next one.
+        key: prefix of all keys: job, fragment and attempt. An aborted attempt's addresses cannot reach the next one.
         timeout_s: seconds from construction after which a `get` still waiting raises TimeoutError.
         stopped: asked before each operation; True makes it raise InterruptedError.
 
-    Errors of ``ops`` come out of the group's constructor as they are (Gloo passes Python's exceptions
-    through).
+    Errors of ``ops`` come out of the group's constructor as they are (Gloo passes Python's exceptions through).
     """
 
     def __init__(

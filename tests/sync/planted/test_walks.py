@@ -13,8 +13,7 @@ import pytest
 from ftopt.simulate.check import Checks, SimVersion
 from ftopt.simulate.host import Content
 from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.tally import Coverage
-from ftopt.simulate.walk import run
+from ftopt.simulate.walk import Coverage, run
 from ftopt.simulate.world import World
 from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
 
