@@ -40,11 +40,13 @@ def check_whole(name: str, value: object, least: int, *, of: str = "", hint: str
 
 
 def check_number(name: str, value: object, within: str, *, of: str = "", hint: str = "") -> None:
-    """Raises UserError for what is not a finite int or float ``within`` an interval: ``[0, 1)``, ``(0, inf)``."""
+    """Raises UserError for what is not an int or float ``within`` an interval, as in ``[0, 1)`` and ``(0, inf)``."""
     low, high = map(float, within[1:-1].split(","))
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    outside = not number or not low <= value <= high  # type: ignore[operator]
-    if outside or (value == low and within[0] == "(") or (value == high and within[-1] == ")"):
-        said = f"in {within}" if high < math.inf else f"{'above' if within[0] == '(' else 'of at least'} {low:g}"
-        what = f"a number{of and f' of {of}'}"
-        raise UserError(f"{name}={value!r}; must be {what} {said}{hint and f'; {hint}'}")
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if low < number < high or (number == low and within[0] == "[") or (number == high and within[-1] == "]"):
+        return
+    what = f"a {'finite ' if number == math.inf else ''}number{of and f' of {of}'}"
+    bounds = f", at least {low:g}" if within[0] == "[" else f" above {low:g}"
+    raise UserError(
+        f"{name}={value!r}; must be {what}{bounds if high == math.inf else f' in {within}'}{hint and f'; {hint}'}"
+    )

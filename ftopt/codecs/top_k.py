@@ -12,7 +12,7 @@ from torch import Tensor
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_number
 
 _INDEX_BITS = 12
 _GATHER = 0x0102040810204080
@@ -57,10 +57,9 @@ class TopK(Blockwise):
     block: ClassVar[int] = 1 << _INDEX_BITS
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise UserError(f"top_k: fraction={self.fraction:g}; must be above 0 and at most 1; 0.01 to 0.03 is usual")
-        if not 2 <= self.bits <= 8:
-            raise UserError(f"top_k: bits={self.bits}; must be 2 to 8")
+        check_number("top_k: fraction", self.fraction, "(0, 1]", hint="0.01 to 0.03 is usual")
+        if type(self.bits) is not int or not 2 <= self.bits <= 8:
+            raise UserError(f"top_k: bits={self.bits!r}; must be 2 to 8")
 
     @property
     def name(self) -> str:

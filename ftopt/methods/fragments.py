@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ftopt.errors import UserError, check_whole
+from ftopt.errors import UserError, check_choice, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,7 @@ class Dealt:
 
     def __post_init__(self) -> None:
         check_whole("fragments.n", self.n, 1, of="fragments")
+        check_choice("fragments.embeddings_apart", self.embeddings_apart, (True, False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +146,9 @@ class Named:
     patterns: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if not self.patterns:
-            raise UserError('fragments.patterns is empty; give one for each fragment, e.g. ["embedding", "*"]')
+        patterns = self.patterns if isinstance(self.patterns, list | tuple) else []
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise UserError(f"fragments.patterns={self.patterns!r}; give one for each fragment, as in ['head', '*']")
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         found: list[list[str]] = [[] for _ in self.patterns]

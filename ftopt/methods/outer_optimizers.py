@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError, check_number, check_whole
+from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.methods.values import Execution
 
 
@@ -155,6 +155,8 @@ class SGD:
     def __post_init__(self) -> None:
         check_number("outer.lr", self.lr, "(0, inf)", hint="DiLoCo uses 0.7, averaging 1.0")
         check_number("outer.momentum", self.momentum, "[0, 1)", hint="DiLoCo uses 0.9")
+        check_choice("outer.nesterov", self.nesterov, (True, False))
+        check_schedule(self.schedule)
         if self.nesterov and self.momentum == 0:
             raise UserError("outer.nesterov=True with momentum=0 has no effect; set momentum=0.9 or nesterov=False")
 
@@ -211,10 +213,10 @@ class Adam:
 
     def __post_init__(self) -> None:
         check_number("outer.lr", self.lr, "(0, inf)", hint="0.3 goes with eps=0.1")
-        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
+        betas = self.betas if isinstance(self.betas, list | tuple) else []
+        if len(betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas):
             raise UserError(f"outer.betas={self.betas!r}; must be two numbers in [0, 1); use [0.9, 0.95]")
-        for place, beta in enumerate(self.betas):
-            check_number(f"outer.betas[{place}]", beta, "[0, 1)", hint="use betas=[0.9, 0.95], two numbers in [0, 1)")
+        check_schedule(self.schedule)
         check_number("outer.eps", self.eps, "(0, inf)", hint="DiLoCo's paper needed 0.1")
         object.__setattr__(self, "betas", [float(beta) for beta in self.betas])
 
@@ -242,9 +244,15 @@ def _power(x: float, n: int) -> float:
     return result
 
 
+def check_schedule(schedule: object) -> None:
+    """Raises UserError for what is no `Schedule`."""
+    if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
+        raise UserError(f"outer.schedule={schedule!r}; must be a schedule; use ftopt.outer.CosineRate(steps=100)")
+
+
 def check_outer(outer: object) -> None:
     """Raises UserError for what is no rule, such as an optimizer of torch."""
-    if isinstance(outer, torch.optim.Optimizer) or not callable(getattr(outer, "step", None)):
+    if isinstance(outer, torch.optim.Optimizer | type) or not callable(getattr(outer, "step", None)):
         raise UserError(
             f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "
             'use ftopt.outer.SGD(lr=0.7, momentum=0.9, nesterov=True), or ftopt.outer.Torch(cls="torch.optim.RMSprop")'

@@ -77,7 +77,7 @@ class StreamingDiLoCo(OuterOptimized):
             hint = "0 is the anchor, 1 the replica's own parameters; use None to rebase (no step is lost), 0.5 to mix"
             check_number("mix", self.mix, "[0, 1]", hint=hint)
         check_number("wait_for_result_s", self.wait_for_result_s, "[0, inf)", of="seconds")
-        if not callable(getattr(self.fragments, "fragments", None)):
+        if isinstance(self.fragments, type) or not callable(getattr(self.fragments, "fragments", None)):
             raise UserError(
                 f"fragments={self.fragments!r}; must be a rule of ftopt.fragments; use ftopt.fragments.Strided(n=3)"
             )

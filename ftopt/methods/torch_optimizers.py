@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.methods.outer_optimizers import ConstantRate, Schedule, count, counted
+from ftopt.methods.outer_optimizers import ConstantRate, Schedule, check_schedule, count, counted
 from ftopt.methods.values import Execution
 
 _STEP = "steps_taken"
@@ -52,6 +52,9 @@ class Torch:
     schedule: Schedule = field(default_factory=ConstantRate)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cls, str) or not isinstance(self.args, dict):
+            raise UserError(f"outer.cls={self.cls!r} with args={self.args!r}; must be package.module.Class and a dict")
+        check_schedule(self.schedule)
         object.__setattr__(self, "args", {name: self.args[name] for name in sorted(self.args)})
         self._kinds()
 

@@ -22,6 +22,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, IntEnum, auto
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from ftopt.errors import UserError, check_number, check_whole
@@ -137,19 +139,15 @@ class RoundStats:
 
     def after(self, seen: Sequence[MemberStats]) -> RoundStats:
         """What is known after an outer step of these members. The same bits on every machine."""
-        loss, lr = _mean(seen, "loss"), _mean(seen, "lr")
-        first = self.first_loss is None and loss is not None
+        means = {name: _mean(seen, name) for name in ("steps", "lr", "rates_square", "loss", "gradient_norm")}
+        first = self.first_loss is None and means["loss"] is not None
         paces = [x.pace for x in seen if x.pace is not None]
         return RoundStats(
+            **means,
             members=float(len(seen)),
-            steps=_mean(seen, "steps"),
-            lr=lr,
-            rates_square=_mean(seen, "rates_square"),
-            loss=loss,
-            gradient_norm=_mean(seen, "gradient_norm"),
             divergence=_mean(seen, "distance"),
-            first_loss=loss if first else self.first_loss,
-            first_lr=lr if first else self.first_lr,
+            first_loss=means["loss"] if first else self.first_loss,
+            first_lr=means["lr"] if first else self.first_lr,
             pace=math.fsum(paces) / len(paces) * len(seen) if paces else None,
         )
 
@@ -277,10 +275,13 @@ class EveryStaged(Trigger):
     stages: list[list[int]] = field(metadata=LOCAL)
 
     def __post_init__(self) -> None:
-        pairs = [list(pair) for pair in self.stages]
-        whole = all(len(pair) == 2 and all(type(x) is int for x in pair) for pair in pairs)
-        begins = [pair[0] for pair in pairs]
-        if not (pairs and whole and begins[0] == 0 and begins == sorted(set(begins)) and min(p[1] for p in pairs) >= 1):
+        try:
+            begins, periods = zip(*self.stages, strict=True)
+            whole = all(type(x) is int for x in begins + periods)
+            good = whole and begins[0] == 0 and list(begins) == sorted(set(begins)) and min(periods) >= 1
+        except (TypeError, ValueError):
+            good = False
+        if not good:
             raise UserError(
                 f"trigger.stages={self.stages!r}; must be pairs of an inner step, 0 first and rising, and a period of "
                 "at least 1; use e.g. [[0, 1], [100, 10], [1000, 50]]"
@@ -304,20 +305,21 @@ class _Joined(Trigger):
     triggers: Sequence[Trigger]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "triggers", tuple(self.triggers))
-        wrong = [part for part in self.triggers if not isinstance(part, Trigger)]
-        if wrong or not self.triggers:
+        parts = tuple(self.triggers) if isinstance(self.triggers, Iterable) else (self.triggers,)
+        object.__setattr__(self, "triggers", parts)
+        wrong = [part for part in parts if not isinstance(part, Trigger)]
+        if wrong or not parts:
             got = repr(wrong[0]) if wrong else "an empty list"
             raise UserError(
                 f"trigger.triggers: got {got}; must be triggers, at least one; use e.g. [ftopt.triggers.Every(100)]"
             )
 
     def needs(self, progress: Progress) -> Measurement:
-        return _union(part.needs(progress) for part in self.triggers)
+        return reduce(or_, (part.needs(progress) for part in self.triggers))
 
     @property
     def uses(self) -> Measurement:
-        return _union(part.uses for part in self.triggers)
+        return reduce(or_, (part.uses for part in self.triggers))
 
     @property
     def shares(self) -> bool:
@@ -357,10 +359,3 @@ class AllOf(_Joined):
     def longest(self) -> int | None:
         found = [part.longest for part in self.triggers]
         return None if None in found else max(steps for steps in found if steps is not None)
-
-
-def _union(numbers: Iterable[Measurement]) -> Measurement:
-    found = Measurement.NONE
-    for number in numbers:
-        found |= number
-    return found

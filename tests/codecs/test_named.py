@@ -36,7 +36,7 @@ def test_a_codec_and_its_name_are_two_ways_to_say_the_same(spec: str, codec: Cod
         ("top_k:0.1:x", "sync.codec='top_k:0.1:x': bits='x'; must be a whole number, as in top_k:0.03:2"),
         (
             "top_k:0:4",
-            "sync.codec='top_k:0:4': top_k: fraction=0; must be above 0 and at most 1; 0.01 to 0.03 is usual",
+            "sync.codec='top_k:0:4': top_k: fraction=0.0; must be a number in (0, 1]; 0.01 to 0.03 is usual",
         ),
         (
             "top_k:nan:4",

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_choice, check_number, check_whole
 
 
 class NamedCodec(Protocol):
@@ -83,16 +83,12 @@ class Sync:
         if not isinstance(name, str):
             raise UserError(f"sync.codec={self.codec!r}; must be a codec or its name; use fp32 or top_k:0.01:4")
         object.__setattr__(self, "codec", name)
-        if self.min_replicas < 1:
-            raise UserError(
-                f"sync.min_replicas={self.min_replicas}; must be at least 1; use 1 to let a lone survivor go on"
-            )
-        if self.start_replicas is not None and self.start_replicas < 1:
-            raise UserError(f"sync.start_replicas={self.start_replicas}; must be null or at least 1")
+        check_whole("sync.min_replicas", self.min_replicas, 1, hint="use 1 to let a lone survivor go on")
+        if self.start_replicas is not None:
+            check_whole("sync.start_replicas", self.start_replicas, 1, hint="use null for those that come in start_s")
         for name in ("start_s", "grace_s", "dead_after_s", "gone_after_s", *_DERIVED):
-            value = getattr(self, name)
-            if not (value is None and name in _DERIVED) and not value > 0:
-                raise UserError(f"sync.{name}={value}; must be a number of seconds above 0")
+            if getattr(self, name) is not None or name not in _DERIVED:
+                check_number(f"sync.{name}", getattr(self, name), "(0, inf)", of="seconds")
         if self.dead_after_s < 3 * self.derived.heartbeat_s:
             raise UserError(
                 f"sync.dead_after_s={self.dead_after_s:g} with heartbeat_s={self.heartbeat_s:g}; must be at least 3 "
@@ -103,22 +99,18 @@ class Sync:
             value = getattr(self, name)
             if value is not None and value < self.dead_after_s:
                 raise UserError(f"sync.{name}={value:g}; must be at least dead_after_s={self.dead_after_s:g}")
-        if self.outlier_ratio is not None and not self.outlier_ratio > 1:
-            raise UserError(f"sync.outlier_ratio={self.outlier_ratio:g}; must be null or above 1; use 100")
-        if self.recover not in ("drop", "replay"):
-            raise UserError(f"sync.recover={self.recover!r}; allowed: drop, replay")
-        if not 0 <= self.error_feedback <= 1:
-            raise UserError(
-                f"sync.error_feedback={self.error_feedback:g}; must be from 0 (off) to 1 (nothing is forgotten)"
-            )
+        if self.outlier_ratio is not None:
+            check_number("sync.outlier_ratio", self.outlier_ratio, "(1, inf)", hint="use 100, or null for off")
+        check_choice("sync.recover", self.recover, ("drop", "replay"))
+        check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
 
     @cached_property
     def derived(self) -> Derived:
         """The times that follow from others, as set or as they follow."""
         return Derived(
-            heartbeat_s=_or(self.heartbeat_s, min(self.dead_after_s / 6, 0.5)),
-            recovery_s=_or(self.recovery_s, 10 * self.dead_after_s),
-            tail_s=_or(self.tail_s, self.gone_after_s),
+            heartbeat_s=self.heartbeat_s or min(self.dead_after_s / 6, 0.5),
+            recovery_s=self.recovery_s or 10 * self.dead_after_s,
+            tail_s=self.tail_s or self.gone_after_s,
         )
 
     @property
@@ -129,7 +121,3 @@ class Sync:
     def values(self) -> dict[str, int | float | str | None]:
         """All settings by name, as the protocol carries and compares them; derived times are filled in."""
         return asdict(self) | asdict(self.derived)
-
-
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
