@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 from ftopt.errors import UserError
 
 
 def at_least(section: str, low: float, **values: float) -> None:
     """Raises UserError for the first value below ``low``."""
     for name, value in values.items():
-        if not value >= low:
-            raise UserError(f"{section}.{name}={value:g}; must be at least {low:g}")
+        if not low <= value < math.inf:
+            raise UserError(f"{section}.{name}={value:g}; must be at least {low:g}{_finite(value)}")
 
 
 def above_zero(section: str, **values: float) -> None:
     """Raises UserError for the first value that is not above 0."""
     for name, value in values.items():
-        if not value > 0:
-            raise UserError(f"{section}.{name}={value:g}; must be above 0")
+        if not 0 < value < math.inf:
+            raise UserError(f"{section}.{name}={value:g}; must be above 0{_finite(value)}")
+
+
+def _finite(value: float) -> str:
+    return " and finite" if value == math.inf else ""

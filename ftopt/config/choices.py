@@ -99,22 +99,11 @@ def class_of(path: str, name: str) -> type | None:
     return found
 
 
-def has_items(path: str) -> bool:
-    """Whether ``path`` is a list of sections that are choices."""
-    return section_of(path) in LISTS
-
-
-def is_required(path: str) -> bool:
-    """Whether the section must say its name."""
-    return section_of(path) in REQUIRED
-
-
 def name_of(path: str, instance: object) -> str:
     """The name under which ``instance`` stands in the section ``path``."""
     own = type(instance)
-    return next(
-        (name for name, cls in CHOICES[section_of(path)].items() if own is cls), f"{own.__module__}.{own.__name__}"
-    )
+    names = {cls: name for name, cls in CHOICES[section_of(path)].items()}
+    return names.get(own, f"{own.__module__}.{own.__name__}")
 
 
 def section_of(path: str) -> str:

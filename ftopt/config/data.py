@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.config.checks import at_least
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,7 @@ class Drawn:
         at_least("data", 0, workers=self.workers)
         if self.epochs is not None:
             at_least("data", 1, epochs=self.epochs)
-        if self.sampling not in ("once", "random"):
-            raise UserError(f"data.sampling={self.sampling!r}; allowed: once, random")
+        check_choice("data.sampling", self.sampling, ("once", "random"))
         for name, value in (("epochs", self.epochs), ("drop_last", self.drop_last), ("workers", self.workers)):
             if self.sampling == "random" and value:
                 raise UserError(f"data.{name}={value} has no effect with data.sampling=random; use sampling=once")
@@ -76,8 +75,7 @@ class TokensConfig(Drawn):
     def __post_init__(self) -> None:
         if not self.path:
             raise UserError("data.path is empty; data.name=tokens needs it: a file of tokens, a folder, or a pattern")
-        if self.dtype not in ("uint8", "uint16", "uint32"):
-            raise UserError(f"data.dtype={self.dtype!r}; allowed: uint8, uint16, uint32")
+        check_choice("data.dtype", self.dtype, ("uint8", "uint16", "uint32"))
         at_least("data", 0, skip_bytes=self.skip_bytes)
         super().__post_init__()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.config.checks import above_zero, at_least
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,7 @@ class InnerOptimizerConfig:
         above_zero("inner", lr=self.lr)
         if not self.params:
             raise UserError("inner.params is empty; use rest, matrices, or a name pattern such as blocks.*.weight")
-        if self.decay not in ("all", "weights"):
-            raise UserError(f"inner.decay={self.decay!r}; allowed: all, weights (not norms and biases)")
+        check_choice("inner.decay", self.decay, ("all", "weights"), "weights leaves out norms and biases")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +118,7 @@ class MuonConfig(InnerOptimizerConfig):
         super().__post_init__()
         at_least("inner", 0, momentum=self.momentum, weight_decay=self.weight_decay)
         at_least("inner", 1, ns_steps=self.ns_steps)
-        if self.adjust_lr not in ("original", "match_rms_adamw"):
-            raise UserError(f"inner.adjust_lr={self.adjust_lr!r}; allowed: original, match_rms_adamw")
+        check_choice("inner.adjust_lr", self.adjust_lr, ("original", "match_rms_adamw"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ftopt.config.choices import SHORT, choices_of, class_of, has_items, is_required, name_of, section_of
+from ftopt.config.choices import CHOICES, LISTS, REQUIRED, SHORT, choices_of, class_of, name_of, section_of
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
@@ -36,9 +36,10 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: what is wrong, everything at once.
     """
-    path = locate(source)
-    file = _read(path)
-    recipe, errors = build_recipe(_merged(file, _dotted(overrides)))
+    over = _dotted(overrides)
+    if isinstance(model := over.get("model"), dict) and "factory" in model:
+        model.setdefault("name", "factory")
+    recipe, errors = build_recipe(_merge(_read(locate(source)), over, ""))
     if recipe is None:
         count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
         raise UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
@@ -60,14 +61,10 @@ def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
 def _problems_of_the_rest(raw: Mapping[str, Any]) -> list[str]:
     """What is wrong between the sections that are sound themselves, when others are not."""
     needed = {key: raw[key] for key in ("name", "method") if key in raw}
-    corrupted = set()
-    for key, value in raw.items():
-        if _section(Recipe, {**needed, key: value}, "", []) is None:
-            corrupted.add(str(key))
-    rest = _section(Recipe, {key: value for key, value in raw.items() if str(key) not in corrupted}, "", [])
-    if rest is None:
-        return []
-    return [text for text in rest.problems() if not any(re.search(rf"\b{re.escape(key)}\b", text) for key in corrupted)]
+    wrong = {key for key, value in raw.items() if _section(Recipe, {**needed, key: value}, "", []) is None}
+    rest = _section(Recipe, {key: value for key, value in raw.items() if key not in wrong}, "", [])
+    problems = rest.problems() if rest is not None else []
+    return [text for text in problems if not any(re.search(rf"\b{re.escape(str(key))}\b", text) for key in wrong)]
 
 
 def dump(recipe: Recipe) -> str:
@@ -86,10 +83,9 @@ def _plain(instance: Any, path: str) -> dict[str, Any]:
         value, where = getattr(instance, field.name), _join(path, field.name)
         if dataclasses.is_dataclass(value):
             result[field.name] = _plain(value, where)
-        elif has_items(where):
-            result[field.name] = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         elif isinstance(value, list | tuple):
-            result[field.name] = [_plain(v, "faults[]") if isinstance(v, Fault) else v for v in value]
+            items = enumerate(value)
+            result[field.name] = [_plain(v, f"{where}[{i}]") if dataclasses.is_dataclass(v) else v for i, v in items]
         else:
             result[field.name] = value
     return result
@@ -101,9 +97,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(raw, dict):
-        raise UserError(
-            f"{path} holds a {type(raw).__name__}; a recipe is a mapping; `ftopt cp diloco_bytes` gives one"
-        )
+        raise UserError(f"{path} holds a {type(raw).__name__}; a recipe is a mapping, as `ftopt cp diloco_bytes` gives")
     return {str(key): value for key, value in raw.items()}
 
 
@@ -119,30 +113,18 @@ def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
     return {str(key): value for key, value in raw.items()}
 
 
-def _merged(file: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """``over`` on top of ``file``. Another name in a choice drops the settings that the new choice does not have."""
-    model = over.get("model")
-    if isinstance(model, dict) and "factory" in model:
-        model.setdefault("name", "factory")
-    merged: dict[str, Any] = _merge(file, over, "")
-    return merged
-
-
 def _merge(base: Any, over: Any, path: str) -> Any:
-    if has_items(path) and isinstance(base, list) and isinstance(over, dict) and over and "name" not in over:
+    """``over`` on top of ``base``. Another name in a choice drops the settings that the new choice does not have."""
+    if section_of(path) in LISTS and isinstance(base, list) and isinstance(over, dict) and over and "name" not in over:
         return _merge_items(base, over, path)
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     name = over.get("name")
-    choices = choices_of(path)
-    if choices and name is not None and name != base.get("name"):
-        cls = class_of(path, str(name))
-        keep = {field.name for field in dataclasses.fields(cls)} if cls else set(base)
-        base = {key: value for key, value in base.items() if key in keep}
-    merged = dict(base)
-    for key, value in over.items():
-        merged[key] = _merge(base.get(key), value, _join(path, key)) if key in base else value
-    return merged
+    if choices_of(path) and name not in (None, base.get("name")) and (cls := class_of(path, str(name))):
+        kept = {field.name for field in dataclasses.fields(cls)}
+        base = {key: value for key, value in base.items() if key in kept}
+    merged = {key: _merge(base[key], value, _join(path, key)) if key in base else value for key, value in over.items()}
+    return base | merged
 
 
 def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
@@ -160,12 +142,12 @@ def _merge_items(base: list[Any], over: dict[Any, Any], path: str) -> list[Any]:
 
 def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
     """An instance of ``cls``, or None when there are errors in it; they are appended to ``errors``."""
+    fields = {field.name: field for field in dataclasses.fields(cls) if not field.metadata.get("internal")}
     if not isinstance(raw, Mapping):
-        errors.append(f"{path}={raw!r}; must be a section with keys: {', '.join(_names(cls))}")
+        errors.append(f"{path}={raw!r}; must be a section with keys: {', '.join(fields)}")
         return None
     before = len(errors)
     hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in _fields(cls)}
     named = choices_of(path) is not None
     values: dict[str, Any] = {}
     for key, value in raw.items():
@@ -173,8 +155,8 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
         if key == "name" and named:
             continue
         if key not in fields:
-            errors.append(_unknown(str(key), path, [*_names(cls), *(["name"] if named else [])]))
-        elif has_items(where) and (isinstance(value, list) or not choices_of(where)):
+            errors.append(_unknown(str(key), path, [*fields, *(["name"] if named else [])]))
+        elif section_of(where) in LISTS and (isinstance(value, list) or not choices_of(where)):
             values[key] = _items(value, where, errors)
         elif where in SHORT and isinstance(value, str):
             values[key] = value
@@ -188,9 +170,9 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
             values[key] = _faults(value, errors)
         else:
             values[key] = _leaf(hints[key], value, where, errors)
-    for field in fields.values():
-        if field.name not in raw and _without_default(field):
-            errors.append(f"{_join(path, field.name)} is missing; a recipe must give it")
+    for name, field in fields.items():
+        if name not in raw and field.default is field.default_factory is dataclasses.MISSING:
+            errors.append(f"{_join(path, name)} is missing; a recipe must give it")
     if len(errors) > before:
         return None
     try:
@@ -219,12 +201,11 @@ def _default_name(field: dataclasses.Field[Any], path: str) -> str | None:
 
 def _choice(raw: Any, path: str, errors: list[str], default: str | None = None) -> Any | None:
     """``default``: the name of a section that gives none; None: the first choice, or it is required."""
-    choices = choices_of(path)
-    assert choices is not None
+    choices = CHOICES[section_of(path)]
     if not isinstance(raw, Mapping):
         errors.append(f"{path}={raw!r}; must be a section, e.g. {path}: {{name: {next(iter(choices))}, ...}}")
         return None
-    name = raw.get("name", default or (None if is_required(path) else next(iter(choices))))
+    name = raw.get("name", default or (None if section_of(path) in REQUIRED else next(iter(choices))))
     try:
         cls = class_of(path, str(name))
     except UserError as error:
@@ -285,18 +266,6 @@ def _unknown(key: str, path: str, valid: Sequence[str]) -> str:
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {_join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"
     return f"{_join(path, key)}: unknown key; {hint}"
-
-
-def _names(cls: type) -> list[str]:
-    return [field.name for field in _fields(cls)]
-
-
-def _fields(cls: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(cls) if not field.metadata.get("internal")]
-
-
-def _without_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _join(path: str, key: str) -> str:

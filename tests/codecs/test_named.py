@@ -40,7 +40,7 @@ def test_a_codec_and_its_name_are_two_ways_to_say_the_same(spec: str, codec: Cod
         ),
         (
             "top_k:nan:4",
-            "sync.codec='top_k:nan:4': top_k: fraction=nan; must be above 0 and at most 1; 0.01 to 0.03 is usual",
+            "sync.codec='top_k:nan:4': top_k: fraction=nan; must be a number in (0, 1]; 0.01 to 0.03 is usual",
         ),
         ("top_k:0.1:9", "sync.codec='top_k:0.1:9': top_k: bits=9; must be 2 to 8"),
     ],
