@@ -261,18 +261,18 @@ class ReplicaProcess(Process):
                     self.world.note(self.name, "restores the newest checkpoint")
                     self.drop()
                     self.later(self.world.between(0.1, 2.0), self._restore)
-                case r.Granted(ranges=ranges, out_of_units=out_of_units):
+                case m.Grant():
                     assert self.loader is not None
-                    self.loader.grant(ranges, out_of_units=out_of_units)
+                    self.loader.grant(effect.ranges, out_of_units=effect.out_of_units)
                 case r.Settled(done=done, own=own) if self.loader is not None:
                     if self.loader.settle(done, own) and not self._checks.excused:
                         raise Violation("I3", f"{self.name} has used units that are done by others")
-                case r.Planned(version=version, plan=plan, units=units, ended=ended) if self.shares is not None:
-                    self.shares.assign(version, plan, units, ended=ended)
-                case r.KeepCopy(order=order):
-                    self.backup.keep(order)
-                case r.AdoptWork(order=order):
-                    self.backup.inherit(order)
+                case m.Plan() if self.shares is not None:
+                    self.shares.assign(effect.version, effect.plan, effect.units, ended=effect.ended)
+                case m.Keep():
+                    self.backup.keep(effect)
+                case m.Inherit():
+                    self.backup.inherit(effect)
                 case r.Reset(reason=reason):
                     if self.loader is not None:
                         self.loader.reset()

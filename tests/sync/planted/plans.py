@@ -14,7 +14,6 @@ from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.intervals import Ranges, contains
 from ftopt.sync.protocol.ledger.plans import BatchPlan, Portion
-from ftopt.sync.protocol.replica.effects import Planned
 from ftopt.sync.protocol.replica.machine import Replica
 
 Patch = pytest.MonkeyPatch
@@ -84,7 +83,7 @@ def frozen_under_a_plan(patch: Patch) -> None:
         if f.record is None or plan.version != f.record.version + 1:
             return []
         self.lease.plan = plan
-        return [Planned(plan.version, plan.plan, plan.units, plan.ended)]
+        return [plan]
 
     patch.setattr(Replica, "_take_plan", mutant)
 

@@ -42,9 +42,9 @@ class Worker:
     def take(self) -> None:
         """What has arrived; the plans in it reach the training thread, reductions begin with what is frozen."""
         self.seat.take()
-        for effect in [x for x in self.seat.asked if isinstance(x, r.Planned | r.Reset)]:
+        for effect in [x for x in self.seat.asked if isinstance(x, m.Plan | r.Reset)]:
             self.seat.asked.remove(effect)
-            if isinstance(effect, r.Planned):
+            if isinstance(effect, m.Plan):
                 self.portion.assign(effect.version, effect.plan, effect.units)
             else:
                 self.portion.drop()

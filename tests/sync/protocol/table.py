@@ -102,7 +102,7 @@ class Seat:
             if isinstance(effect, r.Send):
                 self.say(effect.message)
                 continue
-            if isinstance(effect, r.Granted):
+            if isinstance(effect, m.Grant):
                 self.unit_queue.grant(effect.ranges)
                 if not effect.ranges:
                     self.heard_dry.append(effect.out_of_units)

@@ -6,7 +6,6 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import in_order
-from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.replica.replica_copy import ReplicaCopy
 from tests.sync.protocol.table import Seat
 from tests.sync.protocol.test_ledger_scenarios import commit, job
@@ -19,10 +18,10 @@ def keep_copies(*seats: Seat) -> dict[str, str]:
         seat.do(seat.machine.copied(seat.record.version, (seat.record.version,)))
     for seat in seats:
         seat.take()
-        for order in [x.order for x in seat.asked if isinstance(x, r.KeepCopy)]:
+        for order in [x for x in seat.asked if isinstance(x, m.Keep)]:
             keepers[order.incarnation_id[0]] = seat.name
             seat.do(seat.machine.keeps(order))
-        seat.asked = [x for x in seat.asked if not isinstance(x, r.KeepCopy)]
+        seat.asked = [x for x in seat.asked if not isinstance(x, m.Keep)]
     return keepers
 
 
@@ -30,7 +29,7 @@ def successor_of(dead: Seat) -> tuple[Seat, m.Inherit | None]:
     """The process that comes in its place, and what it inherits."""
     seat = dead.die()
     seat.connect()
-    orders = [x.order for x in seat.asked if isinstance(x, r.AdoptWork)]
+    orders = [x for x in seat.asked if isinstance(x, m.Inherit)]
     return seat, orders[0] if orders else None
 
 

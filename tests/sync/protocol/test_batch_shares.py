@@ -11,7 +11,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.intervals import Ranges, intersect
 from ftopt.sync.protocol.ledger.plans import Portion
-from ftopt.sync.protocol.replica.effects import Planned, ReplicaEffect, StartReduce
+from ftopt.sync.protocol.replica.effects import ReplicaEffect, StartReduce
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.batch_table import Batches, journalled, walk
@@ -308,7 +308,7 @@ def _offer_whatever_was_frozen(self: Replica, plan: m.Plan) -> list[ReplicaEffec
     self.lease.plan = plan
     if f.offer is not None:
         f.offer.contribution = replace(f.offer.contribution, plan=plan.plan, ranges=plan.units)
-    return [Planned(plan.version, plan.plan, plan.units, plan.ended)]
+    return [plan]
 
 
 def _fits_any_plan(self: BatchShares, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:

@@ -67,43 +67,11 @@ class RestoreCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """More units to use; ``out_of_units``: no more for now."""
-
-    ranges: Ranges
-    out_of_units: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Settled:
     """All units that are in the held committed state; ``own``: of this replica's contribution that was counted last."""
 
     done: Ranges
     own: Ranges
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """The own share of the newest plan of the global batch that makes ``version``; ``ended``: there is none."""
-
-    version: int
-    plan: int
-    units: Ranges
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KeepCopy:
-    """Fetch a copy of a neighbour and keep it; answer with `Replica.keeps`."""
-
-    order: m.Keep
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptWork:
-    """Adopt the predecessor: its units, used first, and the source of the copy that its work is redone from."""
-
-    order: m.Inherit
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +103,9 @@ class Notice:
 
 
 ReplicaEffect = (
-    Send
-    | StartReduce
-    | StopReduce
-    | CommitPrepared
-    | Fetch
-    | Begin
-    | RestoreCheckpoint
-    | Granted
-    | Settled
-    | Planned
-    | KeepCopy
-    | AdoptWork
-    | Reset
-    | GiveUp
-    | Disconnect
-    | Notice
-)
+    Send | StartReduce | StopReduce | CommitPrepared | Fetch | Begin | RestoreCheckpoint | Settled | Reset | GiveUp
+    | Disconnect | Notice | m.Grant | m.Plan | m.Keep | m.Inherit
+)  # fmt: skip
+"""The messages are passed on. `m.Grant`: units to use. `m.Plan`: the own share of the newest plan. `m.Keep`: fetch this
+copy, keep it, answer with `Replica.keeps`. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from
+which its work is redone."""

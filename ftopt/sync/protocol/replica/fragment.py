@@ -13,7 +13,7 @@ from enum import Enum, auto
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import contains
 from ftopt.sync.protocol.limits import HISTORY
-from ftopt.sync.protocol.replica.effects import Fetch, ReplicaEffect, StopReduce
+from ftopt.sync.protocol.replica.effects import Fetch, ReplicaEffect, Send, StopReduce
 from ftopt.sync.protocol.replica.prepared import PreparedResult
 
 
@@ -147,12 +147,6 @@ class FragmentState:
         return self.soundness is Soundness.RESET
 
     @property
-    def to_offer(self) -> Offer | None:
-        """The contribution that the coordinator is to be told of now (step 1)."""
-        offer = self.offer if self.state is State.OFFERED and self.soundness is Soundness.FIRM else None
-        return offer if offer is not None and not offer.known else None
-
-    @property
     def means(self) -> m.Means | None:
         """The replicas' means of what triggers go by, None when none was told of the held version."""
         means, record = self.last_means, self.record
@@ -174,15 +168,8 @@ class FragmentState:
 
     # ------------------------------------------------------------ transitions
 
-    def _become(
-        self,
-        state: State,
-        *,
-        quorum: m.Quorum | None = None,
-        prepared: PreparedResult | None = None,
-        wanted: Fetch | None = None,
-    ) -> None:
-        self.state, self.quorum, self.prepared, self.wanted = state, quorum, prepared, wanted
+    def _become(self, state: State) -> None:
+        self.state, self.quorum, self.prepared, self.wanted = state, None, None, None
 
     def become_holding(self, record: m.Record) -> None:
         """HOLDS, from any state: Start, Commit, a fetched state, a checkpoint.
@@ -207,7 +194,8 @@ class FragmentState:
         """REDUCING, from OFFERED: the quorum `fits`. The trainer waits for the decision."""
         assert self.state is State.OFFERED
         self.call = Call.NONE
-        self._become(State.REDUCING, quorum=quorum)
+        self._become(State.REDUCING)
+        self.quorum = quorum
 
     def become_prepared(self, result: PreparedResult) -> None:
         """PREPARED, from REDUCING.
@@ -216,7 +204,8 @@ class FragmentState:
         Abort, and by the next Quorum or Behind.
         """
         assert self.state is State.REDUCING
-        self._become(State.PREPARED, prepared=result)
+        self._become(State.PREPARED)
+        self.prepared = result
 
     def become_fetching(self, wanted: Fetch) -> None:
         """FETCHING, from any state: the committed state is another one than what is held, or that is in doubt.
@@ -224,7 +213,8 @@ class FragmentState:
         No attempt is under way (`stop` it first); nothing is proposed. The record and the outstanding contribution stay
         as they are until the wanted state, or a newer one, is installed.
         """
-        self._become(State.FETCHING, wanted=wanted)
+        self._become(State.FETCHING)
+        self.wanted = wanted
 
     def become_reset(self) -> None:
         """HOLDS or NOTHING, from any state: the incarnation is gone.
@@ -241,10 +231,13 @@ class FragmentState:
         if self.state is State.FETCHING:
             self._rest()
 
-    def end_attempt(self) -> None:
+    def stop(self) -> list[ReplicaEffect]:
         """REDUCING or PREPARED to OFFERED: the attempt is over, and its contribution stays outstanding (FREEZE)."""
-        if self.state in (State.REDUCING, State.PREPARED):
-            self._become(State.OFFERED)
+        attempt = self.quorum or self.prepared
+        if attempt is None:
+            return []
+        self._become(State.OFFERED)
+        return [StopReduce(self.index, attempt.attempt)]
 
     def free(self) -> None:
         """OFFERED to HOLDS: the contribution is in no attempt and never will be (Void, PLAN). FETCHING stays."""
@@ -256,12 +249,6 @@ class FragmentState:
         """PLAN: the outstanding contribution, which is in no attempt, is one of this plan; it is told anew."""
         assert self.offer is not None
         self.offer = Offer(replace(self.offer.contribution, plan=plan), self.offer.now)
-
-    def stop(self) -> list[ReplicaEffect]:
-        """`end_attempt`, and what the reducer has to know."""
-        attempt = self.quorum or self.prepared
-        self.end_attempt()
-        return [StopReduce(self.index, attempt.attempt)] if attempt is not None else []
 
     def _rest(self) -> None:
         held = State.HOLDS if self.record is not None else State.NOTHING
@@ -286,8 +273,16 @@ class FragmentState:
         if self.soundness is Soundness.TENTATIVE:
             self.soundness = Soundness.FIRM
 
-    def untold(self) -> None:
-        """The coordinator is to be told of the outstanding contribution anew."""
+    def propose(self, wants: int) -> list[ReplicaEffect]:
+        """Step 1: offers the outstanding contribution, unless the coordinator knows it on this connection already."""
+        offer = self.offer
+        if offer is None or offer.known or self.state is not State.OFFERED or self.soundness is not Soundness.FIRM:
+            return []
+        offer.known = True
+        return [Send(m.Propose(offer.contribution, offer.now, wants))]
+
+    def propose_anew(self) -> None:
+        """The coordinator does not know the outstanding contribution any more."""
         if self.offer is not None:
             self.offer.known = False
 
@@ -310,8 +305,9 @@ class FragmentState:
     def receive(self, message: m.CallIn | m.Means | m.TrainOn | m.Void | m.Abort) -> list[ReplicaEffect]:
         """A message about this fragment that depends on nothing else."""
         match message:
-            case m.CallIn(version=version):
-                self.call_in(version)
+            case m.CallIn(version=version) if self.offer is None:  # else it has crossed a proposal
+                fits = self.record is not None and self.record.version == version - 1  # else it has crossed a commit
+                self.call = Call.CALL_IN if fits else Call.NONE
             case m.Means():
                 self.last_means = message
             case m.TrainOn():
@@ -325,12 +321,6 @@ class FragmentState:
                 return self.stop() if under_way is not None and under_way.attempt == attempt else []
         return []
 
-    def call_in(self, version: int) -> None:
-        """The others wait for a contribution to ``version``; passed over if it crossed a proposal or a commit."""
-        if self.offer is None:
-            fits = self.record is not None and self.record.version == version - 1
-            self.call = Call.CALL_IN if fits else Call.NONE
-
     def train_on(self) -> None:
         """The trainer shall not wait for the outstanding contribution."""
         if self.offer is not None:
@@ -341,7 +331,7 @@ class FragmentState:
     def name(self, position: m.Position) -> None:
         """The coordinator names the state to fetch: before it is here nobody waits for a contribution."""
         if self.called_in:
-            self.hush()
+            self.call = Call.NONE
         self.named = [*self.named[1 - HISTORY :], position] if self.transfer is not Transfer.NONE else [position]
 
     def start_transfer(self) -> list[ReplicaEffect]:
@@ -362,10 +352,10 @@ class FragmentState:
 
     def install(self, record: m.Record) -> bool:
         """Whether a fetched state `may_install`; if so it is being installed from now on."""
-        if not self.may_install(record):
-            return False
-        self.transfer = Transfer.INSTALLING
-        return True
+        may = self.may_install(record)
+        if may:
+            self.transfer = Transfer.INSTALLING
+        return may
 
     def installed(self, record: m.Record) -> None:
         """HOLDS; or FETCHING still, when another state has come to be wanted meanwhile."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, size, subtract, union
-from ftopt.sync.protocol.replica.effects import Granted, ReplicaEffect, Send, Settled
+from ftopt.sync.protocol.replica.effects import ReplicaEffect, Send, Settled
 from ftopt.sync.protocol.samples import Samples
 
 NO_PLAN = m.Plan(0, 0, ())
@@ -19,7 +19,7 @@ class Lease:
     Args:
         wants: units to hold after each commit; 0: none.
         held: all that was granted and is not done (TOTAL): queued, or used by steps that are not counted.
-        cursor: the highest that was told; whoever is reborn keeps it (CURSOR).
+        cursor: the highest that a grant has named; a next incarnation keeps it (CURSOR).
         asked: a question is not answered yet.
         plan: of the global batch, the newest; in a job with one, in place of a lease.
     """
@@ -36,7 +36,7 @@ class Lease:
         if grant.ranges or grant.out_of_units:
             self.asked = False
         self.held = union(self.held, grant.ranges)
-        return [Granted(grant.ranges, grant.out_of_units)]
+        return [grant]
 
     def settle(
         self, record: m.Record, offered: m.Contribution | None = None, *, counted: int = 0

@@ -17,7 +17,7 @@ from ftopt.sync.protocol.intervals import union
 from ftopt.sync.protocol.messages import excluded
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
-from ftopt.sync.protocol.replica.identity import Identity, greeting
+from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.lease import Lease
 from ftopt.sync.protocol.replica.prepared import PreparedResult, agree
 from ftopt.sync.protocol.replica.resumed import Held
@@ -104,16 +104,37 @@ class Replica:
         held = [] if newcomer else [f for f in self.fragments if f.record is not None and f.sound]
         for f in self.fragments:
             f.tell(held=f in held, all_held=len(held) == len(self.fragments))
-        return greeting(
-            self.identity,
-            self.fragments,
-            held,
+        me, lease, first = self.identity, self.lease, self.fragments[0].record
+        prepared = [f.prepared for f in held if f.prepared is not None]
+        return m.Hello(
+            protocol=m.PROTOCOL,
+            job=me.job,
+            replica=me.replica,
             incarnation=self.incarnation,
+            rank=me.rank,
+            size=me.size,
             epoch=self.epoch,
-            roster=self.roster,
-            gone=self.gone,
-            adopted_by=self._adopted_by,
-            lease=self.lease,
+            address=me.address,
+            initial="" if any(f.record for f in self.fragments) else me.initial,
+            fragments=me.fragments,
+            lines=me.lines,
+            settings=me.settings,
+            positions=tuple(f.record.position for f in held if f.record),
+            contributions=tuple(f.contribution for f in held if f.contribution),
+            prepared=tuple(
+                m.PreparedAttempt(p.record.fragment, p.attempt, p.record.version, p.digest) for p in prepared
+            ),
+            roster=tuple(sorted(self.roster.items())),
+            gone=tuple(sorted(self.gone.items())),
+            adopted_by=tuple(sorted(self._adopted_by.items())),
+            inner_step=first.inner_step if first else 0,
+            samples=me.samples,
+            claim=lease.held,
+            done=first.done if first else (),
+            cursor=lease.cursor,
+            wants=lease.wants,
+            plan=lease.share(first).plan,
+            units=lease.share(first).units,
             checkpoint=None if self.complete else self.checkpoint,
         )
 
@@ -187,7 +208,7 @@ class Replica:
         """The reduction failed here, or was stopped: then the coordinator learns that the reducer is free again."""
         f = self.fragments[fragment]
         if f.quorum is not None and f.quorum.attempt == attempt:
-            f.end_attempt()
+            f.stop()  # the reducer is free already
         return self._send(m.Failed(fragment, attempt, reason, peer))
 
     def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[e.ReplicaEffect]:
@@ -278,10 +299,10 @@ class Replica:
             case m.Plan():
                 return self._take_plan(message)
             case m.Keep():
-                return [e.KeepCopy(message)]
+                return [message]
             case m.Inherit():
                 self.lease.held = union(self.lease.held, message.ranges)
-                return [e.AdoptWork(message)]
+                return [message]
             case m.CallIn() | m.Means() | m.TrainOn() | m.Void() | m.Abort():
                 return self.fragments[message.fragment].receive(message)
         return []
@@ -295,15 +316,15 @@ class Replica:
         if f.record is None or plan.version != f.record.version + 1:  # TIE
             return []
         self.lease.plan = plan
-        planned, c = e.Planned(plan.version, plan.plan, plan.units, plan.ended), f.contribution
+        c = f.contribution
         if c is None or c.plan == plan.plan:
-            return [planned]
+            return [plan]
         effects = f.stop()
         if c.ranges != plan.units:
             f.free()
-            return [*effects, planned]
+            return [*effects, plan]
         f.renumber(plan.plan)
-        return [*effects, planned, *self._offer()]
+        return [*effects, plan, *self._offer()]
 
     def _welcome(self, message: m.Welcome) -> list[e.ReplicaEffect]:
         if message.epoch < self.epoch:
@@ -316,17 +337,11 @@ class Replica:
         settled = self.lease.settle(first) if first is not None and put_back else []
         copy = [e.Send(self._copy)] if self._copy is not None else []
         if self.lease.wants:  # that there was nothing to grant was said on another connection, and so was what it asked
-            settled.append(e.Granted((), out_of_units=False))
+            settled.append(m.Grant((), self.lease.cursor))
         return [*settled, *self._offer(), *copy, *([e.Send(m.Leaving())] if self.leaving else [])]
 
     def _offer(self) -> list[e.ReplicaEffect]:
-        """Step 1 for the contributions that are not known on this connection yet."""
-        effects: list[e.ReplicaEffect] = []
-        for f in self.fragments if self.welcomed else ():
-            if (offer := f.to_offer) is not None:
-                offer.known = True
-                effects.append(e.Send(m.Propose(offer.contribution, offer.now, self.lease.wants)))
-        return effects
+        return [x for f in self.fragments for x in f.propose(self.lease.wants)] if self.welcomed else []
 
     def _learn(self, known: tuple[m.IncarnationId, ...], gone: tuple[m.IncarnationId, ...]) -> None:
         for replica, incarnation in gone:
@@ -362,7 +377,7 @@ class Replica:
             other.confirm()
         if at == f.position and f.sound:
             f.end_fetch()
-            f.untold()
+            f.propose_anew()
             return [*effects, e.Send(m.Holds(at)), *self._offer()]
         f.become_fetching(e.Fetch(at, message.sources, message.heal))
         if not message.sources:  # the coordinator names some when there are; nobody knows when that is
