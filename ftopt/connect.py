@@ -63,6 +63,7 @@ def connect(
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
+    from ftopt.sync.replica.session import Session
     from ftopt.sync.replica.websocket import WebSocketLink
     from ftopt.transport.gloo import GlooTransport
     from ftopt.transport.http_state import HttpState
@@ -88,7 +89,7 @@ def connect(
         _warn_of_open_payloads(host, tls)
     if on_event is ignore:
         on_event = _Log()
-    return Client(
+    session = Session(
         replica,
         job,
         sync,
@@ -99,6 +100,7 @@ def connect(
         on_event=on_event,
         connect_s=connect_s,
     )
+    return Client(session)
 
 
 def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:
@@ -121,29 +123,27 @@ def local_groups(
     """
     if n < 1:
         raise UserError(f"local_groups({n}); must be at least 1")
-    from ftopt.sync.local import LocalHub, LocalLink, LocalState, LocalStates
+    from ftopt.sync.local import LocalHub, LocalLink, LocalState
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
+    from ftopt.sync.replica.session import Session
     from ftopt.transport.local import LocalTransport
 
     sync = sync or Sync()
     if sync.start_replicas is None:
         sync = replace(sync, start_replicas=n)
-    hub, states, network = LocalHub("local", on_event), LocalStates(), LoopThread()
+    hub, network = LocalHub("local", on_event), LoopThread()
     transport = LocalTransport(sync.dead_after_s)
-    return [
-        Client(
-            name,
-            "local",
-            sync,
-            link=LocalLink(hub),
-            transport=transport,
-            state=LocalState(states, name),
-            network=network,
-            on_event=on_event,
+
+    def group(name: str) -> ReplicaGroup:
+        link, state = LocalLink(hub), LocalState(hub, name)
+        return Client(
+            Session(
+                name, "local", sync, link=link, transport=transport, state=state, network=network, on_event=on_event
+            )
         )
-        for name in (names or [f"r{i}" for i in range(n)])
-    ]
+
+    return [group(name) for name in names or [f"r{i}" for i in range(n)]]
 
 
 class _Log:

@@ -39,23 +39,26 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or Ctrl-C."""
-    from ftopt.sync.server.coordinator import run_coordinator
+    from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 
     if arguments.supervised:
         from ftopt.job.supervised import FinishUp, terminate_self
 
         FinishUp(patience_s=10.0).on_asked(lambda: terminate_self(_REPLICAS_LEAVE_S))
     on_event, made = _subscribers(arguments)
-    run_coordinator(
-        arguments.bind,
+    host, port = parse_address(arguments.bind)
+    server = CoordinatorServer(
+        host,
+        port,
         journal=arguments.journal,
         token=token_of(arguments),
-        tls=tls_of(arguments),
+        tls=tls_of(arguments).server(),
         open_status=arguments.open_status,
         on_event=on_event,
-        made=made,
-        ready=say if arguments.supervised else _ready,
     )
+    if made is not None:
+        made(server)
+    server.run(ready=say if arguments.supervised else _ready)
     return 0
 
 

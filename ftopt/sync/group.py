@@ -34,9 +34,7 @@ from ftopt.sync.protocol.settings import Sync as Sync
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork
 from ftopt.sync.replica.units import Units as Units
-from ftopt.transport.interface import Carry as Carry
 from ftopt.transport.interface import Collective as Collective
-from ftopt.transport.interface import Owed as Owed
 from ftopt.transport.interface import Summed as Summed
 
 

@@ -21,9 +21,11 @@ class LocalHub:
 
     def __init__(self, name: str, on_event: OnEvent) -> None:
         self.name = name
+        self.users = 0
+        self.providers: dict[str, Provider] = {}
+        """What each replica serves, by its address."""
         self._on_event = on_event
         self._job: Job | None = None
-        self._users = 0
 
     @property
     def job(self) -> Job:
@@ -32,9 +34,10 @@ class LocalHub:
             self._job = Job(self.name, Journal(None), self._on_event)
         return self._job
 
-    def end(self) -> None:
-        """Stops the job's timer."""
-        if self._job is not None:
+    def release(self) -> None:
+        """One user less; the last one stops the job's timer."""
+        self.users -= 1
+        if not self.users and self._job is not None:
             self._job.end()
 
 
@@ -43,15 +46,13 @@ class LocalLink:
 
     def __init__(self, hub: LocalHub) -> None:
         self._hub = hub
-        hub._users += 1
+        hub.users += 1
 
     async def open(self, receive: Callable[[str], None]) -> Channel:
         return _LocalChannel(self._hub.job, receive)
 
     async def end(self) -> None:
-        self._hub._users -= 1
-        if self._hub._users == 0:
-            self._hub.end()
+        self._hub.release()
 
 
 class _LocalChannel:
@@ -91,22 +92,15 @@ class _LocalChannel:
         self._loop.call_soon(self._ended.set)
 
 
-class LocalStates:
-    """Where replicas of one process find each other's committed state: a `StateTransfer` without bytes on a wire."""
-
-    def __init__(self) -> None:
-        self.providers: dict[str, Provider] = {}
-
-
 class LocalState:
-    """One replica's part of `LocalStates`."""
+    """A `StateTransfer` between the replicas of a `LocalHub`, without bytes on a wire."""
 
-    def __init__(self, states: LocalStates, address: str) -> None:
-        self._states = states
+    def __init__(self, hub: LocalHub, address: str) -> None:
+        self._hub = hub
         self._address = address
 
     async def start(self, provider: Provider, on_serve: Callable[[str, Meta], None]) -> str:
-        self._states.providers[self._address] = provider
+        self._hub.providers[self._address] = provider
         return self._address
 
     async def fetch(
@@ -115,7 +109,7 @@ class LocalState:
         answers = []
         for source in sources:
             try:
-                meta, tensors = self._states.providers[source](what)
+                meta, tensors = self._hub.providers[source](what)
                 expect(meta)
             except (LookupError, ValueError) as error:
                 answers.append(f"{source}: {error}")
@@ -125,4 +119,4 @@ class LocalState:
         raise ConnectionError("; ".join(answers))
 
     async def stop(self) -> None:
-        self._states.providers.pop(self._address, None)
+        self._hub.providers.pop(self._address, None)

@@ -33,6 +33,7 @@ from ftopt.sync.local import LocalHub, LocalLink
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.client import Client
 from ftopt.sync.replica.loop import LoopThread
+from ftopt.sync.replica.session import Session
 from ftopt.transport.gloo import GlooTransport
 from ftopt.transport.http_state import HttpState
 from tests.optimizer.running import PATIENT, together
@@ -65,14 +66,16 @@ def groups_over_the_network(count: int, sync: Sync) -> list[ReplicaGroup]:
     hub, network = LocalHub("local", ignore), LoopThread()
     return [
         Client(
-            f"r{number}",
-            "local",
-            sync,
-            link=LocalLink(hub),
-            transport=GlooTransport("127.0.0.1", sync.dead_after_s, piece_bytes=1 << 10),
-            state=HttpState("127.0.0.1", None),
-            network=network,
-            on_event=ignore,
+            Session(
+                f"r{number}",
+                "local",
+                sync,
+                link=LocalLink(hub),
+                transport=GlooTransport("127.0.0.1", sync.dead_after_s, piece_bytes=1 << 10),
+                state=HttpState("127.0.0.1", None),
+                network=network,
+                on_event=ignore,
+            )
         )
         for number in range(count)
     ]

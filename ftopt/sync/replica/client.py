@@ -1,4 +1,4 @@
-"""The face of the outer-sync layer for the training thread.
+"""The outer-sync layer as the training thread calls it.
 
 Three threads meet here. The *training thread* calls the methods of `ReplicaGroup`. The *network thread* runs the
 machine (`ftopt.sync.replica.session`). The *reducer thread* builds process groups and reduces; a hung trainer blocks
@@ -17,78 +17,37 @@ from torch import Tensor
 
 from ftopt.codecs import codec_named
 from ftopt.errors import UserError
-from ftopt.events import EmitEvent, OnEvent, wants_steps
+from ftopt.events import EmitEvent, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_READING
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
-from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.global_batch import GlobalBatch
-from ftopt.sync.replica.link import Link
-from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.session import Session
 from ftopt.sync.replica.units import Units
-from ftopt.sync.replica.view import FragmentView, View
-from ftopt.transport.interface import StateTransfer, Transport
+from ftopt.sync.replica.view import FragmentView
 
 _log = logging.getLogger(__name__)
 
 
 class Client:
-    """A `ReplicaGroup` over a link to a coordinator.
+    """A `ReplicaGroup` over ``session``."""
 
-    Args:
-        replica: this replica's id, unique in the job.
-        job: the job's name.
-        sync: the job's settings.
-        link: how to reach the coordinator.
-        transport: makes the process groups.
-        state: serves and fetches the committed state.
-        network: the loop to live on; released at `close`.
-        on_event: called with what happens.
-        connect_s: seconds after which `start` gives up when nobody answers. Default 10.
-    """
-
-    def __init__(
-        self,
-        replica: str,
-        job: str,
-        sync: Sync,
-        *,
-        link: Link,
-        transport: Transport,
-        state: StateTransfer,
-        network: LoopThread,
-        on_event: OnEvent,
-        connect_s: float = 10.0,
-    ) -> None:
-        self.replica = replica
-        self.sync = sync
-        self.codec = codec_named(sync.codec_name)
-        self.tells_steps = wants_steps(on_event)
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.replica, self.sync = session.replica, session.sync
+        self.codec = codec_named(session.sync.codec_name)
+        self.tells_steps = wants_steps(session.on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self._accumulate = 1
-        self._job = job
-        self._network = network
-        self._view = View()
+        self._view, self._network = session.view, session.network
         self._joined = False
         self._leaving = False
         self._resumed: Held | None = None
         self._restore: Callable[[], Held] | None = None
-        self.session = Session(
-            replica,
-            sync,
-            link=link,
-            transport=transport,
-            state=state,
-            network=network,
-            on_event=on_event,
-            connect_s=connect_s,
-            view=self._view,
-        )
 
     @property
     def incarnation(self) -> int:
@@ -100,20 +59,20 @@ class Client:
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
         if self._is_free_for(samples):
-            self.units = Units(samples)
+            self.units = self.session.units = Units(samples)
             self._accumulate = accumulate
         assert self.units is not None
         return self.units
 
     def keep_global_batch(self, samples: Samples) -> GlobalBatch:
         if self._is_free_for(samples):
-            self.global_batch = GlobalBatch(samples)
+            self.global_batch = self.session.global_batch = GlobalBatch(samples)
         assert self.global_batch is not None
         return self.global_batch
 
     def _is_free_for(self, samples: Samples) -> bool:
         """Whether nothing is handed out yet; raises UserError if something else is."""
-        handed_out = self.samples
+        handed_out = self.session.samples
         if handed_out is None and self._joined:
             raise UserError("this replica has joined its job already; make its data loader before `with optimizer:`")
         if handed_out not in (None, samples):
@@ -123,18 +82,11 @@ class Client:
             )
         return handed_out is None
 
-    @property
-    def samples(self) -> Samples | None:
-        """What the job hands out, None without a ledger."""
-        source = self.units or self.global_batch
-        return source.samples if source is not None else None
-
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         session, network = self.session, self._network
         self._joined = True
         network.acquire()
         self._view.fragments = [FragmentView()] * fingerprint.fragments
-        session.units, session.global_batch = self.units, self.global_batch
         if self.units is not None:
             steps = fingerprint.period
             round_units = steps * self._accumulate if steps else None
@@ -142,7 +94,7 @@ class Client:
         if self.global_batch is not None:
             self.global_batch.begin(self._view.check)
         session.reducer.start()
-        network.submit(session.open(host, fingerprint, self._job, self._resumed)).result()
+        network.submit(session.open(host, fingerprint, self._resumed)).result()
         try:
             while self._has_to_restore():
                 assert self._restore is not None
@@ -162,7 +114,7 @@ class Client:
 
     def held(self) -> Held:
         machine, units = self.session.machine, self.units
-        held = Held(self.replica, self.incarnation, machine.epoch, dict(machine.gone), samples=self.samples)
+        held = Held(self.replica, self.incarnation, machine.epoch, dict(machine.gone), samples=self.session.samples)
         if units is None:
             return held
         used, queue = units.kept()
@@ -170,8 +122,9 @@ class Client:
 
     def resume(self, held: Held) -> None:
         assert not self._joined, "resume() after start()"
-        if held.samples != self.samples:
-            raise Foreign(f"its job handed out {held.samples or 'no samples'}, and this one {self.samples or 'none'}")
+        samples = self.session.samples
+        if held.samples != samples:
+            raise Foreign(f"its job handed out {held.samples or 'no samples'}, and this one {samples or 'none'}")
         if self.units is not None:
             self.units.put_back(held.used, held.queue)
         self._resumed = held

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import Ranges, in_order
+from ftopt.sync.protocol.intervals import in_order
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.shell import Shell
 from ftopt.transport.interface import Meta, StateTransfer
@@ -31,23 +31,11 @@ class Copies:
     Args:
         shell: the session.
         transfer: moves the bytes.
-        timeout_s: seconds without a byte after which a source is given up.
-        on_adopted: called with the predecessor's units, in the order of their use, and what this replica goes on
-            from; None when it could not be had.
     """
 
-    def __init__(
-        self,
-        shell: Shell,
-        transfer: StateTransfer,
-        *,
-        timeout_s: float,
-        on_adopted: Callable[[Ranges, AdoptedWork | None], None],
-    ) -> None:
+    def __init__(self, shell: Shell, transfer: StateTransfer) -> None:
         self._shell = shell
-        self._on_adopted = on_adopted
         self._transfer = transfer
-        self._timeout_s = timeout_s
         self._own: ReplicaCopy | None = None
         self._serial = 0
         self._kept: dict[str, ReplicaCopy] = {}
@@ -117,14 +105,13 @@ class Copies:
             self._shell.emit("replay_failed", data={"of": list(order.incarnation_id), "reason": str(error)})
         self.adopting = False
         known = (*adopted.copy.used, *adopted.copy.queue) if adopted is not None else ()
-        self._on_adopted(in_order(order.ranges, known), adopted)
+        self._shell.adopt(in_order(order.ranges, known), adopted)
 
     async def _fetch(self, incarnation_id: m.IncarnationId, source: str) -> ReplicaCopy:
         def expect(meta: Meta) -> None:
             if ReplicaCopy.of(meta, {}).incarnation_id != incarnation_id:
                 raise ValueError(f"it holds no copy of {incarnation_id[0]}, incarnation {incarnation_id[1]}")
 
-        meta, tensors = await self._transfer.fetch(
-            [source], f"copy/{incarnation_id[0]}", timeout_s=self._timeout_s, expect=expect
-        )
+        what, timeout_s = f"copy/{incarnation_id[0]}", self._shell.sync.dead_after_s
+        meta, tensors = await self._transfer.fetch([source], what, timeout_s=timeout_s, expect=expect)
         return ReplicaCopy.of(meta, tensors)

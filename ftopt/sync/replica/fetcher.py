@@ -28,26 +28,13 @@ class Fetcher:
     Args:
         shell: the session.
         transfer: moves the bytes.
-        timeout_s: seconds without a byte after which a source is given up.
         copy_of: the copy that is kept of a replica, to be served. Raises LookupError.
-        accept: passes a proposal on to the machine; whether it means now.
-        drop: so many proposals of a fragment are void.
     """
 
-    def __init__(
-        self,
-        shell: Shell,
-        transfer: StateTransfer,
-        *,
-        timeout_s: float,
-        copy_of: Provider,
-        accept: Callable[[Contribution, bool], None],
-        drop: Callable[[int, int], None],
-    ) -> None:
+    def __init__(self, shell: Shell, transfer: StateTransfer, copy_of: Provider) -> None:
         self._shell = shell
-        self._copy_of, self._accept, self._drop = copy_of, accept, drop
         self._transfer = transfer
-        self._timeout_s = timeout_s
+        self._copy_of = copy_of
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._installing: set[int] = set()
         self._deferred: dict[int, list[tuple[Contribution, bool]]] = {}
@@ -128,10 +115,10 @@ class Fetcher:
             self._installing.discard(fragment)
             self._shell.emit("fetched", fragment=fragment, version=record.version)
             # The install has freed what was to be proposed meanwhile.
-            self._drop(fragment, len(self._deferred.pop(fragment, [])))
+            self._shell.view.drop(fragment, len(self._deferred.pop(fragment, [])))
             self._shell.run(machine.fetched(record))
         for contribution, now in self._deferred.pop(fragment, []):
-            self._accept(contribution, now)
+            self._shell.accept(contribution, now)
 
     async def _take(self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]) -> m.Record:
         """Fetches and installs; returns what is held by then.
@@ -140,10 +127,8 @@ class Fetcher:
             ConnectionError: no source gives it, or it is not wanted any more.
             ValueError: what came is damaged; nothing has changed.
         """
-        machine = self._shell.machine
-        meta, tensors = await self._transfer.fetch(
-            sources, f"state/{fragment}", timeout_s=self._timeout_s, expect=expect
-        )
+        machine, timeout_s = self._shell.machine, self._shell.sync.dead_after_s
+        meta, tensors = await self._transfer.fetch(sources, f"state/{fragment}", timeout_s=timeout_s, expect=expect)
         record = _record(meta)
         if self._shell.cut_off or not machine.install(record):
             raise ConnectionError(f"version {record.version} is not wanted any more")

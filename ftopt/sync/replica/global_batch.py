@@ -17,6 +17,7 @@ from typing import Protocol
 from ftopt.errors import UserError
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.plans import Portion
+from ftopt.sync.protocol.messages import Plan
 from ftopt.sync.protocol.samples import Samples
 
 _AGAIN_S = 0.05
@@ -204,12 +205,12 @@ class GlobalBatch:
         """The client starts. ``check``: raises when the job has refused this replica."""
         self._check = check
 
-    def assign(self, version: int, plan: int, units: Ranges, *, ended: bool) -> None:
+    def assign(self, plan: Plan) -> None:
         """A plan. Network thread."""
         with self._changed:
-            self._ended = ended
-            if not ended:
-                self._portion.assign(version, plan, units)
+            self._ended = plan.ended
+            if not plan.ended:
+                self._portion.assign(plan.version, plan.plan, plan.units)
         self.poke()
 
     def reset(self) -> None:

@@ -24,6 +24,7 @@ from ftopt.sync.protocol.limits import MAX_STEP_S, MAX_WANTS, MAX_WORD
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
@@ -44,20 +45,21 @@ class Session:
     """The `Shell` of one replica. What the training thread says goes into its public fields, or through `LoopThread`.
 
     Args:
-        replica: this replica's id.
+        replica: this replica's id, unique in the job.
+        job: the job's name.
         sync: the job's settings.
         link: how to reach the coordinator.
         transport: makes the process groups.
         state: serves and fetches the committed state.
-        network: the loop to live on.
+        network: the loop to live on; released at `Client.close`.
         on_event: called with what happens.
-        connect_s: seconds after which it gives up when nobody has answered yet.
-        view: what the training thread sees.
+        connect_s: seconds after which it gives up when nobody has answered yet. Default 10.
     """
 
     def __init__(
         self,
         replica: str,
+        job: str,
         sync: Sync,
         *,
         link: Link,
@@ -65,10 +67,9 @@ class Session:
         state: StateTransfer,
         network: LoopThread,
         on_event: OnEvent,
-        connect_s: float,
-        view: View,
+        connect_s: float = 10.0,
     ) -> None:
-        self.replica = replica
+        self.replica, self.sync, self.network, self.on_event = replica, sync, network, on_event
         self.state = "starting"
         """What the training thread is doing, for the heartbeats."""
         self.readings: dict[int, m.Reading] = {}
@@ -77,11 +78,9 @@ class Session:
         self.adopted: AdoptedWork | None = None
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
-        self._sync = sync
-        self._view = view
+        self.view = View()
+        self._job = job
         self._link = link
-        self._network = network
-        self._on_event = on_event
         self._connect_s = connect_s
         self._machine: Replica | None = None
         self._host: Host | None = None
@@ -90,10 +89,9 @@ class Session:
         self._notice = ""
         self._said_bye = False
         self._cut_until_s = 0.0
-        self.copies = Copies(self, state, timeout_s=sync.dead_after_s, on_adopted=self._adopt)
+        self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
-        served, timeout_s = self.copies.copy_of, sync.dead_after_s
-        self._fetcher = Fetcher(self, state, timeout_s=timeout_s, copy_of=served, accept=self.accept, drop=view.drop)
+        self._fetcher = Fetcher(self, state, self.copies.copy_of)
 
     @property
     def machine(self) -> Replica:
@@ -112,6 +110,12 @@ class Session:
         """Whether the machine is there."""
         return self._machine is not None
 
+    @property
+    def samples(self) -> Samples | None:
+        """What the job hands out, None without a ledger."""
+        source = self.units or self.global_batch
+        return source.samples if source is not None else None
+
     # ------------------------------------------------------------ any thread
 
     def emit(
@@ -126,14 +130,14 @@ class Session:
     ) -> None:
         if inner_step is None:
             inner_step = self._host.standing()[0] if self._host is not None else 0
-        life = self._view.incarnation
-        self._on_event(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
+        life = self.view.incarnation
+        self.on_event(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
 
     def cut(self, for_s: float) -> None:
         """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds."""
         self._cut_until_s = time.monotonic() + for_s
         self.reducer.cut()
-        self._network.soon(self._hang_up)
+        self.network.soon(self._hang_up)
 
     @property
     def cut_off(self) -> bool:
@@ -142,31 +146,30 @@ class Session:
 
     def act(self, event: Callable[[Replica], list[e.ReplicaEffect]]) -> None:
         """Gives the machine an event, and performs what it asks for."""
-        self._network.soon(lambda: self.run(event(self.machine)))
+        self.network.soon(lambda: self.run(event(self.machine)))
 
     def send(self, message: m.FromReplica) -> None:
         """Sends a message of the rendezvous store. Raises ConnectionError: the coordinator is away."""
         if self._channel is None:
             raise ConnectionError("the coordinator is away")
-        self._network.soon(self._send, message)
+        self.network.soon(self._send, message)
 
     # ------------------------------------------------------------ the connection
 
-    async def open(self, host: Host, fingerprint: Fingerprint, job: str, resumed: Held | None) -> None:
+    async def open(self, host: Host, fingerprint: Fingerprint, resumed: Held | None) -> None:
         """Begins to serve, connects, and goes on by itself."""
         self._host = host
         address = await self._fetcher.start()
-        source = self.units or self.global_batch
-        settings = self._sync.values()
+        settings = self.sync.values()
         identity = Identity(
-            job=job,
+            job=self._job,
             replica=self.replica,
             lines=dict(fingerprint.lines) | {f"sync.{k}": str(v) for k, v in settings.items()},
             settings=settings,
             initial=fingerprint.initial,
             fragments=fingerprint.fragments,
             address=address,
-            samples=source.samples if source is not None else None,
+            samples=self.samples,
         )
         self._machine = Replica(identity)
         if resumed is not None:
@@ -183,7 +186,7 @@ class Session:
         ever, delay_s, complaint = False, 0.02, ""
         while True:
             try:
-                if self.cut_off or self._view.restoring:
+                if self.cut_off or self.view.restoring:
                     raise ConnectionError("cut off" if self.cut_off else "a checkpoint is being restored")
                 if not machine.complete:
                     machine.checkpoint = await asyncio.to_thread(self.newest)
@@ -222,11 +225,11 @@ class Session:
             machine, channel = self._machine, self._channel
             if channel is not None and machine is not None and machine.welcomed:
                 state, (inner_step, step_s) = self.state, self.host.standing()
-                if self._view.waiting and state == "training":
+                if self.view.waiting and state == "training":
                     state = "waiting"
                 progress = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
                 channel.send(m.encode(progress))
-            await asyncio.sleep(self._sync.derived.heartbeat_s)
+            await asyncio.sleep(self.sync.derived.heartbeat_s)
 
     def _current_readings(self) -> tuple[m.Reading, ...]:
         held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
@@ -237,7 +240,7 @@ class Session:
         if self.units is not None:
             self.units.put_back(held.used, held.queue)
         self.machine.restore(held)
-        self._view.restore(done=True)
+        self.view.restore(done=True)
 
     async def bye(self) -> None:
         """Says goodbye; returns when the coordinator has hung up."""
@@ -272,7 +275,7 @@ class Session:
             self._fail(FtoptError(f"the outer-sync layer of {self.replica} failed: {error!r}; please report this"))
 
     def _fail(self, error: FtoptError) -> None:
-        self._view.fail(error)
+        self.view.fail(error)
         if self.global_batch is not None:
             self.global_batch.poke()
 
@@ -322,7 +325,7 @@ class Session:
             case e.StopReduce(fragment=fragment, attempt=attempt):
                 self.reducer.abort(attempt)
                 self.host.discard(fragment)
-                self._view.stop(fragment)
+                self.view.stop(fragment)
             case e.CommitPrepared(attempt=attempt, record=record):
                 started = self.reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
@@ -332,21 +335,21 @@ class Session:
                     digest, tensors = self.host.state(record.fragment)
                     self.host.install(committed_of(self.machine, record), digest, tensors, reset=True)
             case e.RestoreCheckpoint():
-                self._view.restore(done=False)
+                self.view.restore(done=False)
                 self._hang_up()
             case e.Fetch():
                 self._fetcher.begin(effect)
-            case e.Granted(ranges=ranges, out_of_units=out_of_units) if self.units is not None:
-                self.units.grant(ranges, out_of_units=out_of_units)
+            case m.Grant() if self.units is not None:
+                self.units.grant(effect.ranges, out_of_units=effect.out_of_units)
             case e.Settled(done=done, own=own) if self.units is not None:
                 if twice := self.units.settle(done, own):
                     self.emit("used_twice", fragment=0, data={"ranges": twice})
-            case e.Planned(version=version, plan=plan, units=units, ended=ended) if self.global_batch is not None:
-                self.global_batch.assign(version, plan, units, ended=ended)
-            case e.KeepCopy(order=order):
-                self.copies.keep(order)
-            case e.AdoptWork(order=order):
-                self.copies.adopt(order)
+            case m.Plan() if self.global_batch is not None:
+                self.global_batch.assign(effect)
+            case m.Keep():
+                self.copies.keep(effect)
+            case m.Inherit():
+                self.copies.adopt(effect)
             case e.Reset(reason=reason):
                 self.adopted = None
                 if self.units is not None:
@@ -383,11 +386,11 @@ class Session:
             task.add_done_callback(self._tasks.remove)
 
     def _publish(self, *, arrived: int | None = None) -> None:
-        self._view.publish(self.machine, let_in=not self.copies.adopting, arrived=arrived)
+        self.view.publish(self.machine, let_in=not self.copies.adopting, arrived=arrived)
         if self.global_batch is not None:
             self.global_batch.poke()
 
-    def _adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
+    def adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
         """These units are this replica's, in this order; what it goes on from."""
         if not contains(self.machine.lease.held, union(ranges)):
             adopted, ranges = None, ()  # given up meanwhile, or connected anew

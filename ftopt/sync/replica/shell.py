@@ -9,14 +9,20 @@ from typing import Protocol
 from ftopt.events import EmitEvent
 from ftopt.sync.group import Committed, Host
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.replica.replica_copy import AdoptedWork
+from ftopt.sync.replica.view import View
 
 
 class Shell(Protocol):
     """The machine, and what stands around it. Network thread unless said otherwise."""
 
     replica: str
+    sync: Sync
+    view: View
 
     @property
     def machine(self) -> Replica:
@@ -42,6 +48,12 @@ class Shell(Protocol):
 
     def send(self, message: m.FromReplica) -> None:
         """Sends a message that is not the machine's. Any thread. Raises ConnectionError: the coordinator is away."""
+
+    def accept(self, contribution: m.Contribution, now: bool) -> None:
+        """Passes a proposal of the training thread on to the machine."""
+
+    def adopt(self, ranges: Ranges, adopted: AdoptedWork | None) -> None:
+        """These units of the predecessor are this replica's, in this order. ``adopted``: None if there is no copy."""
 
     def watch(self, task: asyncio.Task[None]) -> None:
         """If the task fails, so does the membership."""

@@ -24,7 +24,7 @@ from ftopt.errors import UserError
 from ftopt.events import OnEvent, ignore
 from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
-from ftopt.net.tls import HANDSHAKE_S, Tls
+from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import from_replica
@@ -44,7 +44,7 @@ _QUIET_S = 10.0
 
 
 class CoordinatorServer:
-    """The coordinator of any number of jobs, in the running asyncio loop.
+    """The coordinator of any number of jobs: by `run`, or by `start` and `stop` in a running asyncio loop.
 
     Args:
         host: address to listen on.
@@ -56,6 +56,9 @@ class CoordinatorServer:
         open_status: answer ``/status`` and ``/metrics`` without the token, too.
         limits: what it bears.
         on_event: called with each event.
+
+    Raises:
+        UserError: the journal cannot be used.
     """
 
     def __init__(
@@ -136,6 +139,31 @@ class CoordinatorServer:
         if self._runner is not None:
             await self._runner.cleanup()
         self._journal.close()
+
+    def run(self, *, ready: Callable[[str], None]) -> None:
+        """Serves until SIGTERM or Ctrl-C. Blocking, without a running loop. ``ready``: called with the address.
+
+        Raises:
+            UserError: as `start`.
+        """
+        if self._token is None and not _is_loopback(self._host):
+            _log.warning(
+                "listens on %s:%d without a token: all that reach the port can join a job, read its model and corrupt "
+                "it; give --token-file, or set FTOPT_TOKEN",
+                self._host,
+                self._port,
+            )
+        asyncio.run(self._run(ready))
+
+    async def _run(self, ready: Callable[[str], None]) -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        port = await self.start()
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        ready(f"{'http' if self._tls is None else 'https'}://{host}:{port}")
+        await stop.wait()
+        await self.stop()
 
     def cut(self, for_s: float) -> None:
         """A partition, for fault injection: nobody reaches this coordinator for ``for_s`` seconds. Loop thread."""
@@ -276,60 +304,6 @@ class CoordinatorServer:
         """Forgets a job; what the journal holds of it stays."""
         job.end()
         del self._jobs[job.name]
-
-
-def run_coordinator(
-    bind: str,
-    *,
-    journal: Path | None = None,
-    token: str | None = None,
-    tls: Tls | None = None,
-    open_status: bool = False,
-    on_event: OnEvent = ignore,
-    ready: Callable[[str], None] | None = None,
-    made: Callable[[CoordinatorServer], None] | None = None,
-) -> None:
-    """Serves until SIGTERM or Ctrl-C. Blocking.
-
-    Args:
-        bind: ``host:port``; port 0 takes a free one.
-        journal: see `CoordinatorServer`.
-        token: see `CoordinatorServer`.
-        tls: certificate and key; None, or one without them: no TLS.
-        open_status: see `CoordinatorServer`.
-        on_event: see `CoordinatorServer`.
-        ready: called with the address once it listens.
-        made: called with the server before it listens.
-
-    Raises:
-        UserError: ``bind`` is no address, or in use; the journal, the certificate or the key cannot be used.
-    """
-    host, port = parse_address(bind)
-    context = tls.server() if tls is not None else None
-    if token is None and not _is_loopback(host):
-        _log.warning(
-            "listens on %s without a token: all that reach the port can join a job, read its model and corrupt it; "
-            "give --token-file, or set FTOPT_TOKEN",
-            bind,
-        )
-
-    async def main() -> None:
-        server = CoordinatorServer(
-            host, port, journal=journal, token=token, tls=context, open_status=open_status, on_event=on_event
-        )
-        if made is not None:
-            made(server)
-        stop = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        taken = await server.start()
-        if ready is not None:
-            shown = f"[{host}]" if ":" in host else host
-            ready(f"{'http' if context is None else 'https'}://{shown}:{taken}")
-        await stop.wait()
-        await server.stop()
-
-    asyncio.run(main())
 
 
 def parse_address(bind: str) -> tuple[str, int]:

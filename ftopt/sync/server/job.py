@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftopt.events import Event, OnEvent
 from ftopt.sync.protocol import messages as m
@@ -28,12 +28,11 @@ Two coordinators of one job must not take turns too quickly.
 """
 
 
-class Peer:
-    """One connection, as a job sees it. ``send`` and ``close`` are the socket's."""
+class Peer(NamedTuple):
+    """One connection, as a job sees it."""
 
-    def __init__(self, send: Callable[[str], None], close: Callable[[], None]) -> None:
-        self.send = send
-        self.close = close
+    send: Callable[[str], None]
+    close: Callable[[], None]
 
 
 class Job:
@@ -44,14 +43,7 @@ class Job:
     takes up what the journal holds. Trainers train on meanwhile.
     """
 
-    def __init__(
-        self,
-        name: str,
-        journal: Journal,
-        on_event: OnEvent,
-        *,
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
-    ) -> None:
+    def __init__(self, name: str, journal: Journal, on_event: OnEvent, *, limits: Limits | None = None) -> None:
         self.name = name
         self._journal = journal
         self._on_event = on_event
@@ -59,17 +51,13 @@ class Job:
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
         self._looks = 0
-        self._limits = limits
+        self._limits = limits or Limits()
         self.metrics = JobMetrics()
-        self._rendezvous = Rendezvous(limits, self._answer)
-        self._halted = ""
+        self._rendezvous = Rendezvous(self._limits, self._answer)
+        self.halted = ""
+        """Why it has halted; "" while it runs."""
         self.machine = Coordinator(name)
         self._take_up()
-
-    @property
-    def halted(self) -> str:
-        """Why it has halted; "" while it runs."""
-        return self._halted
 
     @property
     def connected(self) -> int:
@@ -79,7 +67,7 @@ class Job:
     @property
     def unused(self) -> bool:
         """Nobody is connected, and nobody has defined it: its hellos were refused."""
-        return not self._halted and not self._peers and self.machine.lines is None and not self.machine.roster.members
+        return not self.halted and not self._peers and self.machine.lines is None and not self.machine.roster.members
 
     def open(self, peer: Peer) -> int:
         """A new connection; returns its number."""
@@ -95,8 +83,8 @@ class Job:
         """
         if conn not in self._peers:
             return  # closed meanwhile
-        if self._halted:
-            self._send(conn, m.Hold(f"the coordinator has halted: {self._halted}"))
+        if self.halted:
+            self._send(conn, m.Hold(f"the coordinator has halted: {self.halted}"))
             self._peers.pop(conn).close()
             return
         match message:
@@ -115,7 +103,7 @@ class Job:
     def lost(self, conn: int) -> None:
         """A connection ended."""
         self._rendezvous.forget(conn)
-        if self._peers.pop(conn, None) is None or self._halted:
+        if self._peers.pop(conn, None) is None or self.halted:
             return
         self._perform(self.machine.lost(time.monotonic(), conn))
 
@@ -127,19 +115,13 @@ class Job:
 
     def status(self) -> dict[str, Any]:
         """What ``GET /status`` tells of the job."""
-        if self._halted:
-            return {
-                "job": self.name,
-                "epoch": None,
-                "phase": f"halted: {self._halted}",
-                "fragments": [],
-                "replicas": [],
-            }
+        if self.halted:
+            return {"job": self.name, "epoch": None, "phase": f"halted: {self.halted}", "fragments": [], "replicas": []}
         return status(self.machine, time.monotonic())
 
     def show(self, to: Exposition) -> None:
         """Adds what ``GET /metrics`` tells of the job."""
-        to.add("ftopt_job_halted", bool(self._halted), job=self.name)
+        to.add("ftopt_job_halted", bool(self.halted), job=self.name)
         to.add("ftopt_job_connections", self.connected, job=self.name)
         self.metrics.show(to, self.status(), time.monotonic())
 
@@ -166,7 +148,7 @@ class Job:
                     if peer := self._peers.pop(conn, None):
                         peer.close()
                 case e.Emit():
-                    self._tell(effect)
+                    self._emit(effect)
                 case e.Halt(reason=reason):
                     self._halt(reason)
                     return
@@ -175,9 +157,9 @@ class Job:
 
     def _halt(self, reason: str) -> None:
         """Turns everybody away for `_HALTED_S`; said once, however long it lasts."""
-        if not self._halted:
+        if not self.halted:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
-        self._halted = reason
+        self.halted = reason
         for peer in list(self._peers.values()):
             peer.close()
         self._peers.clear()
@@ -193,34 +175,27 @@ class Job:
             saved = self._journal.load(self.name)
             self.machine = Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
             self._looks = self.machine.looks
-            if self._halted:
+            if self.halted:
                 self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
         except JournalError as error:
             self._halt(str(error))
             return
-        if self._halted:
+        if self.halted:
             _log.warning("job %s starts anew from the journal", self.name)
-        self._halted = ""
+        self.halted = ""
 
-    def _tell(self, tell: e.Emit) -> None:
-        self._say(
-            Event(
-                tell.event, tell.replica, tell.incarnation, tell.fragment, tell.version, tell.attempt,
-                tell.inner_step if tell.inner_step is not None else self._inner_step(), tell.data,
-            )
-        )  # fmt: skip
+    def _emit(self, x: e.Emit) -> None:
+        inner_step = x.inner_step
+        if inner_step is None and self.machine.rounds:
+            inner_step = self.machine.rounds[0].versions.inner_step
+        self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
 
     def _say(self, event: Event) -> None:
         self.metrics.count(event, time.monotonic())
         self._on_event(event)
 
-    def _inner_step(self) -> int | None:
-        return self.machine.rounds[0].versions.inner_step if self.machine.rounds else None
-
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self.end()
         self._looks = self.machine.looks
         due_s = self.machine.deadline_s() - time.monotonic()
         if due_s < 1e6:
@@ -233,9 +208,9 @@ class Job:
         heard = self.machine.startup.hellos if self.machine.startup is not None else ()
         if not new or len(known) + len(heard) + len(new) <= self._limits.replicas:
             return ""
+        count, most = len(known) + len(heard), self._limits.replicas
         return (
-            f"job {self.name!r} has {len(known) + len(heard)} replicas already, at most {self._limits.replicas} are "
-            "taken; end some, or start another job"
+            f"job {self.name!r} has {count} replicas already, at most {most} are taken; end some, or start another job"
         )
 
     def _answer(self, conn: int, key: str, value: str) -> None:

@@ -11,19 +11,10 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ftopt.errors import UserError
-from ftopt.sync.protocol.coordinator.effects import (
-    Cursor,
-    Decided,
-    Epoch,
-    Gone,
-    Journalled,
-    JournalState,
-    Known,
-    Rollback,
-)
-from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.limits import HISTORY
 
 _SCHEMA = """
@@ -64,7 +55,7 @@ class Journal:
                 f"journal {path}: {error}; give a file that can be written, or one that ftopt has made"
             ) from None
 
-    def load(self, job: str) -> JournalState | None:
+    def load(self, job: str) -> e.JournalState | None:
         """What is known of ``job``, None when it is new.
 
         Raises:
@@ -75,30 +66,28 @@ class Journal:
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self.path} cannot be read ({error}); see to its disk") from None
 
-    def _load(self, job: str) -> JournalState | None:
-        row = self._db.execute("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
-        if row is None:
+    def _load(self, job: str) -> e.JournalState | None:
+        epoch = self._db.execute("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
+        if epoch is None:
             return None
-        incarnation_ids = [
+        roster, gone = (
             tuple(self._db.execute(f"SELECT replica, incarnation FROM {table} WHERE job = ? ORDER BY replica", (job,)))
             for table in ("roster", "gone")
-        ]
-        decided = self._db.execute(
+        )
+        decisions = self._db.execute(
             "SELECT fragment, version, attempt, digest, chain, inner_step, members FROM decided WHERE job = ? "
             "ORDER BY fragment, version",
             (job,),
         )
-        done = dict(self._db.execute("SELECT version, ranges FROM done WHERE job = ?", (job,)).fetchall())
+        done = dict(self._db.execute("SELECT version, ranges FROM done WHERE job = ?", (job,)))
         cursor = self._db.execute("SELECT unit FROM cursor WHERE job = ?", (job,)).fetchone()
-        return JournalState(
-            epoch=row[0],
-            roster=incarnation_ids[0],
-            gone=incarnation_ids[1],
-            decided=tuple(_decided(done.get(row[1], "[]") if row[0] == 0 else "[]", *row) for row in decided),
-            cursor=cursor[0] if cursor is not None else 0,
-        )
+        decided = []
+        for fragment, version, attempt, digest, chain, inner_step, members in decisions:
+            ranges, rows = _tuples(done.get(version, "[]") if fragment == 0 else "[]"), _tuples(members)
+            decided.append(e.Decided(fragment, version, attempt, digest, chain, inner_step, rows, ranges))
+        return e.JournalState(epoch[0], roster, gone, tuple(decided), cursor[0] if cursor is not None else 0)
 
-    def write(self, job: str, entries: Sequence[Journalled]) -> None:
+    def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
         """Writes ``entries`` in one transaction; they are on disk when it returns.
 
         Raises:
@@ -114,34 +103,29 @@ class Journal:
             if self._db.in_transaction:  # some errors have ended it already
                 with contextlib.suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
-            text = (
-                f"the journal {self.path} cannot be written ({error}); make room on its disk, and see that it is sound"
-            )
-            raise JournalError(text) from None
+            advice = "make room on its disk, and see that it is sound"
+            raise JournalError(f"the journal {self.path} cannot be written ({error}); {advice}") from None
 
-    def _write(self, job: str, entry: Journalled) -> None:
+    def _write(self, job: str, entry: e.Journalled) -> None:
         run = self._db.execute
         match entry:
-            case Epoch(epoch=epoch):
+            case e.Epoch(epoch=epoch):
                 run("INSERT OR REPLACE INTO epoch VALUES (?, ?)", (job, epoch))
-            case Known(replica=replica, incarnation=incarnation):
+            case e.Known(replica=replica, incarnation=incarnation):
                 run("INSERT OR REPLACE INTO roster VALUES (?, ?, ?)", (job, replica, incarnation))
-            case Gone(replica=replica, incarnation=incarnation):
+            case e.Gone(replica=replica, incarnation=incarnation):
                 run(
                     "INSERT INTO gone VALUES (?, ?, ?) ON CONFLICT (job, replica) "
                     "DO UPDATE SET incarnation = max(incarnation, excluded.incarnation)",
                     (job, replica, incarnation),
                 )
-            case Rollback(fragment=fragment, version=version):
-                run(
-                    "DELETE FROM decided WHERE job = ? AND fragment = ? AND version > ?",
-                    (job, fragment, version),
-                )
+            case e.Rollback(fragment=fragment, version=version):
+                run("DELETE FROM decided WHERE job = ? AND fragment = ? AND version > ?", (job, fragment, version))
                 if fragment == 0:
                     run("DELETE FROM done WHERE job = ? AND version > ?", (job, version))
-            case Cursor(unit=unit):
+            case e.Cursor(unit=unit):
                 run("INSERT OR REPLACE INTO cursor VALUES (?, ?)", (job, unit))
-            case Decided():
+            case e.Decided():
                 run(
                     "INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     (
@@ -169,12 +153,5 @@ class Journal:
         self._db.close()
 
 
-def _decided(
-    done: str, fragment: int, version: int, attempt: int, digest: str, chain: str, inner_step: int, members: str
-) -> Decided:
-    rows = tuple(tuple(row) for row in json.loads(members))
-    return Decided(fragment, version, attempt, digest, chain, inner_step, rows, _pairs(done))
-
-
-def _pairs(text: str) -> Ranges:
-    return tuple((start, stop) for start, stop in json.loads(text))
+def _tuples(text: str) -> tuple[Any, ...]:
+    return tuple(tuple(row) for row in json.loads(text))

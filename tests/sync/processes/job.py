@@ -29,7 +29,7 @@ from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
 from ftopt.job.harm import harm
 from ftopt.job.subscribers import CurrentStep, fan_out, step_log
-from ftopt.sync.server.coordinator import CoordinatorServer, run_coordinator
+from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.summary import summarize
@@ -94,16 +94,11 @@ def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault
     def ready(url: str) -> None:
         (folder / f"url-{life}").write_text(url)
 
-    def made(server: CoordinatorServer) -> None:
-        injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
-
-    run_coordinator(
-        bind,
-        journal=folder / journal if journal else None,
-        on_event=fan_out(events, injector),
-        ready=ready,
-        made=made,
-    )
+    host, port = parse_address(bind)
+    path = folder / journal if journal else None
+    server = CoordinatorServer(host, port, journal=path, on_event=fan_out(events, injector))
+    injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
+    server.run(ready=ready)
 
 
 def _replica(
