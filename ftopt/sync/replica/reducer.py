@@ -47,15 +47,7 @@ class Reducer:
         """Network thread. ``inner_step``: the fragment's committed one."""
         q, c = start.quorum, start.contribution
         attempt = AttemptView(
-            fragment=q.fragment,
-            version=q.version,
-            attempt=q.attempt,
-            rank=q.rank,
-            size=q.size,
-            weight=c.weight,
-            total_weight=q.total_weight,
-            contributors=q.contributors,
-            inner_step=inner_step,
+            q.fragment, q.version, q.attempt, q.rank, q.size, c.weight, q.total_weight, q.contributors, inner_step
         )
         with self._lock:
             self._attempts = {n: a for n, a in self._attempts.items() if a.fragment != q.fragment}
@@ -105,21 +97,16 @@ class Reducer:
             self._sent_bytes += group.sent_bytes - before
             data = {"wire_bytes": self._sent_bytes}
             shell.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
-        except InterruptedError as error:
-            self._drop(q.fragment)
-            self._failed(q, f"{error}")  # heeded if it is news
         except Damaged as error:
             self._drop(q.fragment)
             reason = f"{error}"[:500]
             shell.act(lambda machine: machine.damaged(q.fragment, q.attempt, reason=reason))
-        except (ConnectionError, TimeoutError) as error:
-            self._drop(q.fragment)
+        except (InterruptedError, ConnectionError, TimeoutError) as error:  # an interruption is heeded if it is news
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
             self._failed(q, f"{error}", peer)
         except Exception as error:
             _log.exception("replica %s: the reduction failed", shell.replica)
-            self._drop(q.fragment)
             self._failed(q, f"{error!r}")
         else:
             shell.act(lambda machine: machine.reduced(q.fragment, q.attempt, digest, rows))
@@ -129,6 +116,7 @@ class Reducer:
                 self._aborted.discard(q.attempt)
 
     def _failed(self, q: m.Quorum, reason: str, peer: str = "") -> None:
+        self._drop(q.fragment)
         self._shell.act(lambda machine: machine.reduce_failed(q.fragment, q.attempt, reason=reason[:500], peer=peer))
 
     def _group(self, q: m.Quorum) -> Collective:

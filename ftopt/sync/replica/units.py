@@ -52,7 +52,8 @@ class Units(UnitQueue):
         self._measured = FIRST_WANTS
         self._changed = threading.Condition()
         self._out_of_units = False
-        self._ended = False
+        self.ended = False
+        """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
         self._closed = False
         self._ask: Callable[[], None] | None = None
         self._idle: tuple[threading.Thread, Callable[[], None]] | None = None
@@ -92,7 +93,7 @@ class Units(UnitQueue):
                 if unit is not None:
                     low = self.queued <= self.wants // 6
                     break
-                if self._ended or self._closed or (self._out_of_units and self.unused):
+                if self.ended or self._closed or (self._out_of_units and self.unused):
                     return None
                 if not self._out_of_units:
                     ask()
@@ -106,11 +107,6 @@ class Units(UnitQueue):
         if low:
             ask()
         return unit
-
-    @property
-    def ended(self) -> bool:
-        """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
-        return self._ended
 
     # ------------------------------------------------------------ the optimizer
 
@@ -152,7 +148,7 @@ class Units(UnitQueue):
         """These are in the committed state; see `UnitQueue.settle`."""
         with self._changed:
             twice = super().settle(done, own)
-            self._ended = self.samples.units is not None and done == ((0, self.samples.units),)
+            self.ended = self.samples.units is not None and done == ((0, self.samples.units),)
             self._changed.notify_all()
         return twice
 
@@ -160,7 +156,7 @@ class Units(UnitQueue):
         """This incarnation is gone, and what it held."""
         with self._changed:
             super().reset()
-            self._out_of_units = self._ended = False
+            self._out_of_units = self.ended = False
 
     def close(self) -> None:
         """This replica has left: nobody waits any longer."""

@@ -15,9 +15,9 @@ class FragmentView:
     """A fragment as it was published last.
 
     Args:
-        proposed: proposals that are on their way to the machine.
+        proposed: proposals on their way to the machine.
         offered: whether the machine has an outstanding contribution.
-        released: whether nobody shall wait for that.
+        released: whether the training thread is not to wait for that.
         called_in: whether the others wait for a contribution.
         means: of the replicas' readings.
         stopped: attempts that have ended without a commit so far.

@@ -60,8 +60,7 @@ class Connection:
 
     def abort(self) -> None:
         """Ends the connection now."""
-        self._ending = True
-        self._wake.set()
+        self.close()
         if self._transport is not None:
             self._transport.abort()
 

@@ -216,15 +216,16 @@ class FragmentState:
         self._become(State.FETCHING)
         self.wanted = wanted
 
-    def become_reset(self) -> None:
+    def become_reset(self) -> list[ReplicaEffect]:
         """HOLDS or NOTHING, from any state: the incarnation is gone.
 
         Nothing is outstanding; what is held is only what the process starts its next incarnation from.
         """
-        self.offer, self.call = None, Call.NONE
+        effects = self.stop()
+        self.offer, self.call, self.named = None, Call.NONE, []
         self.soundness = Soundness.RESET if self.record is not None else Soundness.FIRM
-        self.named = []
         self._rest()
+        return effects
 
     def end_fetch(self) -> None:
         """FETCHING to what it was before: OFFERED, HOLDS or NOTHING. Nothing is wanted; a transfer may still run."""

@@ -353,11 +353,7 @@ class Replica:
     def _die(self, reason: str) -> list[e.ReplicaEffect]:
         self.incarnation, self.welcomed, self._copy = 0, False, None
         self.lease.reset()
-        effects: list[e.ReplicaEffect] = []
-        for f in self.fragments:
-            effects += f.stop()
-            f.become_reset()
-        return [*effects, e.Reset(reason)]
+        return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 
     def _begin(self, start: m.Start) -> list[e.ReplicaEffect]:
         at = start.position
