@@ -11,6 +11,11 @@ from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
+_ID_TAKEN = (
+    "a living replica is connected as {!r}; replica ids must be unique in a job: give this one another id, or end the "
+    "other process"
+)
+
 
 class Contenders:
     """Newcomers under the id of a member that is connected, until it is known which of the two processes lives."""
@@ -23,35 +28,25 @@ class Contenders:
         return bool(self._hellos)
 
     def add(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
-        """A newcomer waits."""
         self._hellos[conn] = (hello, now)
         return [SendTo(conn, m.Hold(f"another process is connected as {hello.replica}"))]
 
     def drop(self, conn: int) -> None:
-        """A connection has ended."""
         self._hellos.pop(conn, None)
 
     def close(self) -> list[CoordinatorEffect]:
         """The job starts anew: all are to come again."""
-        conns = list(self._hellos)
-        self._hellos.clear()
+        conns, self._hellos = list(self._hellos), {}
         return [Close(conn) for conn in conns]
 
     def settle(self, now: float, dead_after_s: float) -> Iterator[tuple[int, m.Hello, str]]:
         """Takes out those that wait no more, and why one is refused: "" if its rival is lost or silent."""
         for conn, (hello, since_s) in list(self._hellos.items()):
             rival = self._roster.members.get(hello.replica)
-            if rival is None or rival.conn is None:
+            lives = rival is not None and rival.conn is not None
+            if rival is None or not lives or rival.heard_s >= since_s + dead_after_s:
                 del self._hellos[conn]
-                yield conn, hello, ""
-            elif rival.heard_s >= since_s + dead_after_s:
-                del self._hellos[conn]
-                yield (
-                    conn,
-                    hello,
-                    f"a living replica is connected as {hello.replica!r}; replica ids must be unique in a job: give "
-                    "this one another id, or end the other process",
-                )
+                yield conn, hello, _ID_TAKEN.format(hello.replica) if lives else ""
 
 
 def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> list[CoordinatorEffect]:
@@ -73,10 +68,7 @@ def sync_of(hello: m.Hello) -> Sync:
 
 
 def misfit(job: str, lines: dict[str, str] | None, hello: m.Hello, samples: Samples | None) -> str:
-    """Why a replica can't be part of this job, "" when it can.
-
-    ``lines``: the job's, None before there are any. ``samples``: the job's ledger's.
-    """
+    """Why a replica cannot be part of this job, "" when it can. ``lines``: the job's, None before there are any."""
     if hello.protocol != m.PROTOCOL:
         return (
             f"replica {hello.replica} speaks protocol {hello.protocol}, the coordinator {m.PROTOCOL}; "

@@ -15,7 +15,6 @@ from typing import Any
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
-from ftopt.sync.protocol.coordinator.outliers import outliers
 from ftopt.sync.protocol.coordinator.roster import Member
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, low_water
@@ -38,10 +37,11 @@ class Assignment:
     samples: Samples | None = None
     ledger: Ledger | None = None
     recheck_s = math.inf
-    """Seconds after which a round is looked at again although nothing has happened, since time alone changes which
-    members can take part; inf: it does not."""
-    holds_open = True
-    """Whether a round may be held open for members that still fetch its version."""
+    """Seconds after which a round is looked at again, since time alone changes which members can take part; inf: it
+    does not."""
+    whole_batch = False
+    """Whether an attempt is a whole global batch: it needs all its members, whatever their norms or weights, and there
+    is nothing to train on without a share."""
 
     # ------------------------------------------------------------ members
 
@@ -62,6 +62,9 @@ class Assignment:
     def ask(self, member: Member, units: int) -> None:
         """A member asks for so many units more."""
 
+    def forget(self, replica: str) -> None:
+        """A replica takes no part for now."""
+
     def gone(self, incarnation_id: m.IncarnationId, adopter: m.IncarnationId | None) -> None:
         """An incarnation is gone. ADOPT: what it held is its ``adopter``'s, if there is one."""
 
@@ -70,43 +73,26 @@ class Assignment:
         return None
 
     def waits(self) -> Mapping[m.IncarnationId, float]:
-        """TAIL: since when somebody has nothing to train on but what these hold."""
+        """TAIL: since when a replica has nothing to train on but what these hold."""
         return {}
 
     def gave_up(self, replica: str) -> None:
         """TAIL: a replica did nothing with the last units, and was declared gone."""
 
-    def step(self, now: float) -> list[CoordinatorEffect]:
-        """Everything that has become due, once all rounds have made their step."""
-        return []
+    # ------------------------------------------------------------ rounds
 
-    # ------------------------------------------------------------ while a round gathers
+    def assign(
+        self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
+    ) -> tuple[bool, list[CoordinatorEffect]]:
+        """PLAN: assigns what follows ``at`` to those who are ``able`` to take part; no attempt is under way.
+
+        Returns whether there is a new plan, and what is to be sent. Proposals that do not fit a new plan are dropped.
+        """
+        return False, []
 
     def fits(self, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:
         """COVER: whether a proposal counts."""
         return True
-
-    def forget(self, replica: str) -> None:
-        """A replica takes no part for now."""
-
-    def renew(
-        self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
-    ) -> list[CoordinatorEffect]:
-        """PLAN: assigns the batch that follows ``at`` anew, if that is due; no attempt is under way.
-
-        Args:
-            at: the current position.
-            proposals: those that do not fit the new plan are dropped.
-            able: members that can compute a share and take part in an attempt.
-
-        Returns:
-            An event if there is a new plan.
-        """
-        return []
-
-    def notify(self, at: m.Position) -> list[CoordinatorEffect]:
-        """Sends the plan for what follows ``at`` to those holders that have not got it."""
-        return []
 
     def missing(self, proposals: Mapping[str, m.Contribution]) -> list[str]:
         """Replicas without whose proposal no attempt can form."""
@@ -116,22 +102,12 @@ class Assignment:
         """COVER: whether an attempt may form from these."""
         return True
 
-    def outliers(self, contributions: Mapping[str, m.Contribution], ratio: float | None) -> dict[str, str]:
-        """Replica -> why its contribution is left out of the sum."""
-        return outliers(contributions, ratio)
-
     def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
         """Whether contributions make a version of which none has any weight."""
-        return False
-
-    # ------------------------------------------------------------ attempts
+        return self.whole_batch
 
     def begin(self, attempt: Attempt) -> None:
         """An attempt begins: sets the units that it uses."""
-
-    def substitutes(self, able: Callable[[], list[Member]]) -> set[str]:
-        """Replicas that have proposed nothing and could take the place of members that hang."""
-        return set()
 
     def abort(self) -> None:
         """The attempt under way was aborted."""
@@ -139,6 +115,10 @@ class Assignment:
     def commit(self, attempt: Attempt) -> CountedUnits:
         """The attempt under way is committed."""
         return CountedUnits()
+
+    def step(self, now: float) -> list[CoordinatorEffect]:
+        """Everything that has become due, once all rounds have made their step."""
+        return []
 
 
 def count_units(samples: Samples, attempt: Attempt, before: int, done: Ranges) -> CountedUnits:

@@ -12,13 +12,13 @@ from ftopt.sync.protocol.coordinator.effects import Decided
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.intervals import Ranges
 
+_Ids = tuple[m.IncarnationId, ...]
+
 
 class AttemptNumbers:
     """Attempt numbers, unique in the job: they grow, and each epoch begins at a million of its own at least.
 
-    Args:
-        epoch: the epoch.
-        used: the highest that is known to be used.
+    ``used``: the highest that is known to be used.
     """
 
     def __init__(self, epoch: int, used: int = 0) -> None:
@@ -30,7 +30,6 @@ class AttemptNumbers:
         self._last = max(self._last, epoch * 1_000_000)
 
     def next(self) -> int:
-        """A number that was never used."""
         self._last += 1
         return self._last
 
@@ -78,11 +77,7 @@ class Attempt:
     lost: set[str] = field(default_factory=set)
     ranges: Ranges = ()
     plan: int = 0
-    _change: tuple[tuple[m.IncarnationId, ...] | None, tuple[m.IncarnationId, ...], tuple[m.IncarnationId, ...]] = (
-        None,
-        (),
-        (),
-    )
+    _change: tuple[_Ids | None, _Ids, _Ids] = (None, (), ())
 
     def verdict(self) -> RoundOutcome | Failure | Disagreement | None:
         """Step 5. None: wait for the members that have not prepared yet."""
@@ -99,7 +94,6 @@ class Attempt:
 
     @cached_property
     def incarnation_ids(self) -> frozenset[m.IncarnationId]:
-        """The members."""
         return frozenset(self.members)
 
     @cached_property
@@ -108,21 +102,15 @@ class Attempt:
         weights = [c.weight for c in self.contributions.values() if c.weight > 0]
         return math.fsum(weights), len(weights)
 
-    def _since(
-        self, before: tuple[m.IncarnationId, ...]
-    ) -> tuple[tuple[m.IncarnationId, ...], tuple[m.IncarnationId, ...]]:
+    def _since(self, before: _Ids) -> tuple[_Ids, _Ids]:
         """Members that were none before, and the other way round. Nearly all members know the same list."""
         if before is not self._change[0]:
-            known = set(before)
-            self._change = (
-                before,
-                tuple(sorted(self.incarnation_ids - known)),
-                tuple(sorted(known - self.incarnation_ids)),
-            )
+            known, ids = set(before), self.incarnation_ids
+            self._change = (before, tuple(sorted(ids - known)), tuple(sorted(known - ids)))
         return self._change[1:]
 
     def invitation(
-        self, fragment: int, group: int, rank: int, before: tuple[m.IncarnationId, ...], *, last_step: int, outlier: str
+        self, fragment: int, group: int, rank: int, before: _Ids, *, last_step: int, outlier: str
     ) -> m.Quorum:
         """The message to the member of ``rank``; ``before``: the last member list that it has received.
 
@@ -168,9 +156,9 @@ class Attempt:
         return [x for x in found if x is not None and x.conn is not None and x.incarnation_id in self.incarnation_ids]
 
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
-        """When the silent ones count as hung: as long after the last report as that one took, and ``patience_s`` more.
+        """When the silent ones count as hung: ``patience_s`` after what the last report took, counted from that one.
 
-        Before any member has prepared: what rounds take (``usual_s``), and ``patience_s`` more, from the start on.
+        Before any member has prepared: ``patience_s`` after what rounds take (``usual_s``), counted from the start.
         Twice as long for each time that one of them came too late before.
         """
         since_s, took_s = self.started_s, usual_s

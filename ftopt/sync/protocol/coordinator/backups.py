@@ -1,12 +1,12 @@
 """Which neighbour keeps a copy of what a replica was at the start of its round, coordinator side (``recover: replay``).
 
-A replica says that there is a copy (`Copied`), the coordinator names a neighbour (`Keep`), that one fetches it from the
-replica and says so (`Keeps`). When the replica has died and another process comes under its name, the copy serves to do
-the work again that is in no commit (`Inherit`).
+A replica says that there is a copy (`Copied`), the coordinator names a neighbour (`Keep`), which fetches it from the
+replica and says so (`Keeps`). When the replica has died and another process comes under its name, that one repeats the
+work that is in no commit from the copy (`Inherit`).
 
-A copy is good as long as no contribution of the replica is in a commit that the copy does not know: what it has done
-since the copy is then uncounted, all of it. Nothing of this is journalled: a new coordinator hears of copies again,
-and takes all that is committed by then as counted.
+A copy is good as long as no commit that it does not know has a contribution of the replica: nothing that was done since
+the copy is counted then. Nothing of this is journalled: a new coordinator hears of copies again, and takes all that is
+committed by then as counted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ class _Copies:
 
 
 class Backups:
-    """Which member keeps the copy of which.
-
-    Args:
-        roster: the members.
-    """
+    """Which member keeps the copy of which."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -46,15 +42,13 @@ class Backups:
         if keeper is None or keeper.conn is None:
             return []
         kept = None
-        if before is not None and (before.incarnation_id, before.keeper) == (
-            member.incarnation_id,
-            keeper.incarnation_id,
-        ):
+        ids = (member.incarnation_id, keeper.incarnation_id)
+        if before is not None and (before.incarnation_id, before.keeper) == ids:
             kept = before.kept
             if kept == before.newest == message:  # reported again after a reconnection
                 self._copies[member.replica] = before
                 return []
-        self._copies[member.replica] = _Copies(member.incarnation_id, keeper.incarnation_id, message, kept)
+        self._copies[member.replica] = _Copies(*ids, message, kept)
         return [SendTo(keeper.conn, m.Keep(member.incarnation_id, message.serial, member.address))]
 
     def keeps(self, member: Member, message: m.Keeps) -> list[CoordinatorEffect]:
@@ -68,11 +62,12 @@ class Backups:
 
     def lost(self, member: Member) -> list[CoordinatorEffect]:
         """A keeper is away, and drops what it keeps: others are to keep that."""
-        bereft = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
+        kept_there = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
         effects: list[CoordinatorEffect] = []
-        for replica in bereft:
-            copies, owner = self._copies.pop(replica), self._roster.members.get(replica)
-            if owner is not None and owner.incarnation_id == copies.incarnation_id and owner.conn is not None:
+        for replica in kept_there:
+            copies = self._copies.pop(replica)
+            owner = self._roster.current(copies.incarnation_id)
+            if owner is not None and owner.conn is not None:
                 effects += self.copied(owner, copies.newest)
         return effects
 
@@ -81,17 +76,15 @@ class Backups:
         self._copies = {r: c for r, c in self._copies.items() if c.incarnation_id != incarnation_id}
 
     def source_of(self, member: Member) -> str | None:
-        """Where the copy is from which all of a replica's work can be done again that is in no commit, if there is."""
+        """The address of a copy from which all of a replica's work that is in no commit can be repeated."""
         copies = self._copies.get(member.replica)
         if copies is None or copies.kept is None or copies.incarnation_id != member.incarnation_id:
             return None
-        keeper = self._roster.members.get(copies.keeper[0])
-        if keeper is None or keeper.incarnation_id != copies.keeper or keeper.conn is None:
+        keeper, counted = self._roster.current(copies.keeper), member.counted or {}
+        if keeper is None or keeper.conn is None:
             return None
-        counted = member.counted or {}
-        if any(counted.get(f, 0) > version for f, version in enumerate(copies.kept.versions)):
-            return None
-        return keeper.address
+        outdated = any(counted.get(f, 0) > version for f, version in enumerate(copies.kept.versions))
+        return None if outdated else keeper.address
 
     def _keeper(self, member: Member, before: _Copies | None) -> Member | None:
         """The one so far, or the next in the order of ids."""

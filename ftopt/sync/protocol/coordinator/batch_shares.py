@@ -17,16 +17,12 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class BatchShares(Assignment):
-    """Shares out batch after batch (BATCH, PLAN). Each member of an attempt is needed, whatever its norm or weight.
+    """Shares out batch after batch (BATCH, PLAN).
 
-    Args:
-        samples: the job's.
-        roster: the members.
-        numbers: what plans are numbered with.
-        recheck_s: seconds after which a member that is unreachable or busy may be able to take part again.
+    ``recheck_s``: seconds after which a member that is unreachable or busy may be able to take part again.
     """
 
-    holds_open = False
+    whole_batch = True
 
     def __init__(self, samples: Samples, roster: Roster, numbers: AttemptNumbers, *, recheck_s: float) -> None:
         self.samples: Samples = samples
@@ -54,11 +50,18 @@ class BatchShares(Assignment):
         """When it is back it is sent the plan again."""
         self._notified.pop(replica, None)
 
-    def renew(
+    def assign(
         self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
+    ) -> tuple[bool, list[CoordinatorEffect]]:
+        """PLAN: see `Assignment.assign`; each member that holds ``at`` is sent its share of the newest plan once."""
+        renewed = self._renew(at, proposals, able())
+        return bool(renewed), renewed + self._notify(at)
+
+    def _renew(
+        self, at: m.Position, proposals: dict[str, m.Contribution], here: list[Member]
     ) -> list[CoordinatorEffect]:
-        """PLAN: the first plan of a batch, or the next one if a member has a share and cannot hand it in."""
-        plan, version, here = self.plan, at.version + 1, able()
+        """The first plan of a batch, or the next one if a member has a share and cannot hand it in."""
+        plan, version = self.plan, at.version + 1
         present = [x.incarnation_id for x in here if not x.leaving or x.replica in proposals]
         speeds = {x.incarnation_id: x.step_s for x in here if not x.leaving}
         if not speeds or not self._batch:
@@ -83,7 +86,7 @@ class BatchShares(Assignment):
             else:
                 del proposals[replica]
 
-    def notify(self, at: m.Position) -> list[CoordinatorEffect]:
+    def _notify(self, at: m.Position) -> list[CoordinatorEffect]:
         version, ended = at.version + 1, not self._batch
         plan = self.plan if self.plan is not None and self.plan.version == version else None
         if plan is None and not ended:
@@ -101,15 +104,13 @@ class BatchShares(Assignment):
     def _holders(self, at: m.Position) -> list[Member]:
         return [x for x in self._roster.connected() if x.held.get(at.fragment) == at]
 
-    # ------------------------------------------------------------ while a round gathers
-
     def fits(self, incarnation_id: m.IncarnationId, contribution: m.Contribution) -> bool:
-        """COVER: whether it is this member's share of the newest plan."""
+        """COVER: only this member's share of the newest plan."""
         plan, c = self.plan, contribution
         return plan is not None and (c.plan, c.ranges) == (plan.number, plan.share(incarnation_id))
 
     def covers(self, contributions: Mapping[m.IncarnationId, m.Contribution]) -> bool:
-        """COVER: whether the contributions are the batch."""
+        """COVER: only contributions that are the batch."""
         return self.plan is not None and self.plan.covers({x: c.ranges for x, c in contributions.items()})
 
     def missing(self, proposals: Mapping[str, m.Contribution]) -> list[str]:
@@ -117,21 +118,9 @@ class BatchShares(Assignment):
         shares = self.plan.shares if self.plan is not None else ()
         return [replica for replica, _ in shares if replica not in proposals]
 
-    def outliers(self, contributions: Mapping[str, m.Contribution], ratio: float | None) -> dict[str, str]:
-        return {}
-
-    def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
-        return True
-
-    # ------------------------------------------------------------ attempts
-
     def begin(self, attempt: Attempt) -> None:
         if self.plan is not None:
             attempt.ranges, attempt.plan = self.plan.batch, self.plan.number
-
-    def substitutes(self, able: Callable[[], list[Member]]) -> set[str]:
-        """Members without a share can propose nothing, and would be given one."""
-        return {x.replica for x in able() if not x.leaving}
 
     def commit(self, attempt: Attempt) -> CountedUnits:
         """The batch is whole."""

@@ -3,8 +3,8 @@
 A member hears of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
 sources it is sent them again after a pause that grows to `PAUSE_S`: neither side runs hot while there is no source.
 
-A fetch goes on with the version that it began with. What took one fetch, the next one will take too: so it is known by
-when a member that the version has overtaken will hold what it fetches now.
+A fetch goes on with the version that it began with. The next fetch is expected to take as long as the last one: that
+says when a member that the version has overtaken will hold what it fetches now.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ class Arrival:
 
 @dataclass
 class _Lack:
-    """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer.
-
-    ``since_s``: when the fetch under way began, None without one.
-    """
+    """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer. ``since_s``:
+    when the fetch under way began."""
 
     heal: bool
     notified: m.Position | None = None
@@ -53,35 +51,32 @@ class CatchUp:
         """How long the last fetch took that was complete, on this connection."""
 
     def add(self, replica: str, *, heal: bool = False) -> None:
-        """It lacks the current version. ``heal``: although it may hold one of that number."""
-        if heal:
+        """A member lacks the current version. ``heal``: although it may hold one of that number."""
+        if heal or replica not in self._lacks:
             self._lacks[replica] = _Lack(heal)
-        else:
-            self._lacks.setdefault(replica, _Lack(heal))
 
     def failed(self, now: float, replica: str) -> None:
-        """It could not fetch."""
+        """A member could not fetch."""
         lack = self._lacks.setdefault(replica, _Lack(heal=False))
         lack.sourced, lack.since_s = False, None
         lack.failures += 1
         lack.due_s = now + min(PAUSE_S, 0.05 * 2**lack.failures)
 
     def fetched(self, now: float, replica: str) -> None:
-        """It has fetched a version; if another one is wanted by now it goes on with that."""
+        """A member has fetched a version; if it needs another one by now, it goes on with that."""
         lack = self._lacks.get(replica)
         if lack is not None and lack.since_s is not None:
             self._took_s[replica] = now - lack.since_s
             lack.since_s = now if lack.sourced else None
 
     def arrival(self, replica: str) -> Arrival | None:
-        """When it will hold what it fetches; None: nobody knows."""
+        """When a member will hold what it fetches, if that is known."""
         lack, took_s = self._lacks.get(replica), self._took_s.get(replica)
         if lack is None or lack.since_s is None or took_s is None:
             return None
         return Arrival(lack.since_s + took_s, lack.since_s + 2 * took_s)
 
     def drop(self, replica: str) -> None:
-        """It is away."""
         self._lacks.pop(replica, None)
         self._took_s.pop(replica, None)
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
 from ftopt.sync.protocol.coordinator.gather import Formed, Gather
-from ftopt.sync.protocol.coordinator.partitions import Partitions
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.coordinator.versions import Versions
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.coordinator.roster import Member
 
 
 class Decide:
@@ -28,29 +25,14 @@ class Decide:
     ``undropped``: gone incarnations that the next commit drops from COUNT. ``attempts``, ``aborted``: how many.
     """
 
-    def __init__(
-        self,
-        versions: Versions,
-        roster: Roster,
-        sync: Sync,
-        *,
-        gather: Gather,
-        numbers: AttemptNumbers,
-        partitions: Partitions,
-        assignment: Assignment,
-    ) -> None:
+    def __init__(self, gather: Gather, numbers: AttemptNumbers) -> None:
         self.attempt: Attempt | None = None
         self.attempts = 0
         self.aborted = 0
         self.undropped: dict[str, int] = {}
-        self._fragment = versions.fragment
-        self._versions = versions
-        self._roster = roster
-        self._sync = sync
-        self._gather = gather
-        self._numbers = numbers
-        self._partitions = partitions
-        self._assignment = assignment
+        self._fragment = gather.versions.fragment
+        self._versions, self._roster, self._sync = gather.versions, gather.roster, gather.sync
+        self._gather, self._assignment, self._numbers = gather, gather.assignment, numbers
         self._usual_s = 0.0
         self._group = 0
         self._group_key: object = None
@@ -102,8 +84,7 @@ class Decide:
     # ------------------------------------------------------------ step 4
 
     def reduces_on(self, member: Member) -> bool:
-        """Whether a report that has come in is neither the first of the attempt, which sets its peers' time, nor the
-        one that decides it."""
+        """Whether a member's report is neither the attempt's first, which sets its peers' time, nor decides it."""
         a = self.attempt
         return a is not None and member.replica in a.prepared and len(a.prepared) > 1 and a.verdict() is None
 
@@ -118,18 +99,16 @@ class Decide:
             a.reported_s = now
 
     def fail(self, now: float, member: Member, message: m.Failed) -> list[CoordinatorEffect]:
-        """A member could not reduce, or has ended what is over. Of a pair that fails twice one sits out
-        (`Partitions`)."""
+        """A member could not reduce, or its reducer is free again after an attempt that is over."""
         a = self.attempt
         member.busy_since_s = None
         if a is None or a.attempt != message.attempt or member.incarnation_id not in a.members:
             return []
         if message.peer in a.contributions and message.peer != member.replica:
             peer = (message.peer, dict(a.members)[message.peer])
-            self._partitions.failed(now, member.incarnation_id, peer, dead_after_s=self._sync.dead_after_s)
-        setbacks = self._gather.setbacks
-        setbacks.failures += 1
-        retry_s = now + min(2.0, 0.05 * 2**setbacks.failures)
+            self._gather.partitions.failed(now, member.incarnation_id, peer, dead_after_s=self._sync.dead_after_s)
+        self._gather.failures += 1
+        retry_s = now + min(2.0, 0.05 * 2**self._gather.failures)
         effects = self._abort(now, a, f"{member.replica}: {message.reason}", retry_s=retry_s)
         member.busy_since_s = None
         return effects
@@ -140,7 +119,7 @@ class Decide:
             self.attempt.lost.add(replica)
 
     def unprepare(self, replica: str) -> None:
-        """A member cannot apply the result: its contribution is free once it has fetched, and must not be counted."""
+        """A member cannot apply the result: its fetch frees its contribution, which must not be counted."""
         if self.attempt is not None:
             self.attempt.prepared.pop(replica, None)
 
@@ -171,9 +150,8 @@ class Decide:
         if verdict.majority:
             effects += self._abort(now, a, "the digests differ")
             return effects + self._evict(a, verdict.majority)
-        setbacks = self._gather.setbacks
-        setbacks.ties += 1
-        if setbacks.ties < 2:
+        self._gather.ties += 1
+        if self._gather.ties < 2:
             return effects + self._abort(now, a, "the digests differ")
         return effects + self._commit(a, a.prepared[a.alive()[0]])
 
@@ -189,14 +167,14 @@ class Decide:
     def _overdue_s(self, now: float, a: Attempt) -> float:
         """When the attempt is given up, if there is anybody to go on with."""
         others = a.prepared or self._gather.proposals.keys() - a.contributions.keys()
-        others = others or self._assignment.substitutes(lambda: self._gather.able(now)) - a.contributions.keys()
+        if not others and self._assignment.whole_batch:  # a member without a share would be given one
+            others = {x.replica for x in self._gather.able(now) if not x.leaving} - a.contributions.keys()
         sync, alone = self._sync, len(a.members) == 1
         patience_s = sync.grace_s + sync.dead_after_s if a.prepared or alone else sync.gone_after_s
         return a.overdue_s(self._roster, patience_s, self._usual_s) if others else math.inf
 
     def _quiet(self, now: float, a: Attempt) -> list[Member]:
-        """Members that keep the others waiting and whose heartbeats have stopped, if the others are enough without
-        them."""
+        """Members without a result or a heartbeat, if the others are enough without them."""
         quiet = [x for x in a.silent(self._roster) if now >= x.quiet_from_s(self._sync)]
         if not quiet:
             return []
@@ -205,8 +183,7 @@ class Decide:
         return quiet if enough else []
 
     def _give_up(self, now: float, a: Attempt) -> list[CoordinatorEffect]:
-        """Members that keep the others waiting sit out until their reducers are free: they have not prepared for long,
-        or are not heard at all. The others go on."""
+        """Members that have not prepared for long, or are not heard at all, sit out until their reducers are free."""
         if now >= self._overdue_s(now, a):
             out = a.silent(self._roster)
             for x in out:
@@ -223,12 +200,12 @@ class Decide:
         return self._abort(now, a, f"{', '.join(x.replica for x in out)}: {reason}")
 
     def _evict(self, a: Attempt, majority: str) -> list[CoordinatorEffect]:
-        """A member that disagrees twice with the majority heals before it takes part again."""
+        """A member that disagrees twice with the majority fetches before it takes part again."""
         effects: list[CoordinatorEffect] = []
         for replica in (replica for replica, digest in a.prepared.items() if digest != majority):
-            self._gather.setbacks.disagreed[replica] += 1
+            self._gather.disagreed[replica] += 1
             member = self._roster.members.get(replica)
-            if self._gather.setbacks.disagreed[replica] >= 2 and member is not None:
+            if self._gather.disagreed[replica] >= 2 and member is not None:
                 member.held.pop(self._fragment, None)
                 self._gather.withdraw(replica)
                 self._gather.catch_up.add(replica, heal=True)
@@ -253,34 +230,25 @@ class Decide:
         self.attempt, self._usual_s = None, a.reported_s - a.started_s
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
         self._overtake(a)
-        holders = tuple(x for x in a.members if a.prepared[x[0]] == digest)
-        for incarnation_id in a.members:
-            member = self._roster.current(incarnation_id)
-            if member is not None:
-                member.counted = (member.counted or {}) | {self._fragment: a.version}
-                if a.prepared[incarnation_id[0]] == digest:
-                    member.held[self._fragment] = versions.at
+        holders = [x for x in a.members if a.prepared[x[0]] == digest]
+        for member in filter(None, map(self._roster.current, a.members)):
+            member.counted = (member.counted or {}) | {self._fragment: a.version}
+            if a.prepared[member.replica] == digest:
+                member.held[self._fragment] = versions.at
         for member in self._roster.connected():
             if not versions.held_by(member):
                 self._gather.catch_up.add(member.replica)
         if a.lost:
             self._group_key = None
-        self._partitions.met(a.members)
+        self._gather.partitions.met(a.members)
         self._gather.commit(a.incarnation_ids, took_s=self._usual_s)
-        data: dict[str, Any] = {
-            "inner_step": d.inner_step,
-            "members": [list(x) for x in d.members],
-            "digest": digest,
-            "chain": d.chain,
-            "away": sorted(a.lost),
-            **counted.data,
-        }
+        data: dict[str, Any] = {"inner_step": d.inner_step, "members": [list(x) for x in d.members], "digest": digest}
+        data |= {"chain": d.chain, "away": sorted(a.lost), **counted.data}
         message = m.Commit(self._fragment, a.version, a.attempt, digest, d.chain)
         return [d, self._event("decide", a, **data), *self._send(holders, message), *counted.effects]
 
     def _overtake(self, a: Attempt) -> None:
-        """A member that came to hold the version when the attempt had begun could not take part: the next quorum waits
-        for it."""
+        """The next quorum waits for a member that came to hold the version when the attempt had begun."""
         f, before = self._fragment, a.version - 1
         for x in self._roster.connected():
             held = x.held.get(f)
@@ -290,18 +258,10 @@ class Decide:
 
     # ------------------------------------------------------------ effects
 
-    def _send(
-        self, incarnation_ids: tuple[m.IncarnationId, ...], message: m.FromCoordinator
-    ) -> list[CoordinatorEffect]:
-        found = map(self._roster.current, incarnation_ids)
+    def _send(self, to: Iterable[m.IncarnationId], message: m.FromCoordinator) -> list[CoordinatorEffect]:
+        found = map(self._roster.current, to)
         return [SendTo(x.conn, message) for x in found if x is not None and x.conn is not None]
 
     def _event(self, event: str, a: Attempt, **data: Any) -> CoordinatorEffect:
-        return Emit(
-            event,
-            fragment=self._fragment,
-            version=a.version,
-            attempt=a.attempt,
-            inner_step=self._versions.inner_step,
-            data=data,
-        )
+        inner_step = self._versions.inner_step
+        return Emit(event, "coordinator", 0, self._fragment, a.version, a.attempt, inner_step, data)

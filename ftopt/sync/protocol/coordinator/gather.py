@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.catch_up import Arrival, CatchUp
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.outliers import outliers
 from ftopt.sync.protocol.coordinator.pace import Pace
 from ftopt.sync.protocol.coordinator.partitions import Membership, Partitions
 from ftopt.sync.protocol.coordinator.readings import Readings
@@ -36,30 +37,20 @@ class Formed:
     retry: bool
 
 
-@dataclass
-class Setbacks:
-    """Of one round: attempts that failed, results without a majority, and how often each replica disagreed with one."""
-
-    failures: int = 0
-    ties: int = 0
-    disagreed: Counter[str] = field(default_factory=Counter)
-
-
 class Gather:
     """The round that gathers towards the version after the current one.
 
-    ``proposals``: contributions by replica. ``retry``: an attempt has failed, nobody else is waited for.
+    ``proposals``: contributions by replica. ``retry``: an attempt has failed, nobody else is waited for. ``failures``:
+    attempts that failed; ``ties``: results without a majority; ``disagreed``: how often a replica did with one.
     """
 
     def __init__(
         self, versions: Versions, roster: Roster, sync: Sync, *, partitions: Partitions, assignment: Assignment
     ) -> None:
+        self.versions, self.roster, self.sync = versions, roster, sync
+        self.partitions, self.assignment = partitions, assignment
         self.catch_up = CatchUp(versions.fragment, roster)
         self._fragment = versions.fragment
-        self._versions = versions
-        self._roster = roster
-        self._sync = sync
-        self._assignment = assignment
         self._membership = Membership(partitions, roster)
         self._readings = Readings(versions.fragment)
         self._pace = Pace()
@@ -69,15 +60,16 @@ class Gather:
     def restart(self) -> None:
         """A new version is there: the next round begins."""
         self.proposals: dict[str, m.Contribution] = {}
-        self.setbacks = Setbacks()
+        self.failures = self.ties = 0
+        self.disagreed = Counter[str]()
         self.retry = False
         self._retry_s = 0.0
-        self._waiting = Waiting(self._fragment, self._roster, self._sync)
+        self._waiting = Waiting(self._fragment, self.roster, self.sync)
         self._late: set[str] = set()
         self._notified_train_on: set[str] = set()
 
     def commit(self, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
-        """An attempt of this round is committed, and the round is over."""
+        """An attempt of this round is committed."""
         if not self.retry:
             self._pace.learn(self._waiting.quorum_s, took_s)
         self._membership.taken(members, self.proposals)
@@ -90,7 +82,7 @@ class Gather:
 
     @property
     def _next(self) -> int:
-        return self._versions.at.version + 1
+        return self.versions.at.version + 1
 
     # ------------------------------------------------------------ what comes in
 
@@ -99,12 +91,12 @@ class Gather:
 
         ``now``: the others are called in at once, unless the proposal opens no round.
         """
-        if not self._versions.held_by(member):
+        if not self.versions.held_by(member):
             self.catch_up.add(member.replica)
             return []
-        if contribution.version != self._versions.at.version:
+        if contribution.version != self.versions.at.version:
             return []
-        if not self._assignment.fits(member.incarnation_id, contribution):
+        if not self.assignment.fits(member.incarnation_id, contribution):
             return []
         self._late.discard(member.replica)
         known = self.proposals.setdefault(member.replica, contribution)
@@ -121,14 +113,14 @@ class Gather:
         adapts = contribution.grace and contribution.overlap_s
         if adapts or self.proposals.get(member.replica) != contribution or self.retry:
             return False
-        return math.isinf(self._assignment.recheck_s) and self._waiting.goes_on(
-            now, self.proposals, self._versions.held_by
+        return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(
+            now, self.proposals, self.versions.held_by
         )
 
     def read(self, now: float, member: Member, reading: m.Reading) -> list[CoordinatorEffect]:
         """Numbers of a holder of the current version, answered with everybody's means."""
-        at = self._versions.at
-        if not self._versions.held_by(member) or reading.version != at.version or member.conn is None:
+        at = self.versions.at
+        if not self.versions.held_by(member) or reading.version != at.version or member.conn is None:
             return []
         return [SendTo(member.conn, self._readings.take(now, at, member.replica, reading.values))]
 
@@ -138,43 +130,44 @@ class Gather:
         self._waiting.forget(replica)
         self._readings.drop(replica)
         self._notified_train_on.discard(replica)
-        self._assignment.forget(replica)
+        self.assignment.forget(replica)
 
     # ------------------------------------------------------------ what follows
 
     def able(self, now: float) -> list[Member]:
         """Members that can compute a contribution, and hand it in."""
-        holders = (x for x in self._roster.connected() if self._versions.held_by(x) and not x.stalled)
-        return [x for x in holders if x.replica not in self._late and not x.busy(now, self._sync.dead_after_s)]
+        holders = (x for x in self.roster.connected() if self.versions.held_by(x) and not x.stalled)
+        return [x for x in holders if x.replica not in self._late and not x.busy(now, self.sync.dead_after_s)]
 
     def assign(self, now: float) -> list[CoordinatorEffect]:
         """PLAN: members that cannot hand in their shares lose them to those that can."""
-        at = self._versions.at
-        renewed = self._assignment.renew(at, self.proposals, lambda: self._membership.choose(now, self.able(now)))
+        renewed, effects = self.assignment.assign(
+            self.versions.at, self.proposals, lambda: self._membership.choose(now, self.able(now))
+        )
         if renewed:
-            self._waiting, self.retry = Waiting(self._fragment, self._roster, self._sync), False
-        return renewed + self._assignment.notify(at)
+            self._waiting, self.retry = Waiting(self._fragment, self.roster, self.sync), False
+        return effects
 
     def step(self, now: float) -> tuple[list[CoordinatorEffect], Formed | None]:
         """Everything that has become due while no attempt is under way, and the next attempt if one forms."""
         effects = self.assign(now)
-        proposers = [x for x in self._roster.connected() if x.replica in self.proposals]
+        proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
         if not proposers:
             self._waiting.close()
             self.retry = False
             return effects, None
         if self.retry:
             return self._form(now, proposers, effects) if now >= self._retry_s else (effects, None)
-        grace_s = self._pace.grace_s(self.proposals.values(), self._sync.grace_s)
+        grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
         waits = self._waiting.step(
-            now, self._next, proposers, self._versions.held_by, grace_s=grace_s, arrival=self._arrival
+            now, self._next, proposers, self.versions.held_by, grace_s=grace_s, arrival=self._arrival
         )
         if waits is not None:
             return effects + waits + self._release_for(proposers, self._waiting.awaited), None
-        for x in self._waiting.hung(self.proposals, self._versions.held_by):
+        for x in self._waiting.hung(self.proposals, self.versions.held_by):
             x.stalled_at = x.inner_step
             effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
-        if late := self._assignment.missing(self.proposals):
+        if late := self.assignment.missing(self.proposals):
             self._late.update(late)
             return effects + self.assign(now), None
         return self._form(now, proposers, effects)
@@ -183,28 +176,28 @@ class Gather:
         """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
         if not self.proposals:
             return math.inf
-        due_s = stepped_s + self._assignment.recheck_s
+        due_s = stepped_s + self.assignment.recheck_s
         if self.retry and self._retry_s > stepped_s:
             return min(due_s, self._retry_s)
         return min(due_s, self._waiting.deadline_s(stepped_s, self.proposals))
 
     def _arrival(self, replica: str) -> Arrival | None:
         """When a member that fetches is going to hold the version, if the others can train on until then."""
-        others = (self._roster.members.get(x) for x in self.proposals)
-        if not self._assignment.holds_open or any(x is not None and x.leaving for x in others):
+        others = (self.roster.members.get(x) for x in self.proposals)
+        if self.assignment.whole_batch or any(x is not None and x.leaving for x in others):
             return None
         return self.catch_up.arrival(replica)
 
     def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> list[CoordinatorEffect]:
         """The round is held open for members that still fetch."""
         found = self._release(proposers) if awaited else []
-        if found and self._held_open != self._versions.at.version:
-            self._held_open = self._versions.at.version
+        if found and self._held_open != self.versions.at.version:
+            self._held_open = self.versions.at.version
             found.append(Emit("held_open", fragment=self._fragment, version=self._next, data={"for": list(awaited)}))
         return found
 
     def _release(self, proposers: list[Member]) -> list[CoordinatorEffect]:
-        """Their training threads need not wait for what they have offered; each is notified once a round."""
+        """Their training threads need not wait for the result; each is notified once a round."""
         new = [x for x in proposers if x.replica not in self._notified_train_on and x.conn is not None]
         self._notified_train_on |= {x.replica for x in new}
         return [SendTo(x.conn, m.TrainOn(self._fragment)) for x in new if x.conn is not None]
@@ -213,19 +206,19 @@ class Gather:
         self, now: float, proposers: list[Member], effects: list[CoordinatorEffect]
     ) -> tuple[list[CoordinatorEffect], Formed | None]:
         """Step 2's end: the attempt of all who have proposed and reach each other, if they are enough."""
-        least = self._sync.min_replicas
-        free = [x for x in proposers if not x.busy(now, self._sync.dead_after_s)]
+        least = self.sync.min_replicas
+        free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
         members = self._membership.choose(now, free)
         if len(members) < least:  # better a quorum that may fail than none
             members = free
         if not members or (len(members) < least and not self.retry):
             return effects + self._release(proposers), None
-        if not self._assignment.covers({x.incarnation_id: self.proposals[x.replica] for x in members}):
+        if not self.assignment.covers({x.incarnation_id: self.proposals[x.replica] for x in members}):
             return effects, None
         chosen = {x.replica: self.proposals[x.replica] for x in members}
-        odd = self._assignment.outliers(chosen, self._sync.outlier_ratio)
+        odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
-        if not any(c.weight > 0 for c in chosen.values()) and not self._assignment.counts_without_weight(chosen):
+        if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             return effects + self._void(members), None
         return effects, Formed(members, chosen, odd, self.retry)
 

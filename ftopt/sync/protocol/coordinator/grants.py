@@ -20,12 +20,7 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class Grants(Assignment):
-    """The ledger of a job as its coordinator keeps it: units are leased to replicas.
-
-    Args:
-        samples: what is counted.
-        roster: the members.
-    """
+    """The ledger of a job as its coordinator keeps it: units are leased to replicas."""
 
     ledger: Ledger
 
@@ -53,7 +48,7 @@ class Grants(Assignment):
         return [Cursor(self.ledger.promised)] if self.ledger.promised else []
 
     def admit(self, member: Member, hello: m.Hello) -> list[CoordinatorEffect]:
-        """What it holds is known, and it is granted what it lacks."""
+        """What it holds is known now, and it is granted what it lacks."""
         twice = self.ledger.claim(member.incarnation_id, hello.claim)
         self._freed()
         self._want(member, hello.wants)
@@ -72,19 +67,19 @@ class Grants(Assignment):
         return None if lease is None else subtract(lease, self.ledger.under_way)
 
     def _want(self, member: Member, wants: int) -> None:
-        """It shall hold so many units."""
         member.wants = wants
         self.ask(member, wants - size(self.ledger.leases.get(member.incarnation_id, ())))
 
     def ask(self, member: Member, units: int) -> None:
-        """It shall be granted so many more as soon as there are any, and it holds a state to train on.
+        """It is granted so many more as soon as there are any, and it holds a state to train on.
 
         Without one it has used nothing, and a new coordinator need not have heard of it before a cold start.
         """
-        if units > 0 and not member.leaving:
-            if 0 not in member.held:
-                self._early[member.incarnation_id] = units
-                return
+        if units <= 0 or member.leaving:
+            return
+        if 0 not in member.held:
+            self._early[member.incarnation_id] = units
+        else:
             self._asks[member.incarnation_id] = units
             self._stuck = False
 
@@ -139,7 +134,6 @@ class Grants(Assignment):
         return effects
 
     def waits(self) -> Mapping[m.IncarnationId, float]:
-        """Those that hang, or are away, are waited for no longer than ``tail_s``."""
         return self._since_s
 
     def gave_up(self, replica: str) -> None:

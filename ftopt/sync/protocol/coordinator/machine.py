@@ -98,7 +98,8 @@ class Coordinator:
             return False
         match message:
             case m.Propose(contribution=c) if self._has(c.fragment):
-                return self.rounds[c.fragment].waits_on(now, member, c)
+                r = self.rounds[c.fragment]
+                return r.attempt is None and r.gather.waits_on(now, member, c)
             case m.Prepared(fragment=f) if self._has(f):
                 return self.rounds[f].decide.reduces_on(member)
         return False

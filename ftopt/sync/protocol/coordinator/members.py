@@ -35,16 +35,10 @@ class Members:
             self.assignment = Grants(samples, self.roster)
         elif samples is not None:
             self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
+        assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
         self.rounds = [
-            Rounds(
-                f,
-                self.roster,
-                sync,
-                numbers=numbers,
-                partitions=self._partitions,
-                assignment=Assignment() if f else self.assignment,
-            )
-            for f in range(fragments)
+            Rounds(f, self.roster, sync, numbers=numbers, partitions=self._partitions, assignment=assignment)
+            for f, assignment in enumerate(assignments)
         ]
 
     def know(self, now: float, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
@@ -60,7 +54,7 @@ class Members:
     def admit(
         self, now: float, conn: int, hello: m.Hello, *, epoch: int, initial_source: bool = False
     ) -> list[CoordinatorEffect]:
-        """Welcomes a replica into the running job and tells it what it lacks."""
+        """Welcomes a replica into the running job, and brings it up to date."""
         member = self.roster.members[hello.replica]
         self.roster.attach(member, conn, now)
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
@@ -85,7 +79,7 @@ class Members:
         return self.rounds[position.fragment].versions.off_branch(position)
 
     def fork(self, member: Member, positions: tuple[m.Position, ...]) -> list[CoordinatorEffect]:
-        """CHAIN: a replica holds what is not on this job's history; its work can't be merged."""
+        """CHAIN: a replica holds what is not on this job's history; its work cannot be merged."""
         at = next(p for p in positions if self.off_branch(p))
         event = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
         return [event, *self.gone(member.incarnation_id, "its state is on another branch of the history")]
@@ -100,14 +94,14 @@ class Members:
         effects += self.backups.lost(member)
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
-        return [*effects, Emit("lost", member.replica, member.incarnation)]
+        return [*effects, Emit("lost", *member.incarnation_id)]
 
     def gone(
         self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None
     ) -> list[CoordinatorEffect]:
-        """Irrevocable: journalled, sent to all, its COUNT entries dropped with the next commits.
+        """Irrevocable: journalled, sent to all; the next commits drop its COUNT entries.
 
-        ADOPT: what it held is ``adopter``'s, if there is one, until that one reports what it holds.
+        ADOPT: what it held is its ``adopter``'s, if there is one, until that one reports what it holds.
         """
         member = self.roster.members.get(incarnation_id[0])
         conn = member.conn if member is not None and member.incarnation <= incarnation_id[1] else None
@@ -117,19 +111,16 @@ class Members:
         for r in self.rounds:
             r.gone(incarnation_id)
         self.assignment.gone(incarnation_id, adopter)
-        effects: list[CoordinatorEffect] = [
-            Gone(*incarnation_id),
-            Emit("gone", incarnation_id[0], incarnation_id[1], data={"reason": reason}),
-        ]
+        event = Emit("gone", *incarnation_id, data={"reason": reason})
+        effects: list[CoordinatorEffect] = [Gone(*incarnation_id), event]
         if conn is not None:
             effects += [SendTo(conn, m.Refuse("gone", reason)), Close(conn)]
         return [*effects, *self.broadcast(m.RosterUpdate((), (incarnation_id,)))]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
-        """ADOPT: what a newcomer takes over of ``member``, whose name it has: before that one is gone.
+        """ADOPT: what a newcomer takes over of ``member``, whose id it has; asked before that one is gone.
 
-        Nothing, unless a neighbour keeps a copy of all its work that is not counted. HOLD: nothing either while an
-        attempt under way has its contribution.
+        Nothing without a copy of all its uncounted work. HOLD: nothing while an attempt has its contribution.
         """
         if any(r.attempt and member.incarnation_id in r.attempt.members for r in self.rounds):
             return None
@@ -154,7 +145,7 @@ class Members:
         return quiet_since_s + sync.derived.tail_s + member.patience_s()
 
     def see_off(self, now: float) -> list[CoordinatorEffect]:
-        """Lets members go that said goodbye: at once, unless one is the only holder of what others may still fetch."""
+        """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
         effects: list[CoordinatorEffect] = []
         for member in [x for x in self.roster.connected() if x.said_bye]:
             others = [x for x in self.roster.connected() if not x.said_bye]
@@ -164,7 +155,6 @@ class Members:
         return effects
 
     def leave(self, now: float, member: Member) -> list[CoordinatorEffect]:
-        """A goodbye: gone in good order."""
         conn = member.conn
         self.roster.detach(member, now)
         effects: list[CoordinatorEffect] = [Emit("leave", member.replica, member.incarnation)]
@@ -172,5 +162,4 @@ class Members:
         return [*effects, Close(conn)] if conn is not None else effects
 
     def broadcast(self, message: m.FromCoordinator) -> list[CoordinatorEffect]:
-        """To all that are connected."""
         return [SendTo(x.conn, message) for x in self.roster.connected() if x.conn is not None]

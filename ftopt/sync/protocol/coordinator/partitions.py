@@ -3,9 +3,8 @@
 An attempt with both ends of a partition fails, `dead_after_s` after it began. So a pair that has failed twice without
 having met in between is kept apart beyond the round: only one of the two is a member of an attempt. They are tried
 together again after ``dead_after_s``, and after each further failure when twice as long has passed, `PAUSES` times
-``dead_after_s`` at
-most: a partition that lasts costs one failed attempt in so long. It is forgotten when an attempt with both goes
-through, or when one of the two is gone.
+``dead_after_s`` at most: a partition that lasts costs one failed attempt in so long. It is forgotten when an attempt
+with both commits, or when one of the two is gone.
 
 A member that sits out keeps its contribution, and its claim grows with each round: none sits out forever.
 """
@@ -39,7 +38,7 @@ class Partitions:
         self._partitions: dict[frozenset[IncarnationId], _Partition] = {}
 
     def failed(self, now: float, a: IncarnationId, b: IncarnationId, *, dead_after_s: float) -> None:
-        """An attempt with both has failed since one could not reach the other."""
+        """An attempt with both has failed because one could not reach the other."""
         pair = self._partitions.setdefault(frozenset((a, b)), _Partition())
         if now < pair.until_s:
             return  # begun before they were kept apart
@@ -49,20 +48,18 @@ class Partitions:
             pair.until_s = now + pair.pause_s
 
     def met(self, members: Collection[IncarnationId]) -> None:
-        """An attempt with these members went through."""
-        if not self._partitions:
-            return
-        self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= set(members)}
+        """An attempt with these members is committed."""
+        if self._partitions:
+            self._partitions = {pair: x for pair, x in self._partitions.items() if not pair <= set(members)}
 
     def forget(self, gone: IncarnationId) -> None:
-        """An incarnation is gone, and all before it."""
         old = dict([gone])
         self._partitions = {p: x for p, x in self._partitions.items() if not any(is_gone(one, old) for one in p)}
 
     def unreachable(
         self, now: float, incarnation_ids: Collection[IncarnationId]
     ) -> dict[IncarnationId, set[IncarnationId]]:
-        """Each -> those of the others that it must not meet in an attempt now; those that may meet all are left out."""
+        """Each member -> those that it must not meet in an attempt now; without those that may meet all."""
         found: dict[IncarnationId, set[IncarnationId]] = {}
         for pair, x in self._partitions.items():  # few, if any
             if now < x.until_s and pair <= set(incarnation_ids):
@@ -78,7 +75,7 @@ class Membership:
         self._partitions = partitions
         self._roster = roster
         self._sat_out: dict[IncarnationId, int] = {}
-        """Rounds since it was last a member of what was decided, although it had proposed."""
+        """Decided rounds in which a member has proposed, since it was last in the quorum."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
         """All, but of two that cannot meet one: that which keeps fewer others out, and has waited longer; then the
@@ -91,11 +88,12 @@ class Membership:
         if not unreachable:
             return proposers
         chosen: set[IncarnationId] = set()
-        order = {
-            x.incarnation_id: len(unreachable.get(x.incarnation_id, ())) - self._sat_out.get(x.incarnation_id, 0)
-            for x in proposers
-        }
-        for x in sorted(proposers, key=lambda x: (order[x.incarnation_id], x.replica)):
+
+        def order(x: Member) -> tuple[int, str]:
+            shut_out = len(unreachable.get(x.incarnation_id, ()))
+            return shut_out - self._sat_out.get(x.incarnation_id, 0), x.replica
+
+        for x in sorted(proposers, key=order):
             if not unreachable.get(x.incarnation_id, set()) & chosen:
                 chosen.add(x.incarnation_id)
         return [x for x in proposers if x.incarnation_id in chosen]

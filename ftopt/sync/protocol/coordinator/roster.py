@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.settings import Sync
@@ -14,8 +15,8 @@ from ftopt.sync.protocol.settings import Sync
 class Member:
     """A known replica: its current incarnation, which is not gone.
 
-    ``conn`` is None while it is away, since ``lost_s``. ``held``: the position it has per fragment, as last known; a
-    fragment is missing there when that is unknown, or in doubt.
+    ``conn`` is None while it is away, since ``lost_s``. ``held``: its position in each fragment, as last known; without
+    an entry where that is unknown, or in doubt.
     """
 
     replica: str
@@ -36,28 +37,28 @@ class Member:
     maybe_fetched: dict[int, m.Position] = field(default_factory=dict)
     """The highest version per fragment that it was sent sources of, and may hold by now."""
     in_doubt: bool = False
-    """It has held a version, and has said since that it lacks the next one: it may still hold that."""
+    """It held a version, and said later that it lacks the next one: it may still hold that."""
     said_bye: bool = False
-    """It goes as soon as another one holds what it holds."""
+    """It leaves as soon as another member holds what it holds."""
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
     continues_predecessor: bool = False
-    """It does the steps of a dead one again."""
+    """It repeats the steps of its dead predecessor (ADOPT)."""
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
     busy_since_s: float | None = None
-    """An attempt with it was over then, and it has not said since that its reducer is free; None: it is."""
+    """When an attempt with it ended; it has not said since that its reducer is free. None: it is free."""
     late: int = 0
-    """How often its peers had to give up waiting for its result: each time makes them twice as patient."""
+    """How often its peers gave up waiting for its result: each time makes them twice as patient."""
     quiet: int = 0
-    """How often an attempt went on without it since its heartbeats had stopped, and they came again on the same
-    connection: each time makes its peers twice as patient."""
+    """How often an attempt went on without it because its heartbeats had stopped, on this connection: each time makes
+    its peers twice as patient."""
     load: int = 1
     """Units that a step of it takes: with a global batch ``step_s`` is that of one of them."""
     wants: int = 0
     """Units of the sample ledger that it wants to hold after a commit."""
     counted: dict[int, int] | None = None
-    """Fragment -> the last version that may have a contribution of it; None: it has not been let in."""
+    """Fragment -> the last version that may have a contribution of it; None: it was never welcomed."""
     called_in: dict[int, int] = field(default_factory=dict)
     """Fragment -> the version towards which it was called in last."""
     members_sent: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
@@ -76,10 +77,8 @@ class Member:
         return self.busy_since_s is not None and now >= self.busy_since_s + patience_s
 
     def quiet_from_s(self, sync: Sync) -> float:
-        """From when on its peers go on without it, if it keeps them waiting and is not heard until then.
-
-        A heartbeat is missing, and the grace has passed too, or the next one is missing.
-        """
+        """When its peers go on without it, if it keeps them waiting and stays silent: a heartbeat is missing, and the
+        grace has passed too, or the next one is missing."""
         heartbeat_s = sync.derived.heartbeat_s
         return self.heard_s + (heartbeat_s + max(sync.grace_s, heartbeat_s)) * 2.0 ** min(self.quiet, 10)
 
@@ -95,15 +94,14 @@ class Member:
     def patience_s(self) -> float:
         """How long a call-in waits for it: two of its usual steps, half a second at least.
 
-        Only a trainer at work can be waited for, and one that has no units, which answers at once; other states are
-        not hung, but not ready.
+        A trainer at work is waited for, and one without units, which answers at once; other states are not ready.
         """
         if self.state == "out_of_units":
             return 0.5
         return max(0.5, 2 * self.step_s * self.load) if self.state == "training" else 0.0
 
     def progress(self, now: float, message: m.Heartbeat) -> bool:
-        """Takes a heartbeat in; returns whether a stalled trainer moves again, or one has run out of units."""
+        """Takes a heartbeat; returns whether a stalled trainer moves again, or one has run out of units."""
         if message.inner_step != self.inner_step:
             self.moved_s = now
         moves = self.stalled and (message.inner_step != self.stalled_at or message.state != "training")
@@ -125,14 +123,12 @@ class Roster:
         self._incarnation_ids: tuple[m.IncarnationId, ...] | None = None
 
     def attach(self, member: Member, conn: int, now: float) -> None:
-        """A member is connected."""
         self.detach(member, now)
         member.conn, member.heard_s, member.members_sent, member.busy_since_s, member.quiet = conn, now, {}, None, 0
         self._by_conn[conn] = member
         self._connected = None
 
     def detach(self, member: Member, now: float) -> None:
-        """A member is away."""
         if member.conn is not None:
             self._by_conn.pop(member.conn, None)
             self._connected = None
@@ -147,17 +143,17 @@ class Roster:
         return member if member is not None and member.incarnation == incarnation_id[1] else None
 
     def connected(self) -> tuple[Member, ...]:
-        """Connected members, by id."""
+        """By id."""
         if self._connected is None:
             self._connected = tuple(sorted(self._by_conn.values(), key=lambda x: x.replica))
         return self._connected
 
     def away(self) -> list[Member]:
-        """Members that are not connected, by id."""
+        """By id."""
         return [x for _, x in sorted(self.members.items()) if x.conn is None]
 
     def incarnation_ids(self) -> tuple[m.IncarnationId, ...]:
-        """All of them, by id."""
+        """Of all members, by id."""
         if self._incarnation_ids is None:
             self._incarnation_ids = tuple(sorted(x.incarnation_id for x in self.members.values()))
         return self._incarnation_ids
@@ -169,7 +165,7 @@ class Roster:
         return m.is_gone(incarnation_id, self.gone)
 
     def know(self, incarnation_id: m.IncarnationId, now: float) -> None:
-        """Puts an incarnation on the roster that is neither gone nor older than the one there; it is away at first."""
+        """Puts an incarnation on the roster, away at first; it is neither gone nor older than the one there."""
         replica, incarnation = incarnation_id
         self.members[replica] = Member(replica, incarnation, lost_s=now)
         self._incarnation_ids = None
@@ -190,10 +186,5 @@ class Roster:
 
     def sources(self, at: m.Position, *, but: str, limit: int = 4) -> tuple[str, ...]:
         """Addresses of connected members that hold ``at`` (I5)."""
-        found: list[str] = []
-        for x in self.connected():
-            if x.replica != but and x.address and x.held.get(at.fragment) == at:
-                found.append(x.address)
-                if len(found) == limit:
-                    break
-        return tuple(found)
+        holders = (x for x in self.connected() if x.held.get(at.fragment) == at)
+        return tuple(islice((x.address for x in holders if x.replica != but and x.address), limit))

@@ -36,15 +36,7 @@ class Rounds:
         self.fragment = fragment
         self.versions = Versions(fragment)
         self.gather = Gather(self.versions, roster, sync, partitions=partitions, assignment=assignment)
-        self.decide = Decide(
-            self.versions,
-            roster,
-            sync,
-            gather=self.gather,
-            numbers=numbers,
-            partitions=partitions,
-            assignment=assignment,
-        )
+        self.decide = Decide(self.gather, numbers)
         self.catch_up = self.gather.catch_up
         self._roster = roster
         self._stepped_s = -math.inf
@@ -67,18 +59,14 @@ class Rounds:
         return self.gather.proposals
 
     def restart(self) -> None:
-        """`Versions.restore` has set another version: what was under way is void."""
+        """`Versions.restore` has set another version; what was under way is void."""
         self.decide.restart()
         self.gather.restart()
 
     # ------------------------------------------------------------ proposals and reports
 
-    def waits_on(self, now: float, member: Member, contribution: m.Contribution) -> bool:
-        """Whether a proposal that has come in leaves the round as it was last seen, waiting for the same others."""
-        return self.attempt is None and self.gather.waits_on(now, member, contribution)
-
     def place(self, member: Member, hello: m.Hello, *, initial_source: bool) -> list[CoordinatorEffect]:
-        """Brings a member that is welcomed up to date, or has it sent how to get there."""
+        """Says to a member that is welcomed where it stands, or has it sent how to get there."""
         f, versions, last, conn = self.fragment, self.versions, self.versions.last, member.conn
         assert conn is not None
         found = [self.decide.find(member.replica, x) for x in hello.prepared if x.fragment == f]
@@ -101,12 +89,12 @@ class Rounds:
     # ------------------------------------------------------------ who takes part
 
     def withdraw(self, replica: str) -> None:
-        """It takes no part for now."""
+        """A member takes no part for now."""
         self.gather.withdraw(replica)
         self.decide.lose(replica)
 
     def lose(self, replica: str) -> None:
-        """It is away, or gone: it offers its contribution again when it is back."""
+        """A member is away or gone; when it is back it proposes its contribution again."""
         self.withdraw(replica)
         self.catch_up.drop(replica)
 
@@ -120,7 +108,7 @@ class Rounds:
     # ------------------------------------------------------------ fetches
 
     def lacks(self, now: float, member: Member) -> None:
-        """It could not fetch, or what it holds does not fit."""
+        """A member could not fetch, or what it holds does not fit."""
         f = self.fragment
         member.in_doubt |= member.held.pop(f, None) is not None
         member.maybe_fetched.pop(f, None)

@@ -26,8 +26,10 @@ _NEWS = 32
 
 
 class Startup:
-    """Hellos, and what they say together with the journal (``saved``), and what the job has ``lost``: the chain of
-    fragment 0 that no replica holds any more."""
+    """Hellos, and what they say together with the journal (``saved``).
+
+    ``lost``: the chain of fragment 0 that the job had before.
+    """
 
     def __init__(self, roster: Roster, saved: JournalState | None = None, *, lost: str = "") -> None:
         self.hellos: dict[int, m.Hello] = {}
@@ -44,36 +46,27 @@ class Startup:
 
     def hear(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
         """Keeps a hello; the newest of a replica counts."""
-        if self._first_s is None:
-            self._first_s = now
-        effects: list[CoordinatorEffect] = []
-        for number, other in list(self.hellos.items()):
-            if other.replica == hello.replica:
-                del self.hellos[number]
-                effects.append(Close(number))
+        self._first_s = now if self._first_s is None else self._first_s
+        former = [number for number, other in self.hellos.items() if other.replica == hello.replica]
+        for number in former:
+            del self.hellos[number]
         self.hellos[conn] = hello
-        hold = m.Hold(self.text(now))
-        count = len(self.hellos)
+        hold, count = m.Hold(self.text(now)), len(self.hellos)
         notified = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
-        return [*effects, *(SendTo(number, hold) for number in notified)]
+        return [*map(Close, former), *(SendTo(number, hold) for number in notified)]
 
     def lose(self, conn: int) -> None:
-        """A connection has ended."""
         self.hellos.pop(conn, None)
 
     def outlived(self) -> list[tuple[int, m.Hello]]:
-        """Takes out hellos of incarnations that are gone by now: another hello has reported them."""
-        gone = [
-            (conn, h)
-            for conn, h in self.hellos.items()
-            if h.incarnation and self._roster.is_gone((h.replica, h.incarnation))
-        ]
+        """Takes out hellos of incarnations that another hello has reported as gone."""
+        known = [(conn, h) for conn, h in self.hellos.items() if h.incarnation]
+        gone = [(conn, h) for conn, h in known if self._roster.is_gone((h.replica, h.incarnation))]
         for conn, _ in gone:
             del self.hellos[conn]
         return gone
 
     def heard(self, incarnation_id: m.IncarnationId) -> bool:
-        """Whether that incarnation is here."""
         return any((h.replica, h.incarnation) == incarnation_id for h in self.hellos.values())
 
     def state_holders(self) -> list[m.Hello]:
@@ -81,12 +74,14 @@ class Startup:
         return [h for h in self.hellos.values() if len(h.positions) == h.fragments]
 
     def initial_source(self) -> int:
-        """The connection whose state becomes version 0 at a cold start: the first by id, a fresh one if there is."""
+        """The connection whose state becomes version 0 at a cold start: the first by id, fresh ones before others."""
         return min(self.hellos, key=lambda conn: (not self.hellos[conn].initial, self.hellos[conn].replica))
 
     def restorers(self) -> list[tuple[int, m.Hello, m.Position]]:
-        """RESTORE: those that can restore the newest checkpoint of this job, by connection; none while one holds a
-        state. One that cannot read its newest checkpoint is among them: it finds out, and says so to its user."""
+        """RESTORE: those that can restore the newest checkpoint of this job; none while a replica holds a state.
+
+        One that cannot read its newest checkpoint is among them: it finds out, and says so to its user.
+        """
         if self.state_holders() or not self.lost:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
@@ -106,21 +101,20 @@ class Startup:
         if state_holders := self.state_holders():
             unknown = [x for x in unheard if len(x.held) < len(state_holders[0].positions)]
             return not unknown or now >= self.deadline_s()
-        if unheard:
-            return now >= self.deadline_s()
         wanted = self.sync.start_replicas
-        return (wanted is not None and len(self.hellos) >= wanted) or now >= self.deadline_s()
+        complete = not unheard and wanted is not None and len(self.hellos) >= wanted
+        return complete or now >= self.deadline_s()
 
     def _indispensable(self, unheard: list[Member]) -> list[Member]:
-        """Members that may hold what none here does; each is waited for until it is gone."""
+        """Members that may hold what no hello reports; each is waited for until it is gone."""
         if state_holders := self.state_holders():
-            best = {p.fragment: _highest(state_holders, p.fragment) for p in state_holders[0].positions}
+            best = dict(sorted((p.fragment, p.version) for h in state_holders for p in h.positions))
             return [x for x in unheard if x.may_exceed(best)]
-        # What they hold may come back; with a journal we know that it exists.
+        # With a journal it is known that there was a state: they may hold it.
         return [x for x in unheard if x.held or x.in_doubt or self._decided]
 
     def deadline_s(self) -> float:
-        """When waiting ends at the latest, judged by what was heard so far."""
+        """When waiting ends at the latest, as far as is known."""
         if self._first_s is None:
             return math.inf
         if self.state_holders():
@@ -144,48 +138,41 @@ class Startup:
         if self.state_holders() or unheard:
             names = ", ".join(sorted(x.replica for x in unheard)[:5]) or "nobody"
             return f"recovering: waiting for {names}, {left_s:.0f} s at most"
-        wanted = self.sync.start_replicas
+        here, wanted = len(self.hellos), self.sync.start_replicas
         if wanted is None:
-            return (
-                f"{len(self.hellos)} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
-            )
-        if len(self.hellos) >= wanted:
+            return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
+        if here >= wanted:
             return f"all {wanted} replicas are connected"
-        return f"{len(self.hellos)} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
+        return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
     def _up_to_date(self) -> bool:
-        """Whether the journal knows all that was reported: else it is an old copy."""
+        """Whether the journal knows all that was reported; else it is an old copy."""
         state_holders = self.state_holders()
         tops = {d.fragment: d.version for p in state_holders[0].positions for d in self.saved(p.fragment)}
         return all(tops.get(p.fragment, -1) >= p.version for h in state_holders for p in h.positions)
 
     def _unheard(self) -> list[Member]:
         """Members that may hold something that no hello reports."""
-        incarnation_ids = {(h.replica, h.incarnation) for h in self.hellos.values()}
-        reset = {h.replica for h in self.hellos.values() if h.incarnation == 0}
-        return [x for x in self._roster.away() if x.incarnation_id not in incarnation_ids and x.replica not in reset]
+        heard = {h.replica: h.incarnation for h in self.hellos.values()}
+        return [x for x in self._roster.away() if heard.get(x.replica, -1) not in (0, x.incarnation)]
 
     # ------------------------------------------------------------ the truth
 
     def saved(self, fragment: int) -> list[Decided]:
-        """The journal's decisions of one fragment, oldest first.
-
-        None if all that hold something come from another start of the job: then it is an old copy.
-        """
+        """The journal's decisions of one fragment, oldest first; none if it is of another start of the job."""
         decided = [d for d in self._decided if d.fragment == fragment]
         chains = [p.chain for h in self.state_holders() for p in h.positions if p.fragment == fragment]
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
 
     def truth(self, fragment: int) -> tuple[m.Position, int]:
-        """The highest version that the journal or a living replica knows, and its inner step.
+        """The highest version that the journal or a replica knows, and its inner step.
 
-        Of several branches the journal's is the truth; without one, that of most replicas.
+        Of several branches the journal's is the truth; without a journal, that of most replicas.
         """
         saved = self.saved(fragment)
-        state_holders = self.state_holders()
-        reports = [(p, h.inner_step) for h in state_holders for p in h.positions if p.fragment == fragment]
-        top = _highest(state_holders, fragment)
+        reports = [(p, h.inner_step) for h in self.state_holders() for p in h.positions if p.fragment == fragment]
+        top = max((p.version for p, _ in reports), default=-1)
         if saved and saved[-1].version >= top:
             d = saved[-1]
             return m.Position(fragment, d.version, d.chain), d.inner_step
@@ -217,8 +204,7 @@ class Startup:
     def done(self, at: m.Position) -> Ranges:
         """Units that are in the committed state ``at`` of fragment 0."""
         known = [d.done for d in self.saved(0) if d.chain == at.chain]
-        known += [h.done for h in self.hellos.values() if at in h.positions]
-        return known[0] if known else ()
+        return next(iter([*known, *(h.done for h in self.hellos.values() if at in h.positions)]), ())
 
     def shares(self, at: m.Position) -> dict[m.IncarnationId, tuple[int, Ranges]]:
         """RESTART: plan and share of each holder of ``at``, as it has received them last."""
@@ -231,7 +217,3 @@ class Startup:
     def cursor(self) -> int:
         """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))
-
-
-def _highest(state_holders: list[m.Hello], fragment: int) -> int:
-    return max((p.version for h in state_holders for p in h.positions if p.fragment == fragment), default=-1)
