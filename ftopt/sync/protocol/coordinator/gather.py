@@ -64,7 +64,7 @@ class Gather:
         self.disagreed = Counter[str]()
         self.retry = False
         self._retry_s = 0.0
-        self._waiting = Waiting(self._fragment, self.roster, self.sync)
+        self._waiting = Waiting(self.versions, self.roster, self.sync)
         self._late: set[str] = set()
         self._notified_train_on: set[str] = set()
 
@@ -94,9 +94,8 @@ class Gather:
         if not self.versions.held_by(member):
             self.catch_up.add(member.replica)
             return []
-        if contribution.version != self.versions.at.version:
-            return []
-        if not self.assignment.fits(member.incarnation_id, contribution):
+        fits = self.assignment.fits(member.incarnation_id, contribution)
+        if contribution.version != self.versions.at.version or not fits:
             return []
         self._late.discard(member.replica)
         known = self.proposals.setdefault(member.replica, contribution)
@@ -113,9 +112,7 @@ class Gather:
         adapts = contribution.grace and contribution.overlap_s
         if adapts or self.proposals.get(member.replica) != contribution or self.retry:
             return False
-        return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(
-            now, self.proposals, self.versions.held_by
-        )
+        return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(now, self.proposals)
 
     def read(self, now: float, member: Member, reading: m.Reading) -> list[CoordinatorEffect]:
         """Numbers of a holder of the current version, answered with everybody's means."""
@@ -125,7 +122,7 @@ class Gather:
         return [SendTo(member.conn, self._readings.take(now, at, member.replica, reading.values))]
 
     def withdraw(self, replica: str) -> None:
-        """It takes no part for now."""
+        """A member takes no part for now."""
         self.proposals.pop(replica, None)
         self._waiting.forget(replica)
         self._readings.drop(replica)
@@ -145,11 +142,11 @@ class Gather:
             self.versions.at, self.proposals, lambda: self._membership.choose(now, self.able(now))
         )
         if renewed:
-            self._waiting, self.retry = Waiting(self._fragment, self.roster, self.sync), False
+            self._waiting, self.retry = Waiting(self.versions, self.roster, self.sync), False
         return effects
 
     def step(self, now: float) -> tuple[list[CoordinatorEffect], Formed | None]:
-        """Everything that has become due while no attempt is under way, and the next attempt if one forms."""
+        """Everything that is due while no attempt is under way, and the next attempt if one forms."""
         effects = self.assign(now)
         proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
         if not proposers:
@@ -159,12 +156,10 @@ class Gather:
         if self.retry:
             return self._form(now, proposers, effects) if now >= self._retry_s else (effects, None)
         grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
-        waits = self._waiting.step(
-            now, self._next, proposers, self.versions.held_by, grace_s=grace_s, arrival=self._arrival
-        )
+        waits = self._waiting.step(now, proposers, grace_s=grace_s, arrival=self._arrival)
         if waits is not None:
             return effects + waits + self._release_for(proposers, self._waiting.awaited), None
-        for x in self._waiting.hung(self.proposals, self.versions.held_by):
+        for x in self._waiting.hung(self.proposals):
             x.stalled_at = x.inner_step
             effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
         if late := self.assignment.missing(self.proposals):
@@ -198,9 +193,9 @@ class Gather:
 
     def _release(self, proposers: list[Member]) -> list[CoordinatorEffect]:
         """Their training threads need not wait for the result; each is notified once a round."""
-        new = [x for x in proposers if x.replica not in self._notified_train_on and x.conn is not None]
-        self._notified_train_on |= {x.replica for x in new}
-        return [SendTo(x.conn, m.TrainOn(self._fragment)) for x in new if x.conn is not None]
+        new = {x.replica: x.conn for x in proposers if x.replica not in self._notified_train_on and x.conn is not None}
+        self._notified_train_on.update(new)
+        return [SendTo(conn, m.TrainOn(self._fragment)) for conn in new.values()]
 
     def _form(
         self, now: float, proposers: list[Member], effects: list[CoordinatorEffect]
@@ -224,9 +219,8 @@ class Gather:
 
     def _void(self, members: list[Member]) -> list[CoordinatorEffect]:
         """Nobody has any weight: these contributions will be in no attempt."""
-        effects: list[CoordinatorEffect] = [
-            SendTo(x.conn, m.Void(self._fragment)) for x in members if x.conn is not None
-        ]
+        void = m.Void(self._fragment)
+        effects: list[CoordinatorEffect] = [SendTo(x.conn, void) for x in members if x.conn is not None]
         self._membership.taken({x.incarnation_id for x in members}, self.proposals)
         for x in members:
             x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once

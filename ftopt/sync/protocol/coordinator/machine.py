@@ -1,11 +1,10 @@
 """The coordinator side of the outer-sync protocol: a pure state machine for one job.
 
 Two phases. In the startup phase (`Startup`: after a start, a restart or a rollback) it keeps hellos and decides
-nothing. While it runs, each fragment's `Rounds` do the work. Here are the inputs, how a hello is answered, and the
-passage from one phase to the other; what becomes of members is in `Members`.
+nothing. While it runs, each fragment's `Rounds` do the work. Here are the inputs, the answer to a hello, and the
+passage from one phase to the other; `Members` has what happens to members.
 
-Connections are numbers that the shell gives. Time is seconds on any steady clock. A coordinator of a new life gets what
-its journal saved, or nothing.
+Connections are numbers that the shell gives. Time is seconds on any steady clock.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ class Coordinator:
 
     Args:
         job: the job's name.
-        saved: what the journal of earlier lives holds, None without one.
+        saved: what the journal holds, if there is one.
         now: the clock.
-        life: a number above that of any earlier life, also of one whose journal is lost: seconds since 1970 will do. It
-            keeps epochs, and with them chains and attempt numbers, from being used twice.
+        life: a number above that of any earlier life, also of one whose journal is lost (seconds since 1970): epochs,
+            and with them chains and attempt numbers, are used once.
     """
 
     def __init__(self, job: str, *, saved: JournalState | None = None, now: float = 0.0, life: int = 1) -> None:
@@ -75,7 +74,6 @@ class Coordinator:
     # ------------------------------------------------------------ inputs
 
     def receive(self, now: float, conn: int, message: m.FromReplica) -> list[CoordinatorEffect]:
-        """A message arrived on ``conn``."""
         if self.halted:
             return [Close(conn)]
         if isinstance(message, m.Hello):
@@ -92,8 +90,8 @@ class Coordinator:
         return effects + self._step(now)
 
     def _changes_nothing(self, now: float, member: Member, message: m.FromReplica) -> bool:
-        """Whether a proposal, or a report of a result, is one of many, and the others are still waited for: a round of
-        n replicas must not take n looks at each of n."""
+        """Whether a proposal or a result is one of many that are still waited for: a round of n replicas must not take
+        n looks at each of n."""
         if self._contenders or not self.running:
             return False
         match message:
@@ -105,7 +103,6 @@ class Coordinator:
         return False
 
     def lost(self, now: float, conn: int) -> list[CoordinatorEffect]:
-        """The connection ended."""
         self._contenders.drop(conn)
         if self.startup is not None:
             self.startup.lose(conn)
@@ -114,7 +111,6 @@ class Coordinator:
         return effects + self._step(now)
 
     def tick(self, now: float) -> list[CoordinatorEffect]:
-        """Time has passed."""
         if self.halted:
             return []
         effects: list[CoordinatorEffect] = []
@@ -185,20 +181,18 @@ class Coordinator:
         return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
 
     def _await_restored(self, now: float, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
-        """It reads a checkpoint, and may hold a version when it comes back."""
+        """A replica reads a checkpoint, and may hold a version when it comes back."""
         effects = self.members.know(now, incarnation_id)
         self.roster.members[incarnation_id[0]].in_doubt = True
         return effects
 
     def _define(self, hello: m.Hello) -> None:
-        """The first replica of a job defines it."""
         self.lines, self.sync = dict(hello.lines), sync_of(hello)
         assert self.startup is not None
         self.startup.sync = self.sync
         self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
 
     def _identify(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
-        """Which incarnation says hello: one that is gone, a known one, or a newcomer."""
         if not hello.incarnation:
             rival = self.roster.members.get(hello.replica)
             if rival is None or rival.conn is None:
@@ -217,7 +211,7 @@ class Coordinator:
         return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
 
     def _newcomer(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
-        """A new incarnation; whatever was known under its id is superseded."""
+        """A new incarnation supersedes the one of its id."""
         effects: list[CoordinatorEffect] = []
         old = self.roster.members.get(hello.replica)
         adopted_work = self.members.adopted_work(old) if old is not None and self.running else None
@@ -233,7 +227,6 @@ class Coordinator:
         return [*effects, SendTo(conn, adopted_work)]
 
     def _contend(self, now: float) -> list[CoordinatorEffect]:
-        """Newcomers whose rival is lost or silent come in; those with a living one are refused."""
         effects: list[CoordinatorEffect] = []
         for conn, hello, refusal in self._contenders.settle(now, self.sync.dead_after_s):
             effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
@@ -295,7 +288,6 @@ class Coordinator:
     # ------------------------------------------------------------ phases
 
     def _step(self, now: float) -> list[CoordinatorEffect]:
-        """What has become due: contenders, the end of the startup phase, a rollback, rounds."""
         if self.halted:
             return []
         self._stepped_s = now
@@ -346,31 +338,25 @@ class Coordinator:
         return effects
 
     def _restore_checkpoints(self, now: float, startup: Startup) -> list[CoordinatorEffect]:
-        """RESTORE: those that have the newest checkpoint are to restore it. They come back with it, and are waited
-        for."""
+        """RESTORE: those that have the newest checkpoint restore it; they come back with it, and are waited for."""
         effects: list[CoordinatorEffect] = []
-        sent: list[tuple[int, m.IncarnationId, m.Position]] = []
+        sent: list[tuple[int, m.IncarnationId, int]] = []
         for conn, hello, at in startup.restorers():
             startup.lose(conn)
             incarnation_id = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
             effects += self._await_restored(now, incarnation_id)
             startup.sent.add(hello.replica)
-            sent.append((conn, incarnation_id, at))
-        roster = tuple(incarnation_id for _, incarnation_id, _ in sent)
-        for conn, incarnation_id, at in sent:
-            effects += [
-                Emit("restore", *incarnation_id, version=at.version),
-                SendTo(conn, m.Restore(incarnation_id[1], roster)),
-            ]
+            sent.append((conn, incarnation_id, at.version))
+        roster = tuple(x for _, x, _ in sent)
+        for conn, x, version in sent:
+            effects += [Emit("restore", *x, version=version), SendTo(conn, m.Restore(x[1], roster))]
         return effects
 
     def _survives(self, r: Rounds) -> bool:
-        """Whether a member holds the current version, or may hold it."""
         return any(x.may_hold(r.at) for x in self.roster.members.values())
 
     def _rollback(self, now: float) -> list[CoordinatorEffect]:
-        """ROLLBACK: every holder of the highest version is gone. The job starts up again, with what it knows of
-        others."""
+        """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
         effects: list[CoordinatorEffect] = [
             Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.inner_step)
             for r in self.rounds

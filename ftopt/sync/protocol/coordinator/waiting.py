@@ -9,6 +9,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.catch_up import Arrival
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.settings import Sync
 
 PATIENCE_S = 0.5
@@ -21,38 +22,35 @@ STILL_S = 0.1
 class Waiting:
     """The patience of one round of one fragment."""
 
-    def __init__(self, fragment: int, roster: Roster, sync: Sync) -> None:
-        self._fragment = fragment
-        self._roster = roster
+    def __init__(self, versions: Versions, roster: Roster, sync: Sync) -> None:
+        self._versions, self._roster = versions, roster
+        self._fragment = versions.fragment
         self._grace_s = sync.grace_s
         self._enough = sync.min_replicas
+        self._late_s = math.inf
+        self._deadline: dict[str, float] = {}
+        self.close()
+
+    def close(self) -> None:
+        """No proposal is left: the next one opens the round."""
         self._opened_s: float | None = None
         self._quorate_s: float | None = None
-        self._late_s = math.inf
         self._last_s: float | None = None
-        self._deadline: dict[str, float] = {}
         self._hurried = False
         self._asked: set[str] = set()
         self._witness: Member | None = None
         self._arrival_s = math.inf
         self._alone_s: float | None = None
         self.awaited: tuple[str, ...] = ()
-        """Those that alone are missing, and will fetch for a while: the others need not stand still for them."""
+        """Members that fetch, if they alone are missing, and for a while: the others need not stand still."""
 
     def forget(self, replica: str) -> None:
-        """It is away; when it is back it is asked anew."""
+        """A member is away; when it is back it is called in anew."""
         self._deadline.pop(replica, None)
         self._asked.discard(replica)
 
-    def close(self) -> None:
-        """No proposal is left: the next one opens the round."""
-        self._opened_s = self._quorate_s = self._last_s = None
-        self._hurried = False
-        self._asked.clear()
-        self._witness, self._arrival_s, self._alone_s, self.awaited = None, math.inf, None, ()
-
     def hurry(self) -> None:
-        """A trigger means now: all are called in at once, and have their time as ever."""
+        """A trigger means now: all are called in at once, and have as much time as usual."""
         self._hurried = True
 
     @property
@@ -61,33 +59,27 @@ class Waiting:
         return self._quorate_s - self._opened_s if self._quorate_s is not None and self._opened_s is not None else 0.0
 
     def step(
-        self,
-        now: float,
-        version: int,
-        proposers: list[Member],
-        holds: Callable[[Member], bool],
-        *,
-        grace_s: float,
-        arrival: Callable[[str], Arrival | None],
+        self, now: float, proposers: list[Member], *, grace_s: float, arrival: Callable[[str], Arrival | None]
     ) -> list[CoordinatorEffect] | None:
         """What is to be sent; None once the quorum need not wait any more.
 
-        ``grace_s`` counts from the moment on when ``min_replicas`` have proposed; without that, those at work are
-        called in when the job's own grace has passed since the first proposal. ``arrival``: when a member that the
-        version has overtaken will hold it; None: it is waited for within the grace.
+        ``grace_s`` counts from when ``min_replicas`` have proposed. Those at work are called in then, or when the job's
+        own grace has passed since the first proposal. ``arrival``: when a member that the version has overtaken will
+        hold it; None: it is waited for within the grace.
         """
+        version, holds = self._versions.at.version + 1, self._versions.held_by
         proposed = {x.replica for x in proposers}
         if self._opened_s is None and not all(x.leaving for x in proposers):
             self._opened_s = now
-        missing = [x for x in self._roster.connected() if self._awaited(x, proposed, holds)]
+        missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
         if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
-            return [] if missing or self._leave_together(now, proposed, holds) else None
+            return [] if missing or self._leave_together(now, proposed) else None
         effects: list[CoordinatorEffect] = []
         called: list[Member] = []
         for x in missing:
             if self._hurried and x.replica not in self._asked and holds(x):
                 self._asked.add(x.replica)
-                effects += self.call_in(x, version)
+                effects += self._call_in(x, version)
         if self._quorate_s is None and len(proposers) >= self._enough:
             self._quorate_s = now
         soonest_s = math.inf if self._quorate_s is None else self._quorate_s + grace_s
@@ -99,7 +91,7 @@ class Waiting:
             newcomer = self._fragment in x.newcomer
             if out_of_units or (x.replica not in self._deadline and (late or newcomer)):
                 self._deadline[x.replica] = now + max(x.patience_s(), PATIENCE_S if newcomer else 0.0)
-                effects += self.call_in(x, version)
+                effects += self._call_in(x, version)
                 called.append(x)
         waited_for = (x for x in reversed(missing) if holds(x) and now < self._deadline.get(x.replica, math.inf))
         self._witness = next(waited_for, None)
@@ -111,8 +103,7 @@ class Waiting:
         return effects
 
     def _await_fetches(self, now: float, arrivals: dict[str, Arrival | None]) -> None:
-        """Until when the round waits for those that fetch: the grace, and beyond it where it is known how long it
-        takes."""
+        """Until when the round waits for those that fetch: the grace, or longer where the duration is known."""
         latest = {r: self._late_s if x is None else max(self._late_s, x.latest_s) for r, x in arrivals.items()}
         self._arrival_s = max((x for x in latest.values() if now < x), default=-math.inf)
         alone = self._witness is None and now < self._arrival_s
@@ -122,44 +113,35 @@ class Waiting:
         self.awaited = tuple(r for r in latest if now < latest[r]) if alone and known and slow else ()
 
     def _still_s(self) -> float:
-        """When nobody need stand still any more for a fetch."""
+        """When the others need not stand still any more for a fetch."""
         return math.inf if self._alone_s is None else self._alone_s + STILL_S
 
-    def goes_on(self, now: float, proposed: Collection[str], holds: Callable[[Member], bool]) -> bool:
-        """Whether `step` would find the round as it has left it but for a proposal more: it waits for one at least of
-        those that it has waited for, and nothing is to be sent."""
+    def goes_on(self, now: float, proposed: Collection[str]) -> bool:
+        """Whether `step` would find the round as it left it but for one more proposal: it still waits for one of those
+        that it waited for, and nothing is to be sent."""
         x = self._witness
         if x is None or x.conn is None or now >= min(self._late_s, self._deadline.get(x.replica, math.inf)):
             return False
         counts_alike = self._quorate_s is not None or len(proposed) < self._enough
-        return counts_alike and self._awaited(x, proposed, holds)
+        return counts_alike and self._awaited(x, proposed)
 
-    def _leave_together(self, now: float, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
-        """Whether the last round, of leavers alone, waits for others that have not handed in their remaining steps."""
-        if self._last_s is None:
-            self._last_s = now
+    def _leave_together(self, now: float, proposed: Container[str]) -> bool:
+        """Whether the last round, of leavers alone, waits for other leavers to propose their remaining steps."""
+        self._last_s = now if self._last_s is None else self._last_s
         others = (x for x in self._roster.connected() if x.leaving and not x.said_bye and x.replica not in proposed)
-        return now < self._last_s + PATIENCE_S and any(holds(x) for x in others)
+        return now < self._last_s + PATIENCE_S and any(map(self._versions.held_by, others))
 
-    def hung(self, proposed: Container[str], holds: Callable[[Member], bool]) -> list[Member]:
+    def hung(self, proposed: Container[str]) -> list[Member]:
         """Trainers at work that have let their call-in pass."""
-        return [
-            x
-            for x in self._roster.connected()
-            if self._awaited(x, proposed, holds)
-            and holds(x)
-            and x.state == "training"
-            and self._fragment not in x.newcomer
-        ]
+        awaited = (x for x in self._roster.connected() if self._awaited(x, proposed) and self._versions.held_by(x))
+        return [x for x in awaited if x.state == "training" and self._fragment not in x.newcomer]
 
-    def call_in(self, member: Member, version: int) -> list[CoordinatorEffect]:
+    def _call_in(self, member: Member, version: int) -> list[CoordinatorEffect]:
         """Asks for a contribution at the next step boundary."""
         if member.conn is None:
             return []
-        return [
-            SendTo(member.conn, m.CallIn(self._fragment, version)),
-            Emit("call_in", member.replica, member.incarnation, self._fragment, version),
-        ]
+        event = Emit("call_in", *member.incarnation_id, self._fragment, version)
+        return [SendTo(member.conn, m.CallIn(self._fragment, version)), event]
 
     def deadline_s(self, now: float, proposed: Container[str]) -> float:
         """When `step` is to be called, if nothing happens before."""
@@ -170,9 +152,9 @@ class Waiting:
             due.append(self._last_s + PATIENCE_S)
         return min((t for t in due if t > now), default=math.inf)
 
-    def _awaited(self, member: Member, proposed: Container[str], holds: Callable[[Member], bool]) -> bool:
+    def _awaited(self, member: Member, proposed: Container[str]) -> bool:
         if member.replica in proposed:
             return False
-        if holds(member):
+        if self._versions.held_by(member):
             return not member.leaving and not member.stalled
         return self._fragment in member.catching_up
