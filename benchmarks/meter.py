@@ -131,7 +131,7 @@ class Meter:
                 self._samples[name, process.pid].append((now_s, calm, sizes))
 
     def growth(self, *, born_s: float, warm_s: float) -> list[Growth]:
-        """Of whoever lived from ``born_s`` to the end, without its first ``warm_s`` seconds."""
+        """Of the processes that lived from ``born_s`` to the end, without their first ``warm_s`` seconds."""
         end_s = max(samples[-1][0] for samples in self._samples.values())
         lines = []
         for (name, _), samples in sorted(self._samples.items()):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import ftopt
-from benchmarks.training import Book, Case, Outcome, Spoilt
+from benchmarks.training import Book, Case, Corruption, Outcome
 from ftopt.cli.output import say
 from ftopt.methods import Method
 from ftopt.methods.adaptive import SignalToNoise
@@ -22,15 +22,15 @@ SIGMAS = (1e-4, 1e-3, 1e-2, 1e-1)
 DRIFT = 100.0
 """Of momentum 0.9 beside plain SGD: 1 / (1 - 0.9)^2."""
 
-KINDS: dict[str, tuple[Spoilt, ...]] = {
-    "burst, variance 0.1": (Spoilt(how="noise", size=1e-4), Spoilt(how="noise", size=0.1, every=50)),
-    "burst, variance 1": (Spoilt(how="noise", size=1e-4), Spoilt(how="noise", size=1.0, every=50)),
-    "a flipped bit every 10 steps": (Spoilt(how="bit", every=10),),
-    "an element stuck at 1": (Spoilt(how="stuck", size=1.0),),
-    "one worker biased by 0.01": (Spoilt(how="bias", size=0.01, replicas=1),),
+KINDS: dict[str, tuple[Corruption, ...]] = {
+    "burst, variance 0.1": (Corruption(how="noise", size=1e-4), Corruption(how="noise", size=0.1, every=50)),
+    "burst, variance 1": (Corruption(how="noise", size=1e-4), Corruption(how="noise", size=1.0, every=50)),
+    "a flipped bit every 10 steps": (Corruption(how="bit", every=10),),
+    "an element stuck at 1": (Corruption(how="stuck", size=1.0),),
+    "one worker biased by 0.01": (Corruption(how="bias", size=0.01, replicas=1),),
     "parameters too: variance 1e-6 every 10 steps": (
-        Spoilt(how="noise", size=1e-3),
-        Spoilt(how="noise", size=1e-6, every=10, params=True),
+        Corruption(how="noise", size=1e-3),
+        Corruption(how="noise", size=1e-6, every=10, params=True),
     ),
 }
 
@@ -56,7 +56,7 @@ WAYS = (
 )
 
 
-def case(way: Way, corrupted: tuple[Spoilt, ...], seed: int) -> Case:
+def case(way: Way, corrupted: tuple[Corruption, ...], seed: int) -> Case:
     """One run."""
     return Case(
         recipe="digits",
@@ -77,7 +77,7 @@ def cell(outcomes: Sequence[Outcome]) -> str:
     return f"{statistics.mean(found):.1f} ± {statistics.pstdev(found):.1f}"
 
 
-def table(book: Book, columns: dict[str, tuple[Spoilt, ...]], seeds: int) -> list[str]:
+def table(book: Book, columns: dict[str, tuple[Corruption, ...]], seeds: int) -> list[str]:
     """Markdown; a row a way, a column a kind of spoiling."""
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for way in WAYS:
@@ -102,7 +102,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints two tables: white noise by its variance, and other kinds of damage."""
     book = Book("paft", arguments.workers)
-    noises = {"clean": (), **{f"{sigma:g}": (Spoilt(how="noise", size=sigma),) for sigma in SIGMAS}}
+    noises = {"clean": (), **{f"{sigma:g}": (Corruption(how="noise", size=sigma),) for sigma in SIGMAS}}
     every = [
         case(way, s, seed)
         for seed in range(arguments.seeds)

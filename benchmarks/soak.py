@@ -38,7 +38,7 @@ STILL_S = 15.0
 """Without an outer step for so long there is no progress."""
 _SAMPLE_S = 1.0
 _DOOM_S = 45.0
-"""Whoever was ordered to die has died by then: its point comes with every outer step, 10 s after a coordinator's."""
+"""An ordered death has happened by then: its point comes with every outer step, 10 s after a coordinator's."""
 _SETTLE_S = 60.0
 """After the last fault the job is calm by then."""
 _LAST_MOMENTS = 10

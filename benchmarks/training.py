@@ -35,7 +35,7 @@ PATIENT = ftopt.Sync(grace_s=600.0, dead_after_s=600.0, heartbeat_s=5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spoilt:
+class Corruption:
     """What happens to each replica's gradient behind the aggregation (of a method that averages none: before its step).
 
     Args:
@@ -79,7 +79,7 @@ class Case:
     steps: int = 600
     seed: int = 0
     codec: str = "fp32"
-    corrupted: tuple[Spoilt, ...] = ()
+    corrupted: tuple[Corruption, ...] = ()
     eval_every: int = 50
     momentum: float = 0.9
 

@@ -58,7 +58,7 @@ class Problem:
     inner: Callable[[Iterator[nn.Parameter]], Optimizer]
 
     def batch(self, replica: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Batch ``step`` of a replica: the same whoever asks."""
+        """Batch ``step`` of a replica: the same for every caller."""
         generator = torch.Generator().manual_seed(1_000_003 * replica + step)
         x = torch.randn(16, 8, generator=generator)
         y = torch.sin(x[:, :4] + x[:, 4:]) + 0.1 * torch.randn(16, 4, generator=generator)

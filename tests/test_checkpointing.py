@@ -159,7 +159,7 @@ def test_committed_states_in_files_are_saved_and_resumed(tmp_path: Path, method:
 
 
 def test_fragments_under_way_go_on_though_their_commit_had_arrived(tmp_path: Path) -> None:
-    """A commit that the parameters have not taken up has not happened for the checkpoint: it happens again."""
+    """A commit that was not applied to the parameters has not happened for the checkpoint: it happens again."""
     ends: list[Tensor] = []
     captured: list[Any] = []
     seen = []

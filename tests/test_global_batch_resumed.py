@@ -1,4 +1,4 @@
-"""A global batch goes on from a checkpoint: the version is the cursor, whoever shares out the next batch."""
+"""A global batch goes on from a checkpoint: the version is the cursor, with the same coordinator or another."""
 
 from __future__ import annotations
 

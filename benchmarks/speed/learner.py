@@ -80,7 +80,7 @@ class Learner:
 
 
 def main() -> None:
-    """Orders: ``train WAY STEPS`` and ``end WAY``; a way is told by its number."""
+    """Orders: ``train WAY STEPS`` and ``end WAY``; a way is named by its number."""
     told = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     learners = [Learner(case, told, f"way-{i}") for i, case in enumerate(ways(*told["ways"]).values())]

@@ -106,7 +106,7 @@ def sync_of(codec: str) -> ftopt.Sync:
 
 
 def streaming() -> ftopt.StreamingDiLoCo:
-    """One fragment, taken up behind the next steps."""
+    """One fragment, applied behind the next steps."""
     return ftopt.StreamingDiLoCo(sync_every=2 * _DELAY, delay=_DELAY, fragments=ftopt.fragments.Strided(n=1))
 
 

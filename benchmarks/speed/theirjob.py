@@ -56,7 +56,7 @@ class TheirJob:
         self._orders[name].put(fault)
 
     def wake(self, name: str) -> None:
-        """Whoever is stopped goes on."""
+        """Stopped processes go on."""
         pid = self._processes[name].pid
         assert pid is not None
         with suppress(ProcessLookupError):
@@ -72,7 +72,7 @@ class TheirJob:
         _log(self._told[0], self.started, {"event": "death", "replica": name})
 
     def revive(self) -> None:
-        """Starts anew whoever has ended by itself."""
+        """Starts processes anew that have ended by themselves."""
         for name, process in self._processes.items():
             if not process.is_alive():
                 self.died(name)
@@ -197,7 +197,7 @@ def _replica(
                 raise
             lines.write({"event": "step", "replica": name})
             if outcome:
-                kept = outcome.pop() and not healed.is_set()  # whoever took up a peer's state has lost its own steps
+                kept = outcome.pop() and not healed.is_set()  # with a peer's state, its own steps are lost
                 healed.clear()
                 members = theirs.num_participants()
                 record = {"stall_s": time.monotonic() - began, "committed": kept, "members": members}

@@ -81,8 +81,8 @@ def manager(
         house: the lighthouse.
         size: a quorum has at least so many.
         times: how long it waits.
-        load: takes up a peer's state.
-        save: what a peer takes up.
+        load: loads a peer's state.
+        save: the state that a peer loads.
     """
     os.environ["RUST_LOG"] = "error"  # it tells of every message otherwise
     logging.disable(logging.INFO)

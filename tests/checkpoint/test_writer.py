@@ -32,7 +32,7 @@ def test_it_is_whole_when_every_member_has_written(tmp_path: Path) -> None:
 
 
 def test_all_at_once_make_one_whole_checkpoint(tmp_path: Path) -> None:
-    """Each shard is written by one of them, and whoever is last sees all the others."""
+    """Each shard is written by one of them, and the last one sees all the others."""
     for version in range(5, 105, 5):
         parts = [part(f"r{i}", version=version, members=6, fragments=3) for i in range(6)]
         with ThreadPoolExecutor(6) as pool:

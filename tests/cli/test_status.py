@@ -14,7 +14,7 @@ import pytest
 
 from ftopt.cli.main import main
 from ftopt.cli.status import describe
-from tests.sync.server.doors import TOKEN, coordinator, coordinator_thread, identity, scripted
+from tests.sync.server.access import TOKEN, coordinator, coordinator_thread, identity, scripted
 
 STATUS: dict[str, Any] = {
     "job": "bytes",

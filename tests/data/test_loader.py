@@ -163,7 +163,7 @@ def test_after_an_error_of_the_data_set_no_unit_is_lost(workers: int, monkeypatc
 
 
 class Deadly(Numbers):
-    """Whoever loads sample 5 dies, once."""
+    """The process that loads sample 5 dies, once."""
 
     def __init__(self, samples: int, mark: str) -> None:
         super().__init__(samples)

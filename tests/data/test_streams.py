@@ -132,7 +132,7 @@ def test_a_second_pass_over_a_stream_says_that_it_has_ended() -> None:
 
 
 class Deadly(Remembering):
-    """Whoever reads sample 30 dies, once."""
+    """The process that reads sample 30 dies, once."""
 
     def __init__(self, samples: int, mark: str) -> None:
         super().__init__(samples)

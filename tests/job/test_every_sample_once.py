@@ -62,7 +62,7 @@ def seeded_faults(seed: int, replicas: int, steps: int) -> list[Fault]:
         back = {"rejoin_s": rng.choice((0.0, 1.0))} if kind["do"] == "kill" else {}
         at_step = steps * (1 + number) // (2 * len(kinds))
         faults.append(Fault(replica=number % replicas, at_step=at_step, **kind, **back))
-    # Whoever was killed strikes as its successor.
+    # The successor of a killed replica strikes.
     for index, fault in enumerate(faults):
         lives = 1 + sum(other.do == "kill" for other in faults[:index] if other.replica == fault.replica)
         faults[index] = Fault(**{**asdict(fault), "incarnation": lives})

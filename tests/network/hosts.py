@@ -1,7 +1,7 @@
 """Hosts of their own on one machine: network namespaces on a bridge, whose links go down, lose and slow down.
 
 Losses need no netem: a queue of length 0 drops whatever leaves a device, and a wrong hardware address sends what is
-meant for one host nowhere. All of it is silent, as a cut cable is: nobody is told.
+meant for one host nowhere. All of it is silent, as a cut cable is: nobody is notified.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Network namespaces are nobody's for long: whoever is killed leaves some behind, and the next one removes them."""
+"""A killed run leaves network namespaces behind, and the next run removes them."""
 
 from __future__ import annotations
 

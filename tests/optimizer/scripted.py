@@ -29,7 +29,7 @@ class Lonely:
 
     def all_reduce_(self, flat: Tensor, summed: Any = None) -> None:
         if self.fails:
-            flat.fill_(float("nan"))  # A late piece: whoever uses this buffer again is found out.
+            flat.fill_(float("nan"))  # A late piece: using this buffer again shows.
             raise ConnectionError("a peer is gone")
 
     def mean_encoded_(self, flat: Tensor, codec: Any, shares: Any, owed: Any = None, *_: Any, **__: Any) -> Any:

@@ -18,7 +18,7 @@ from ftopt.net.tls import Tls
 from ftopt.transport import state_server, state_transfer
 from ftopt.transport.interface import Meta
 from ftopt.transport.snapshot import StateImage
-from tests.sync.server.doors import Certificates, no_errors_logged
+from tests.sync.server.access import Certificates, no_errors_logged
 
 from .test_state_transfer import arrived, get, same, serving, state
 

@@ -94,7 +94,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(method: Meth
                 trainer.optimizer.sync()
             if method.overlap.delay and chance.random() < 0.7:
                 group.reborn_pending = False  # what is pending at the next check may be later work
-                continue  # a check takes up what waits for its delay
+                continue  # a check applies what waits for its delay
             group.quiet = True
             _check(trainer, group, 1e-5)
             group.quiet = False

@@ -1,4 +1,4 @@
-"""A global batch over replicas of one process: the step is the full batch's, whoever has computed which part of it."""
+"""A global batch over replicas of one process: the step is that of the full batch, however it is shared out."""
 
 from __future__ import annotations
 

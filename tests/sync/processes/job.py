@@ -226,7 +226,7 @@ def _train_together(
     finish: Any,
     trains: threading.Event,
 ) -> None:
-    """A global batch of ``samples`` is shared out; each step's gradient is told."""
+    """A global batch of ``samples`` is shared out; an event has each step's gradient."""
     samples = options["samples"]
     model = tiny_model(options.get("width", 16))
     group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=5.0)

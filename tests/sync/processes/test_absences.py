@@ -1,4 +1,4 @@
-"""Whoever was away learns what became of its contribution; whoever is left goes on; real processes throughout."""
+"""A replica that was away learns what became of its contribution; the others go on; real processes throughout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample ledger with real processes: every sample is in exactly one commit, whoever dies."""
+"""The sample ledger with real processes: every sample is in exactly one commit, whichever replica dies."""
 
 from __future__ import annotations
 

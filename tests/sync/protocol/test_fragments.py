@@ -40,7 +40,7 @@ def test_21_a_joiner_fetches_each_fragment_at_a_moment_of_its_own_and_mixes_none
     assert c.end_fetch(served[1])  # the moment that was served, kept by its source
     assert (c.held(0).version, c.held(1).version) == (1, 0)
     c.fetch(a, 1)
-    assert not c.end_fetch(served[1])  # of the past: not taken up again
+    assert not c.end_fetch(served[1])  # of the past: not installed again
     assert not c.machine.install(replace(served[0], chain="0" * 32))
     assert c.machine.ready
     for f in (0, 1):

@@ -67,7 +67,7 @@ def test_a_claim_is_all_that_its_owner_holds() -> None:
     ledger.grant([(A, 3), (B, 2)])
     assert ledger.claim(A, ((0, 1),)) == ()  # the rest was lost with its connection
     assert ledger.free() == ((1, 3),)
-    assert ledger.claim(B, ((0, 1), (3, 5))) == ((0, 1),)  # held twice: the steps are kept, and it is told
+    assert ledger.claim(B, ((0, 1), (3, 5))) == ((0, 1),)  # held twice: the steps are kept, and an event says so
     assert ledger.leases[A] == ((0, 1),)
 
 

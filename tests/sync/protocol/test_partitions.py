@@ -149,7 +149,7 @@ def play(count: int, seconds: float, *, cut: bool) -> Simulation:
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_cut_of_two_minutes_costs_a_few_failed_attempts_and_not_two_a_round(count: int) -> None:
-    """When it was learnt anew in each round, 8 rounds (of three replicas) and 5 (of five) were left of 52."""
+    """When it was found anew in each round, 8 rounds (of three replicas) and 5 (of five) were left of 52."""
     whole, cut = play(count, 120.0, cut=False), play(count, 120.0, cut=True)
     rounds = [world.server.machine.rounds[0] for world in (whole, cut) if world.server.machine is not None]
     assert rounds[0].at.version >= 50

@@ -24,7 +24,7 @@ def successor(table: Table, name: str, checkpoint: m.Record | None) -> Seat:
 
 
 def come(seats: Sequence[Seat]) -> None:
-    """They connect, until nobody is told to connect anew."""
+    """They connect, until none has to connect anew."""
     while away := [seat for seat in seats if seat.conn is None and not to_restore(seat)]:
         for seat in away:
             seat.open()
@@ -33,7 +33,7 @@ def come(seats: Sequence[Seat]) -> None:
 
 
 def to_restore(seat: Seat) -> bool:
-    """Whether it is told to restore its checkpoint."""
+    """Whether it is sent for its checkpoint."""
     return any(isinstance(effect, r.RestoreCheckpoint) for effect in seat.asked)
 
 
@@ -106,7 +106,7 @@ def test_only_the_newest_is_restored() -> None:
 
 
 def test_one_that_cannot_be_read_is_no_reason_to_begin_anew() -> None:
-    """Its holder is told to restore it, and finds out what is wrong."""
+    """Its holder is sent for it, and finds out what is wrong."""
     table, saved = all_dead_at_version_2("lives")
     a, b = successor(table, "a", saved), successor(table, "b", saved)
     b.machine.checkpoint = m.Position(0, 0, "")

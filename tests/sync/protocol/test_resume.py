@@ -136,7 +136,7 @@ def test_one_that_was_not_there_holds_the_newest_state_and_is_waited_for() -> No
 
 
 def test_one_that_was_saved_a_version_behind_learns_that_it_was_counted() -> None:
-    """b was saved before it had taken up version 1, with the contribution that is in it."""
+    """b was saved before it had applied version 1, with the contribution that is in it."""
     table = Table()
     a, b = table.start("a", "b")
     a.propose(5), b.propose(5)

@@ -19,7 +19,7 @@ def test_1_a_replica_that_was_counted_while_away_does_not_count_its_steps_again(
     assert table.version == 1
     b.take()
     assert b.record.counted == (("a", 1, 5), ("b", 1, 5))
-    # A learns the decision from the mark of what it had prepared, and needs no fetch.
+    # A learns the decision from the attempt that it had prepared, and needs no fetch.
     a.connect()
     assert a.record == b.record
     assert a.machine.counted_step(a.record) == 5

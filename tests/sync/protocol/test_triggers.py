@@ -129,7 +129,7 @@ def test_each_reading_is_answered_with_the_means_of_all() -> None:
     seats = table.start("a", "b", "c")
     for seat, value in zip(seats, (1.0, 2.0, 6.0), strict=True):
         _read(seat, value, -value)
-    assert [len(seat.got(m.Means)) for seat in seats] == [1, 1, 1], "nobody else is told"
+    assert [len(seat.got(m.Means)) for seat in seats] == [1, 1, 1], "nobody else is answered"
     table.wait(0.1)
     _read(seats[0], 4.0, -4.0)
     for seat in seats:
@@ -197,7 +197,7 @@ def test_fragments_have_their_own() -> None:
 
 
 def test_four_thousand_replicas_ask_for_few_sums() -> None:
-    """Means are made anew at most every 0.05 s, whoever asks."""
+    """Means are made anew at most every 0.05 s, however many ask."""
     table = Table()
     a, b = table.start("a", "b")
     _read(a, 1.0)

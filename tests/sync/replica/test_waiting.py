@@ -1,4 +1,4 @@
-"""Between the training thread and the network thread: whoever waits for an outer step waits until it is decided."""
+"""Between the training thread and the network thread: a wait for an outer step lasts until it is decided."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.machine import Replica
 
-from .doors import TOKEN, identity
+from .access import TOKEN, identity
 
 WORDS = ["", "r0", "other", "training", "0" * 32, "\u2028", "\x00", "a" * 5000, "\\ud800", "../../x", "=" * 4, "AAAA"]
 NUMBERS: list[Any] = [0, 1, -1, 2, 5, 63, 1 << 31, 1 << 40, 1 << 63, -(1 << 70), 1.5, -0.0, 1e308, 5e-324]

@@ -24,7 +24,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import from_replica
 from ftopt.sync.server.limits import Limits
 
-from .doors import TOKEN, coordinator, no_errors_logged, scripted, touchstone
+from .access import TOKEN, coordinator, no_errors_logged, scripted, touchstone
 from .fuzzing import a_conversation, a_frame, a_request, an_input
 
 CROWD = 50

@@ -24,7 +24,7 @@ from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.sync.processes.job import TinyJob, assert_nothing_lost, tiny_job
-from tests.sync.server.doors import TOKEN, Scripted, no_errors_logged, scripted, status, touchstone
+from tests.sync.server.access import TOKEN, Scripted, no_errors_logged, scripted, status, touchstone
 
 SETTINGS: dict[str, int | float | str | None] = {"start_replicas": 1}
 
@@ -125,7 +125,7 @@ async def _a_disk_is_full(path: Path, events: list[Event]) -> None:
                 quorum = await replica.until(m.Quorum)
                 journal.full_for = {"job"}
                 await _prepares(replica, quorum)
-                assert await replica.receive() is None, "the connection ends, and nothing is told"
+                assert await replica.receive() is None, "the connection ends, and nothing is sent"
             machine.disconnect()
             shown = (await status(url))[1]
             assert '"phase": "halted: the journal ' in shown
@@ -250,7 +250,7 @@ def test_training_goes_on_when_a_full_disk_has_room_again(tmp_path: Path, small_
 
 
 def versions_of_copy(disk: Path, folder: Path) -> list[int]:
-    """What a crash would leave; read from a copy, since whoever opens the journal writes to its disk."""
+    """What a crash would leave; read from a copy, since opening the journal writes to its disk."""
     for path in disk.glob("journal*"):
         (folder / f"copy{path.name}").write_bytes(path.read_bytes())
     (folder / "copyjournal-shm").unlink()

@@ -14,7 +14,7 @@ from ftopt.net.token import authorization
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import FAMILIES, STATES, Exposition, JobMetrics
 
-from .doors import TOKEN, coordinator, identity, no_errors_logged, scripted, status, touchstone
+from .access import TOKEN, coordinator, identity, no_errors_logged, scripted, status, touchstone
 
 ROOT = Path(__file__).resolve().parents[3]
 LABEL = r'[a-z]+="(?:[^"\\\n]|\\["\\n])*"'
@@ -142,7 +142,7 @@ def test_who_was_refused_is_counted_by_reason() -> None:
 def test_states_are_told_by_known_names_alone() -> None:
     row = {"replica": "r", "state": "training", "stalled": False, "inner_step": 1, "step_s": 0.1}
     rows = [row, row | {"stalled": True}, *(row | {"state": f"lunch {i}"} for i in range(50))]
-    status = {"job": "j", "epoch": 1, "phase": "gathering", "fragments": [], "replicas": []} | {"replicas": rows[:2]}
+    status = {"job": "j", "epoch": 1, "phase": "startup", "fragments": [], "replicas": []} | {"replicas": rows[:2]}
     shown = Exposition()
     JobMetrics().show(shown, status | {"replicas": [r | {"replica": f"r{i}"} for i, r in enumerate(rows)]}, 0.0)
     samples = parse(shown.text())

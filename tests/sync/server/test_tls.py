@@ -24,7 +24,7 @@ from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.sync.replica.websocket import WebSocketLink
 from ftopt.sync.server.coordinator import CoordinatorServer
 
-from .doors import TOKEN, Certificates, coordinator_thread, identity, no_errors_logged, scripted, touchstone
+from .access import TOKEN, Certificates, coordinator_thread, identity, no_errors_logged, scripted, touchstone
 
 FAST = ftopt.Sync(grace_s=1.0, heartbeat_s=0.1, dead_after_s=2.0, start_s=30.0, start_replicas=1)
 

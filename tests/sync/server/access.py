@@ -1,4 +1,4 @@
-"""A coordinator behind doors for tests: the real server, scripted replicas on raw WebSockets, certificates."""
+"""A coordinator with access control for tests: the real server, scripted replicas on raw WebSockets, certificates."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.server.limits import Exceeded, Limits, Meter
 from ftopt.sync.server.rendezvous import Rendezvous
 
-from .doors import (
+from .access import (
     TOKEN,
     Scripted,
     coordinator,
