@@ -42,9 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 
     if arguments.supervised:
-        from ftopt.job.supervised import FinishUp, terminate_self
+        from ftopt.job.supervised import finish_up, terminate_self
 
-        FinishUp(patience_s=10.0).on_asked(lambda: terminate_self(_REPLICAS_LEAVE_S))
+        terminate_self(finish_up(patience_s=15.0), after_s=_REPLICAS_LEAVE_S)
     on_event, made = _subscribers(arguments)
     host, port = parse_address(arguments.bind)
     server = CoordinatorServer(

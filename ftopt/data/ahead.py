@@ -39,16 +39,14 @@ class Here:
         self._unit = None
         return unit, batch
 
-    def forget(self) -> None:
-        """Drops a unit that was taken and not returned yet."""
-        self._unit = None
-
     def state(self) -> Any:
         """The data set's, None if it has none."""
         return self._batches.dataset.state_dict() if isinstance(self._batches.dataset, StatefulDataset) else None
 
-    def load(self, state: Any) -> None:
-        """Gives the data set its ``state``."""
+    def load(self, state: Any, *, forget: bool) -> None:
+        """Gives the data set its ``state``; with ``forget`` drops a unit that was taken and not returned yet."""
+        if forget:
+            self._unit = None
         if state is not None:
             assert isinstance(self._batches.dataset, StatefulDataset)
             self._batches.dataset.load_state_dict(state)
@@ -95,15 +93,13 @@ class Ahead:
         """The state of the data set's copies in the workers, None if they have none."""
         return self._pool.state() if self._pool is not None and self._stateful else self._last
 
-    def forget(self) -> None:
-        """Drops the units that were taken and not returned yet."""
-        self._stop()
-        self._feed.forget()
-
-    def load(self, state: Any) -> None:
-        """Gives the data set's copies in the workers their ``state``, and loads again what was being loaded."""
+    def load(self, state: Any, *, forget: bool) -> None:
+        """Gives the data set's copies in the workers their ``state``, and loads again what was being loaded, unless it
+        is to ``forget`` that."""
         self._stop()
         self._last = state
+        if forget:
+            self._feed.again.clear()
         self._start()
 
     def _start(self) -> None:
@@ -124,7 +120,7 @@ class Ahead:
             self._last = self.state()
             self._pool.close()
             self._pool = None
-        self._feed.again()
+        self._feed.take_back()
 
 
 class _Feed:
@@ -132,7 +128,7 @@ class _Feed:
 
     def __init__(self, units: UnitSource) -> None:
         self._units = units
-        self._again: deque[int] = deque()
+        self.again: deque[int] = deque()
         self._under_way: deque[int] = deque()
         self.closed = False
 
@@ -149,8 +145,8 @@ class _Feed:
     def _unit(self) -> int | None:
         if self.closed:
             return _BLANK
-        if self._again:
-            return self._again.popleft()
+        if self.again:
+            return self.again.popleft()
         if all(unit == _BLANK for unit in self._under_way):
             return self._units.take()
         try:
@@ -164,14 +160,10 @@ class _Feed:
         unit = self._under_way.popleft()
         return None if unit == _BLANK else unit
 
-    def again(self) -> None:
+    def take_back(self) -> None:
         """Loads again what is under way."""
-        self._again.extendleft(unit for unit in reversed(self._under_way) if unit != _BLANK)
+        self.again.extendleft(unit for unit in reversed(self._under_way) if unit != _BLANK)
         self._under_way.clear()
-
-    def forget(self) -> None:
-        """Loads nothing again."""
-        self._again.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the ledger decides which units come next. (Without this torchdata would skip some on resume.)"""

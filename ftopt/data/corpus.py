@@ -36,11 +36,8 @@ class Corpus:
 def stdlib_bytes() -> Corpus:
     """All ``.py`` files of the running Python's standard library, without installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in root.rglob("*.py")
-        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
-    ]
+    foreign = {"site-packages", "dist-packages"}
+    files = [path for path in root.rglob("*.py") if foreign.isdisjoint(path.relative_to(root).parts)]
     return _load(sorted(files), root)
 
 
@@ -60,7 +57,9 @@ def text(path: str) -> Corpus:
 
 def _load(files: Sequence[Path], root: Path) -> Corpus:
     if len(files) == 1:
-        return _split_tail(_read(files))
+        data = _read(files)
+        cut = int(data.size * (1 - HELD_OUT))
+        return Corpus(train=data[:cut], held_out=data[cut:])
     ranked = sorted((_rank(path, root), path) for path in files)
     held = [path for rank, path in ranked if rank < HELD_OUT] or [ranked[0][1]]
     train = [path for _, path in ranked if path not in set(held)]
@@ -68,11 +67,6 @@ def _load(files: Sequence[Path], root: Path) -> Corpus:
     if not (corpus.train.size and corpus.held_out.size):
         raise UserError(f"the {len(files)} files of the corpus under {root} hold no text; give other files")
     return corpus
-
-
-def _split_tail(data: Bytes) -> Corpus:
-    cut = int(data.size * (1 - HELD_OUT))
-    return Corpus(train=data[:cut], held_out=data[cut:])
 
 
 def _rank(path: Path, root: Path) -> float:

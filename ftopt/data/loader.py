@@ -86,22 +86,15 @@ class DataLoader:
         global_batch: int | None = None,
         shard: tuple[int, int] | None = None,
     ) -> None:
-        lowest = (
-            ("accumulate", accumulate, 1),
-            ("num_workers", num_workers, 0),
-            ("prefetch_factor", prefetch_factor, 1),
-        )
-        for name, value, low in lowest:
+        counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
+        for name, value, low in counts:
             if value < low:
                 raise UserError(f"{name}={value}; must be at least {low}")
         if pin_memory and not num_workers:
             raise UserError("pin_memory=True needs worker processes; give num_workers=1 or more")
         self._accumulate = accumulate
         pool = PoolSettings(
-            workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            context=multiprocessing_context,
+            workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
         self._source: _FromUnits | Stream | FromShares
         if global_batch is not None:
@@ -117,7 +110,7 @@ class DataLoader:
             if shard is not None:
                 raise UserError(
                     f"shard={shard} with a data set that has positions; leave it out: the job's ledger divides the "
-                    f"samples"
+                    "samples"
                 )
             samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last)
             units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else OwnUnits(samples)
@@ -197,8 +190,7 @@ class DataLoader:
             UserError: the state is of other data or settings, or cannot be divided among another number of workers or
                 shards. Nothing is changed.
         """
-        kinds = {_FromUnits: "units", Stream: "stream", FromShares: "shares"}
-        kind = kinds[type(self._source)]
+        kind = {_FromUnits: "units", Stream: "stream", FromShares: "shares"}[type(self._source)]
         if kind not in state_dict:
             found = ", ".join(map(str, state_dict)) or "nothing"
             raise UserError(
@@ -269,10 +261,9 @@ class _FromUnits:
                 "give the data set that the state was taken with"
             )
         if isinstance(self._units, OwnUnits):
-            self._loading.forget()
             self._units.go_to(position)
             self._told = False
-        self._loading.load(inner)
+        self._loading.load(inner, forget=position is not None)
 
 
 def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -75,8 +76,7 @@ class Stream:
         if self._ended:
             raise UserError(
                 f"the data have ended: epochs={self.settings.epochs}; one loop goes through all epochs: give as many "
-                f"as "
-                "you need in epochs="
+                "as you need in epochs="
             )
 
     def batches(self) -> Iterator[Any]:
@@ -160,11 +160,14 @@ class _Shard(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
-        stateful = isinstance(self.dataset, StatefulDataset) or isinstance(samples, StatefulDataset)
-        return (_StatefulSamples if stateful else _Samples)(self, samples)
+        if isinstance(self.dataset, StatefulDataset) or isinstance(samples, StatefulDataset):
+            return _StatefulSamples(self, samples)
+        return islice(samples, self.shard, None, self.shards)
 
 
-class _Samples:
+class _StatefulSamples:
+    """Samples of a data set or an iterator with a state of its own; without one torchdata reads up to the position."""
+
     def __init__(self, shard: _Shard, samples: Iterator[Any]) -> None:
         self._shard = shard
         self._samples = samples
@@ -178,28 +181,21 @@ class _Samples:
         if self._ended:
             raise StopIteration
         try:
-            for _ in range(self._skip):
-                next(self._samples)
-            sample = next(self._samples)
+            sample = next(islice(self._samples, self._skip, None))
         except StopIteration:
             self._ended = True
             raise
         self._skip = self._shard.shards - 1
         return sample
 
-
-class _StatefulSamples(_Samples):
-    """Samples of a data set or an iterator with a state of its own; without one torchdata reads up to the position."""
-
     def state_dict(self) -> dict[str, Any]:
-        dataset, samples = self._shard.dataset, self._samples
+        dataset = self._shard.dataset
+        samples = None if self._samples is dataset else self._samples
         return {
             "skip": self._skip,
             "ended": self._ended,
             "dataset": dataset.state_dict() if isinstance(dataset, StatefulDataset) else None,
-            "samples": samples.state_dict()
-            if isinstance(samples, StatefulDataset) and samples is not dataset
-            else None,
+            "samples": samples.state_dict() if isinstance(samples, StatefulDataset) else None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -54,8 +54,12 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
             raise UserError(f"length={length}, skip_bytes={skip_bytes}; must be at least 1 and 0")
         self.length = length
         self._vocab = vocab
-        self._files = None if isinstance(source, np.ndarray) else _files(source)
         self._dtype, self._skip = np.dtype(dtype), skip_bytes
+        self._files: list[Path] | None = None
+        if isinstance(source, str | Path):
+            self._files = files_at(source, "source")
+        elif not isinstance(source, np.ndarray):
+            self._files = [Path(item).expanduser() for item in source]
         self._parts = [source] if isinstance(source, np.ndarray) else self._mapped()
         self._ends = list(accumulate(max(0, (part.size - 1) // length) for part in self._parts))
         if not self._ends[-1]:
@@ -103,12 +107,6 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
         self.__dict__.update(state)
         if self._files is not None:
             self._parts = self._mapped()
-
-
-def _files(source: str | Path | Sequence[str | Path]) -> list[Path]:
-    if not isinstance(source, str | Path):
-        return [Path(item).expanduser() for item in source]
-    return files_at(source, "source")
 
 
 def _map(path: Path, dtype: np.dtype[Any], skip_bytes: int) -> npt.NDArray[Any]:

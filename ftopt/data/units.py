@@ -85,20 +85,16 @@ class OwnUnits:
         """The first unit that is not drawn yet."""
 
     def take(self, timeout_s: float | None = None) -> int | None:
-        """The next unit; never blocks."""
-        unit = self._next
-        if self._end is not None and unit >= self._end:
+        if self._next == self._end:
             return None
         self._next += 1
-        return unit
+        return self._next - 1
 
     @property
     def ended(self) -> bool:
-        """Whether all are drawn."""
         return self.position == self._end
 
     def draw(self, unit: int) -> bool:
-        """The training loop gets this unit's batch."""
         self.position = unit + 1
         return True
 

@@ -100,7 +100,7 @@ class Pool:
         with _DEATHS.capture():
             self._loader.state_dict()  # starts the workers that the first `next` will use
         # torch's own finalizer may find the queues closed while the workers live, and then waits for 5 s.
-        self._end = weakref.finalize(self, getattr(self._loader._iterator, "_shutdown_workers", _nothing))
+        self._end = weakref.finalize(self, getattr(self._loader._iterator, "_shutdown_workers", lambda: None))
         self._batches: Iterator[Any] | None = None
 
     def next(self) -> Any:
@@ -120,8 +120,7 @@ class Pool:
             self._batches = None
             raise
         except (RuntimeError, OSError, EOFError) as error:
-            died = self._died()
-            if not died:
+            if not (died := self._died()):
                 raise
             raise WorkerDied(
                 f"a worker process of the data loader died ({died}). Nothing is lost: iterate over "
@@ -146,10 +145,6 @@ class Pool:
     def close(self) -> None:
         """Ends the workers, which otherwise end with this object."""
         self._end()
-
-
-def _nothing() -> None:
-    """Ends a pool without workers."""
 
 
 def _leave_signals(worker: int) -> None:

@@ -79,9 +79,8 @@ def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mappin
     if isinstance(section, TorchConfig):
         return _imported(section, where), section.args
     if isinstance(section, AdamWConfig):
-        betas = (section.betas[0], section.betas[1])
         cls = torch.optim.Adam if isinstance(section, AdamConfig) else torch.optim.AdamW
-        return cls, {"betas": betas, "eps": section.eps, "weight_decay": section.weight_decay}
+        return cls, {"betas": tuple(section.betas), "eps": section.eps, "weight_decay": section.weight_decay}
     shared = {"momentum": section.momentum, "nesterov": section.nesterov, "weight_decay": section.weight_decay}
     if isinstance(section, SgdConfig):
         return torch.optim.SGD, shared

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig, ModelConfig
+from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
 from ftopt.errors import UserError
 from ftopt.job.convnet import ConvolutionalNet
 
@@ -115,10 +115,6 @@ def build_model(settings: ModelConfig) -> nn.Module:
         return Transformer(settings)
     if isinstance(settings, ConvnetConfig):
         return ConvolutionalNet(settings)
-    return _made(settings)
-
-
-def _made(settings: FactoryConfig) -> nn.Module:
     name, _, attribute = settings.factory.partition(":")
     try:
         function = getattr(importlib.import_module(name), attribute)

@@ -12,7 +12,7 @@ from ftopt.config.schema import Recipe
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
 from ftopt.job.subscribers import CurrentStep, fan_out, step_log
-from ftopt.job.supervised import FinishUp, terminate_self
+from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
@@ -55,7 +55,7 @@ def run_replica(
     Raises:
         ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
     """
-    finish_up = FinishUp(_PATIENCE_S) if supervised else None
+    asked = finish_up(_PATIENCE_S) if supervised else None
     torch.set_num_threads(recipe.train.threads)
     files = RunFolder(folder)
     files.create()
@@ -87,11 +87,11 @@ def run_replica(
         on_event,
         record=record,
         evaluates=replica == ids[0],
-        wait_for_others=lambda: finish_up is not None and finish_up.asked.wait(_OTHERS_S),
+        wait_for_others=lambda: asked is not None and asked.wait(_OTHERS_S),
     )
     injector.learn(harm(trainer.optimizer, group))
-    if finish_up is not None:
-        finish_up.on_asked(terminate_self)
+    if asked is not None:
+        terminate_self(asked)
     try:
         with leaving_on_signals(trainer):
             done = trainer.run()

@@ -10,48 +10,36 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class FinishUp:
-    """Set once standard input has ended; the process then has ``patience_s`` to end on its own.
+def finish_up(patience_s: float) -> threading.Event:
+    """Returns an event that is set once standard input has ended; ``patience_s`` later the process ends, whatever it is
+    doing."""
+    asked = threading.Event()
 
-    Args:
-        patience_s: seconds after which the process is ended, whatever it is doing.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self.asked = threading.Event()
-        self._patience_s = patience_s
-        self._lock = threading.Lock()
-        self._then: Callable[[], None] | None = None
-        threading.Thread(target=self._watch, name="ftopt-finish-up", daemon=True).start()
-
-    def on_asked(self, then: Callable[[], None]) -> None:
-        """Calls ``then`` when standard input ends, or now when it has ended."""
-        with self._lock:
-            self._then = then
-            asked = self.asked.is_set()
-        if asked:
-            then()
-
-    def _watch(self) -> None:
+    def watch() -> None:
         while os.read(sys.stdin.fileno(), 1024):
             pass
-        with self._lock:
-            self.asked.set()
-            then = self._then
-        if then is not None:
-            then()
-        threading.Event().wait(self._patience_s)
+        asked.set()
+        time.sleep(patience_s)
         os._exit(1)
 
+    threading.Thread(target=watch, name="ftopt-finish-up", daemon=True).start()
+    return asked
 
-def terminate_self(after_s: float = 0.0) -> None:
-    """SIGTERM to this process, after some seconds: for those that know how to leave."""
-    threading.Event().wait(after_s)
-    os.kill(os.getpid(), signal.SIGTERM)
+
+def terminate_self(asked: threading.Event, after_s: float = 0.0) -> None:
+    """Sends this process SIGTERM ``after_s`` after ``asked`` is set: for a process that knows how to leave."""
+
+    def wait() -> None:
+        asked.wait()
+        time.sleep(after_s)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="ftopt-terminate", daemon=True).start()
 
 
 @contextmanager

@@ -135,11 +135,9 @@ class NextByte(Task):
         self._corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
 
     def dataset(self) -> TokenWindows:
-        """Windows side by side."""
         return TokenWindows(self._corpus.train, self._context)
 
     def batches(self, seed: int) -> Draws:
-        """Windows at random places."""
         return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -173,7 +171,6 @@ class NextToken(Task):
         self._held_out = Subset(everything, range(cut, len(everything)))
 
     def dataset(self) -> MapStyle:
-        """Windows side by side."""
         return self._train
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
@@ -197,20 +194,16 @@ class WhichDigit(Task):
         self._train, self._held_out = digits()
 
     def dataset(self) -> MapStyle:
-        """The images."""
         return self._train
 
     def batches(self, seed: int) -> Draws:
-        """Images drawn with replacement."""
         return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """All images held out."""
         pixels, labels = (torch.split(tensor, _IMAGES_AT_ONCE) for tensor in self._held_out.tensors)
         return zip(pixels, labels, strict=True)
 
     def tokens(self, inputs: Tensor) -> int:
-        """Images."""
         return len(inputs)
 
 
