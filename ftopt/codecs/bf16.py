@@ -23,7 +23,6 @@ class BF16(Blockwise):
     """
 
     name: ClassVar[str] = "bf16"
-    block: ClassVar[int] = 256
 
     def row_bytes(self, values: int) -> int:
         return 2 * values

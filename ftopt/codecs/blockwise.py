@@ -31,7 +31,7 @@ def in_place(dtype: torch.dtype, encoded: Tensor) -> Tensor | None:
 class Blockwise(ABC):
     """A codec that encodes rows of `block` values, each row by itself."""
 
-    block: ClassVar[int]
+    block: ClassVar[int] = 256
     exact: ClassVar[bool] = False
 
     @property

@@ -39,7 +39,6 @@ class FP4(Blockwise):
     """
 
     name: ClassVar[str] = "fp4"
-    block: ClassVar[int] = 256
 
     def row_bytes(self, values: int) -> int:
         return 2 + (values + 1) // 2

@@ -27,7 +27,6 @@ class Int8(Blockwise):
     """
 
     name: ClassVar[str] = "int8"
-    block: ClassVar[int] = 256
 
     def row_bytes(self, values: int) -> int:
         return 4 + values

@@ -106,7 +106,6 @@ class Shares:
             self._work()
 
     def _add(self) -> None:
-        """A unit's gradients are there."""
         if self._process.hangs(self._add):
             return
         assert self._unit is not None
@@ -128,17 +127,18 @@ class Shares:
             p.local_steps += 1
         finite = not self._world.chance(self._world.knobs.nonfinite)
         units = union((unit, unit + 1) for unit in self._sum)
-        record, steps, share, plan = (
-            shard.applied,
-            p.local_steps - shard.base_step,
-            self.portion.units,
-            self.portion.plan,
-        )
+        record = shard.applied
         if record is None:
             return
-        weight = float(sum(stop - start for start, stop in units)) if finite else 0.0
         contribution = Contribution(
-            0, record.version, steps, p.local_steps, weight, finite=finite, ranges=share, plan=plan
+            fragment=0,
+            version=record.version,
+            steps=p.local_steps - shard.base_step,
+            last_step=p.local_steps,
+            weight=float(sum(stop - start for start, stop in units)) if finite else 0.0,
+            finite=finite,
+            ranges=self.portion.units,
+            plan=self.portion.plan,
         )
         shard.freeze(p.incarnation_id, contribution, units)
         self._under_way += 1

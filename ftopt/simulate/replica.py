@@ -25,23 +25,14 @@ from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 
+Groups = dict[tuple[int, int], SimReduction]
+"""Those of all attempts under way, by attempt and the coordinator's life."""
+
 
 class ReplicaProcess(Process):
-    """One replica id, and the process that runs under it at present.
+    """One replica id, and the process that runs under it at present."""
 
-    ``groups``: those of all attempts under way, by attempt and the coordinator's life.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        *,
-        initial: str,
-        step_s: float,
-        checks: Checks,
-        groups: dict[tuple[int, int], SimReduction],
-    ) -> None:
+    def __init__(self, world: World, name: str, *, initial: str, step_s: float, checks: Checks, groups: Groups) -> None:
         super().__init__(world, name, initial=initial, step_s=step_s)
         self.barred = False
         """It is not started again: the job was resumed without it."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ftopt.simulate.check import Checks
 from ftopt.simulate.knobs import Knobs
-from ftopt.simulate.reduction import SimReduction
-from ftopt.simulate.replica import ReplicaProcess
+from ftopt.simulate.replica import Groups, ReplicaProcess
 from ftopt.simulate.server import CoordinatorProcess
 from ftopt.simulate.world import World
 
@@ -18,13 +17,12 @@ class Simulation(World):
         self.checks = Checks(self)
         self.servers.append(CoordinatorProcess(self, self.checks))
         self.processes: dict[str, ReplicaProcess] = {}
-        self._groups: dict[tuple[int, int], SimReduction] = {}
+        self._groups: Groups = {}
 
     def add_process(self, name: str, *, initial: str, step_s: float) -> ReplicaProcess:
         """A further replica; it is not started yet."""
-        process = self.processes[name] = ReplicaProcess(
-            self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups
-        )
+        process = ReplicaProcess(self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups)
+        self.processes[name] = process
         return process
 
     def rival(self) -> None:

@@ -64,8 +64,8 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    for more in (_graced, _lent, _shared, _saved, _replayed, _slow):
-        knobs = more(knobs, seed)
+    for number, more in enumerate((_graced, _lent, _shared, _saved, _replayed, _slow), 2):
+        knobs = more(knobs, random.Random(seed * 7919 + number))
     world = Simulation(seed, knobs, trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
     if world.knobs.grace:
@@ -85,14 +85,13 @@ def run(seed: int, *, trace: bool = False) -> History:
 
 
 def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
-    heartbeat_s = 1.0
     settings: dict[str, float | int | str | None] = {
         "min_replicas": chooser.choice((1, 1, 1, 2)),
         "start_replicas": chooser.choice((None, 2, 2)),
         "start_s": chooser.uniform(1.0, 4.0),
         "grace_s": chooser.uniform(0.3, 2.0),
-        "heartbeat_s": heartbeat_s,
-        "dead_after_s": 3 * heartbeat_s,
+        "heartbeat_s": 1.0,
+        "dead_after_s": 3.0,
         "recovery_s": chooser.uniform(4.0, 12.0),
         "gone_after_s": chooser.choice((6.0, 12.0, 60.0)),
     }
@@ -110,17 +109,15 @@ def _knobs(chooser: random.Random, *, hasty: float) -> Knobs:
     )
 
 
-def _graced(knobs: Knobs, seed: int) -> Knobs:
+def _graced(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With an adaptive grace in a quarter of all histories; the others are what they would be without it."""
-    chooser = random.Random(seed * 7919 + 2)
     if chooser.random() < 0.75:
         return knobs
     return replace(knobs, overlap_steps=chooser.randint(1, 4), grace=chooser.choice((0.5, 1.0, 3.0)))
 
 
-def _lent(knobs: Knobs, seed: int) -> Knobs:
+def _lent(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With a sample ledger in half of all histories; the others are what they would be without it."""
-    chooser = random.Random(seed * 7919 + 3)
     if chooser.random() < 0.5:
         return knobs
     ends = chooser.random() < 0.3
@@ -135,9 +132,8 @@ def _lent(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, samples=samples, accumulate=accumulate, ahead=ahead, settings=settings)
 
 
-def _shared(knobs: Knobs, seed: int) -> Knobs:
+def _shared(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With a global batch in every eighth history, of those without a sample ledger."""
-    chooser = random.Random(seed * 7919 + 4)
     if knobs.samples is not None or chooser.random() < 0.75:
         return knobs
     batch_size = chooser.choice((1, 1, 3))
@@ -151,23 +147,20 @@ def _shared(knobs: Knobs, seed: int) -> Knobs:
     return replace(knobs, samples=samples, fragments=1)
 
 
-def _saved(knobs: Knobs, seed: int) -> Knobs:
+def _saved(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With checkpoints, and a day when all replicas die, in every seventh history."""
-    chooser = random.Random(seed * 7919 + 5)
     return replace(knobs, save_every=chooser.choice((1, 1, 1, 2))) if chooser.random() < 1 / 7 else knobs
 
 
-def _replayed(knobs: Knobs, seed: int) -> Knobs:
+def _replayed(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With copies that neighbours keep, in every third history with a sample ledger."""
-    chooser = random.Random(seed * 7919 + 6)
     lent = knobs.samples is not None and not knobs.global_batch
     return replace(knobs, replay=lent and chooser.random() < 1 / 3)
 
 
-def _slow(knobs: Knobs, seed: int) -> Knobs:
+def _slow(knobs: Knobs, chooser: random.Random) -> Knobs:
     """With fetches that take longer than a round, and than the grace, in every eighth history. A global batch is not
     held open for anybody."""
-    chooser = random.Random(seed * 7919 + 7)
     slow = not knobs.global_batch and chooser.random() < 1 / 8
     return replace(knobs, fetch_s=chooser.uniform(3.0, 8.0)) if slow else knobs
 

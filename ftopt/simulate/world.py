@@ -162,7 +162,8 @@ class Conn:
         self.works = False
         world, silence = self.world, self.world.knobs.dead_after_s
         world.note(self.process.name, f"connection {self.number} breaks")
-        world.at(world.between(0, silence) if world.chance(0.5) else world.delay(), self._end_here)
+        after_s = world.between(0, silence) if world.chance(0.5) else world.delay()
+        world.at(after_s, lambda: self.process.deliver(self, None))
         if told:
             world.at(world.between(0, silence) if world.chance(0.3) else world.delay(), self._end_there)
 
@@ -181,9 +182,6 @@ class Conn:
             self._down_s = max(self._down_s, until_s)
         if until_s > world.now + silence:
             self.process.later(silence, self.process.drop, self)
-
-    def _end_here(self) -> None:
-        self.process.deliver(self, None)
 
     def _end_there(self) -> None:
         if self.open_there and self.server.life == self.server_life:

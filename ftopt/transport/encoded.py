@@ -39,11 +39,7 @@ _KEPT = 8
 
 
 class Buffers:
-    """Bytes for exchanges, used again and again: fresh memory costs as much as three sweeps over it.
-
-    Args:
-        device: where they lie.
-    """
+    """Bytes for exchanges, used again and again: fresh memory costs as much as three sweeps over it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

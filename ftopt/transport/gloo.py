@@ -164,9 +164,7 @@ class GlooCollective:
 
         The payload is encoded and decoded where it lies; only what travels goes to the host.
         """
-        assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, (
-            "a flat, contiguous fp32 tensor"
-        )
+        assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, "flat, contiguous fp32 tensor"
         assert len(shares) == self.size, (shares, self.size)
         self.open()
         if self.size == 1 or not flat.numel():

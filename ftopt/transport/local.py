@@ -50,24 +50,18 @@ class LocalTransport:
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.timeout_s = timeout_s
-        self._lock = threading.Lock()
         self._meetings: dict[str, _Meeting] = {}
 
     def connect(self, *, key: str, rank: int, size: int, ops: object = None) -> LocalCollective:
         """Joins the group, and returns at once; `LocalCollective.open` waits for the others. ``ops`` is not used."""
         assert 0 <= rank < size, (rank, size)
-        with self._lock:
-            meeting = self._meetings.setdefault(key, _Meeting(size))
+        meeting = self._meetings.setdefault(key, _Meeting(size))
         assert meeting.size == size, f"group {key!r} has {meeting.size} members, not {size}"
         with meeting.changed:
             assert rank not in meeting.here, f"rank {rank} of group {key!r} is taken"
             meeting.here.add(rank)
             meeting.changed.notify_all()
-        return LocalCollective(meeting, rank, timeout_s=self.timeout_s, forget=lambda: self._forget(key))
-
-    def _forget(self, key: str) -> None:
-        with self._lock:
-            self._meetings.pop(key, None)
+        return LocalCollective(meeting, rank, timeout_s=self.timeout_s, forget=lambda: self._meetings.pop(key, None))
 
 
 class LocalCollective:
@@ -82,7 +76,7 @@ class LocalCollective:
     After any of them the collective is closed, and the others fail, too.
     """
 
-    def __init__(self, meeting: _Meeting, rank: int, *, timeout_s: float, forget: Callable[[], None]) -> None:
+    def __init__(self, meeting: _Meeting, rank: int, *, timeout_s: float, forget: Callable[[], object]) -> None:
         self.rank = rank
         self.size = meeting.size
         self.sent_bytes = 0
@@ -126,9 +120,7 @@ class LocalCollective:
         order, encoded with ``codec.for_sum``. ``summed`` is called for the third quarter of the elements, then for the
         first, as if the others were on the wire. See `ftopt.transport.interface.Collective`.
         """
-        assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, (
-            "a flat, contiguous fp32 tensor"
-        )
+        assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, "flat, contiguous fp32 tensor"
         assert len(shares) == self.size, (shares, self.size)
         self.open()
         if self.size == 1 or not flat.numel():

@@ -50,8 +50,7 @@ class StateServer:
             tensors are never changed from then on. ``meta`` names the state (version, chain, digest, ...):
             equal on all peers that hold the same state, unequal for different states.
         token: what a request must bring; None: any process may fetch.
-        host: address to listen on.
-        port: port to listen on; 0 (default): a free one.
+        host: address to listen on, at a free port.
         on_serve: called with what is asked for and meta when a serve begins: at a request that names no version.
             On the loop's thread.
         tls: certificate and key to serve with; None: without TLS.
@@ -66,7 +65,6 @@ class StateServer:
         *,
         token: str | None,
         host: str,
-        port: int = 0,
         on_serve: Callable[[str, Meta], None] | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -74,7 +72,6 @@ class StateServer:
         self._tls = tls
         self._token = token
         self._host = host
-        self._port = port
         self._on_serve = on_serve
         self._kept: dict[str, dict[str, StateImage]] = {}
         self._room: AcceptQueue | None = None
@@ -104,7 +101,7 @@ class StateServer:
         handshake_s = HANDSHAKE_S if self._tls is not None else None
         try:
             server = await asyncio.get_running_loop().create_server(
-                self._room, self._host, self._port, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                self._room, self._host, 0, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
         except OSError:
             await self.stop()
