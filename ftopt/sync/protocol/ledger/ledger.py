@@ -1,18 +1,16 @@
 """The coordinator's side of the sample ledger: which units are done, which are leased, and which may be granted.
 
-A unit from 0 up to the *cursor* is in exactly one of four sets. The functions below keep three of them, the fourth is
-what remains:
+A unit from 0 up to the *cursor* is in exactly one of four sets. Three are kept, the fourth is what remains:
 
     free = [0, cursor) - done - leases of incarnations that are not gone - what the attempt under way holds
 
 - DONE: `commit` marks what an attempt's contributions have used, and nothing else does.
 - HOLD: what an undecided attempt has used is not free, even if its owner is gone.
-- TOTAL: `claim` replaces what was believed of an incarnation: also what it was granted and never heard of.
+- TOTAL: `claim` replaces all that was known of an incarnation, also grants that did not arrive.
 - GONE: only `gone` releases.
-- LIMBO: after a start nobody knows who holds what; until each incarnation on the roster is heard or gone, nothing
+- LIMBO: after a start it is unknown who holds what; until each incarnation on the roster is heard or gone, nothing
   below the cursor is granted.
-- CURSOR: never a unit from ``promised`` on is granted: that is what the journal and the replicas know. A restart goes
-  on there.
+- CURSOR: only units below ``promised`` are granted, which the journal and the replicas know. A restart goes on there.
 
 Sizes are bounded: a lease has `MAX_PARTS` ranges at most, and ``done`` as many holes as there are leases and returned
 pieces of them; with `MAX_HOLES` no new ground is broken until some have closed.
@@ -24,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol.intervals import Ranges, end, first, intersect, size, subtract, union
-from ftopt.sync.protocol.limits import MAX_DONE, MAX_RANGES
+from ftopt.sync.protocol.limits import MAX_DONE, MAX_RANGES, MAX_UNIT, MAX_WANTS
 from ftopt.sync.protocol.messages import IncarnationId
 from ftopt.sync.protocol.samples import Samples
 
@@ -33,20 +31,20 @@ STRIDE = 1024
 MAX_PIECES = 16
 """Ranges of one grant."""
 MAX_PARTS = MAX_RANGES // 2
-"""Ranges of one lease: beyond that a replica must get something counted before it is granted more."""
+"""Ranges of one lease: with more, a replica must get something counted before it is granted units."""
 MAX_HOLES = MAX_DONE // 2
 
 
 @dataclass
 class Ledger:
-    """The units of one job; see the module's text.
+    """The units of one job.
 
     Args:
         samples: what is counted.
         done: units in the committed state.
         cursor: no unit from here on was ever granted.
         promised: where the journalled stride ends.
-        leases: what each incarnation holds that is not gone: granted, and in no commit.
+        leases: what each incarnation that is not gone holds: granted, and in no commit.
         under_way: what the contributions of the undecided attempt have used.
         unheard: incarnations that may hold anything (LIMBO).
     """
@@ -60,19 +58,16 @@ class Ledger:
     unheard: set[IncarnationId] = field(default_factory=set)
 
     def open(self, done: Ranges, cursor: int, unheard: Sequence[IncarnationId]) -> None:
-        """A coordinator begins, or begins anew after a rollback; what is leased it learns from `claim`.
+        """A coordinator begins, or begins anew after a rollback; `claim` says what is leased.
 
-        Args:
-            done: units in the committed state that it goes on from.
-            cursor: the highest that it knows of: of the journal, of the replicas, of itself.
-            unheard: incarnations on the roster that have not reported yet what they hold.
+        ``cursor``: the highest that the journal, the replicas or the coordinator itself know.
         """
         self.done, self.under_way, self.leases = done, (), {}
         self.unheard = set(unheard)
         self._reach(max(cursor, end(done)))
 
     def claim(self, incarnation_id: IncarnationId, ranges: Ranges) -> Ranges:
-        """TOTAL: all that an incarnation holds. Returns what another one holds too: outside of what is promised."""
+        """TOTAL: all that an incarnation holds. Returns what another one holds too, which must not happen."""
         self.unheard.discard(incarnation_id)
         self._reach(end(ranges))
         held = subtract(ranges, self.done)
@@ -81,7 +76,7 @@ class Ledger:
         return intersect(held, others)
 
     def expect(self, incarnation_id: IncarnationId) -> None:
-        """LIMBO: an incarnation of which nothing is known but its name; a newcomer claims at once."""
+        """LIMBO: an incarnation is on the roster, and what it holds is unknown; a newcomer claims at once."""
         self.unheard.add(incarnation_id)
 
     def gone(self, incarnation_id: IncarnationId, adopter: IncarnationId | None = None) -> None:
@@ -98,36 +93,29 @@ class Ledger:
         self.under_way = ranges
 
     def release(self) -> None:
-        """The attempt was aborted."""
         self.under_way = ()
 
     def commit(self, ranges: Ranges) -> None:
-        """DONE: what the attempt under way has used, its dead and weightless members' too."""
+        """DONE: what the attempt under way has used, also its dead and weightless members."""
         self.under_way = ()
         self.done = union(self.done, ranges)
         self.leases = {x: subtract(lease, ranges) for x, lease in self.leases.items()}
 
     def free(self) -> Ranges:
-        """FREE IS WHAT REMAINS."""
         return subtract(((0, self.cursor),), union(self.done, self.under_way, *self.leases.values()))
 
     def grant(self, asks: Sequence[tuple[IncarnationId, int]], *, shares: int = 1) -> dict[IncarnationId, Ranges]:
-        """Leases units, the smallest first; nothing where there are none.
+        """Leases units to those that ask, in their order, the smallest first; nothing where there are none.
 
-        Near the end of the data nobody takes more than its share of the rest.
-
-        Args:
-            asks: how many each asks for, in the order in which they are served.
-            shares: replicas that are there to use up the rest.
+        Near the end of the data each gets its share of the rest at most: there are ``shares`` replicas to use it up.
         """
         free = self.free() if not self.unheard and self.cursor else ()
-        rest, total = self._fresh(), self.samples.units
-        share = None
-        if total is not None:
+        rest, share = self._fresh(), MAX_UNIT
+        if self.samples.units is not None:
             share = max(1, -(-(size(free) + rest) // max(shares, len(asks), 1)))
         granted: dict[IncarnationId, Ranges] = {}
-        for incarnation_id, count in asks:
-            count = count if share is None else min(count, share)
+        for incarnation_id, asked in asks:
+            count = min(asked, share)
             if len(self.leases.get(incarnation_id, ())) + MAX_PIECES > MAX_PARTS:
                 continue
             found = first(free, count, parts=MAX_PIECES - 1)
@@ -141,17 +129,15 @@ class Ledger:
         return granted
 
     def promise(self) -> bool:
-        """CURSOR: before a grant is sent. Returns whether the end of the stride has moved: it is journalled then."""
+        """CURSOR: before a grant is sent. Returns whether the end of the stride has moved, and is to be journalled."""
         if self.cursor <= self.promised:
             return False
-        total = self.samples.units
-        ahead = self.cursor + max(STRIDE, self.cursor - self.promised)
-        self.promised = ahead if total is None else min(ahead, total)
+        self.promised = self._below_end(self.cursor + max(STRIDE, self.cursor - self.promised))
         return True
 
     @property
     def exhausted(self) -> bool:
-        """Whether every unit of the job is done or leased: none are left to grant, unless somebody loses its own."""
+        """Whether every unit of the job is done or leased: none is left to grant, unless a replica loses its own."""
         return self.samples.units is not None and self.cursor >= self.samples.units and not self.free()
 
     @property
@@ -159,15 +145,13 @@ class Ledger:
         """Whether every unit of the job is done."""
         return self.samples.units is not None and self.done == ((0, self.samples.units),)
 
+    def _below_end(self, unit: int) -> int:
+        return unit if self.samples.units is None else min(unit, self.samples.units)
+
     def _reach(self, cursor: int) -> None:
-        self.cursor = max(self.cursor, cursor)
-        if self.samples.units is not None:
-            self.cursor = min(self.cursor, self.samples.units)
+        self.cursor = self._below_end(max(self.cursor, cursor))
         self.promised = max(self.promised, self.cursor)
 
     def _fresh(self) -> int:
         """Units from the cursor on that may be granted now."""
-        if len(self.done) > MAX_HOLES:
-            return 0
-        total = self.samples.units
-        return (1 << 40) if total is None else total - self.cursor
+        return 0 if len(self.done) > MAX_HOLES else self._below_end(self.cursor + MAX_WANTS) - self.cursor

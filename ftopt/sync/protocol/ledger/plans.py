@@ -5,14 +5,14 @@ are the sum over the units of its share, so the sum over all replicas is the bat
 
 - BATCH: version ``v + 1`` is made of the units ``[v B, (v + 1) B)`` and of all of them. The version is the cursor;
   nothing is leased.
-- PLAN: a replica that is lost loses its share; the next plan gives it to those that are there, by speed, and leaves
-  them what they have. None is issued while an attempt is undecided.
-- OWN: `Portion`: a replica whose gradients hold a unit that is another's by now drops them all, since a sum cannot be
+- PLAN: a replica that is lost loses its share; the next plan gives it to those that are there, by speed, beside what
+  they have. None is issued while an attempt is undecided.
+- OWN (`Portion`): a replica whose gradients hold a unit that is another's by now drops them all, since a sum cannot be
   taken apart; any other keeps what it has computed, and adds to it.
 - COVER: a quorum forms only from contributions of the newest plan that are the batch, each unit once.
 - TIE: gradients belong to one version: those of another are dropped.
-- RESTART: a coordinator that starts leaves replicas the shares that they report, where two do not claim the same unit;
-  of two the one with the newer plan keeps all of its share.
+- RESTART: a coordinator that starts leaves replicas the shares that they report; where two claim the same unit, the one
+  with the newer plan keeps all of its share.
 
 Source: torchft's issue 192 (keep the survivors' gradients) and 186 (a constant global batch).
 """
@@ -35,13 +35,9 @@ WORTH_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Which replica computes what of one batch.
+    """Which replica computes what of the ``batch`` that makes ``version``.
 
-    Args:
-        number: unique in the job; a newer plan has a higher one.
-        version: what the batch makes.
-        batch: its units.
-        shares: of all that have one; together, they are the batch.
+    ``number``: unique in the job; a newer plan has a higher one. ``shares``: together, they are the batch.
     """
 
     number: int
@@ -50,7 +46,6 @@ class BatchPlan:
     shares: Mapping[IncarnationId, Ranges]
 
     def share(self, incarnation_id: IncarnationId) -> Ranges:
-        """Empty for a replica that has none."""
         return self.shares.get(incarnation_id, ())
 
     def covers(self, parts: Mapping[IncarnationId, Ranges]) -> bool:
@@ -65,13 +60,8 @@ class BatchPlan:
     def without(
         self, number: int, present: Iterable[IncarnationId], speeds: Mapping[IncarnationId, float]
     ) -> BatchPlan:
-        """PLAN: the next plan of the same batch.
-
-        Args:
-            number: its number.
-            present: those that keep their shares.
-            speeds: of those that get what the others had: seconds a unit, 0 if unknown; not empty.
-        """
+        """PLAN: the next plan of the same batch. Those that are ``present`` keep their shares; what the others had goes
+        to those in ``speeds`` (seconds a unit, 0 if unknown; not empty)."""
         kept = {x: self.shares[x] for x in present if x in self.shares}
         more = share_out(subtract(self.batch, union(*kept.values())), speeds)
         shares = {x: union(kept.get(x, ()), more.get(x, ())) for x in sorted({*kept, *more})}
@@ -79,17 +69,14 @@ class BatchPlan:
 
 
 def first_plan(number: int, version: int, batch: Ranges, speeds: Mapping[IncarnationId, float]) -> BatchPlan:
-    """The first plan of a batch; ``speeds``: as in `BatchPlan.without`."""
+    """The first plan of a batch; ``speeds``: as in `share_out`."""
     return BatchPlan(number, version, batch, share_out(batch, speeds, least=1))
 
 
 def restart(version: int, batch: Ranges, claims: Mapping[IncarnationId, tuple[int, Ranges]]) -> BatchPlan:
-    """RESTART: what is left of the plans before, to be completed by `BatchPlan.without`.
+    """RESTART: what is left of earlier plans, to be completed by `BatchPlan.without`.
 
-    Args:
-        version: what the batch makes.
-        batch: its units.
-        claims: the plan's number and the share that each replica has last heard of.
+    ``claims``: the number of the plan that each replica received last, and its share.
     """
     kept: dict[IncarnationId, Ranges] = {}
     for incarnation_id, (_, units) in sorted(claims.items(), key=lambda x: (-x[1][0], x[0])):
@@ -99,20 +86,22 @@ def restart(version: int, batch: Ranges, claims: Mapping[IncarnationId, tuple[in
 
 
 def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: int = 0) -> dict[IncarnationId, Ranges]:
-    """Which replica computes which units so that all are done soonest; those that get none are left out.
+    """Which replica computes which units so that all are done soonest; without those that get none.
 
     Even shares (the first by id have one more) unless that would take `EVEN` times as long, and `WORTH_S` longer. Each
     share is a run of neighbours.
 
     Args:
         units: to be computed.
-        speeds: seconds a unit, 0 if unknown: then as the mean of the others.
-        least: so many for each, if there are enough: the speed of one that has none is not measured any more.
+        speeds: seconds a unit; 0 if unknown: the mean of the others is assumed.
+        least: units for each, if there are enough: the speed of a replica without any is not measured.
     """
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
     pace = {x: speed if speed > 0 else usual for x, speed in sorted(speeds.items())}
-    counts, soonest = _even(size(units), pace), _soonest(size(units), pace, least)
+    each, more = divmod(size(units), len(pace))
+    counts = {incarnation_id: each + (place < more) for place, incarnation_id in enumerate(pace)}
+    soonest = _soonest(size(units), pace, least)
     if _takes(counts, pace) > max(EVEN * _takes(soonest, pace), _takes(soonest, pace) + WORTH_S):
         counts = soonest
     shares: dict[IncarnationId, Ranges] = {}
@@ -123,13 +112,8 @@ def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: in
     return shares
 
 
-def _even(count: int, pace: Mapping[IncarnationId, float]) -> dict[IncarnationId, int]:
-    each, more = divmod(count, len(pace))
-    return {incarnation_id: each + (place < more) for place, incarnation_id in enumerate(pace)}
-
-
 def _soonest(count: int, pace: Mapping[IncarnationId, float], least: int) -> dict[IncarnationId, int]:
-    """The least makespan: each unit goes to the replica that would be done with it first."""
+    """The shortest makespan: each unit goes to the replica that would be done with it first."""
     least = least if least * len(pace) <= count else 0
     counts = dict.fromkeys(pace, least)
     done = [((least + 1) * unit_s, incarnation_id) for incarnation_id, unit_s in pace.items()]
@@ -147,14 +131,10 @@ def _takes(counts: Mapping[IncarnationId, int], pace: Mapping[IncarnationId, flo
 
 @dataclass
 class Portion:
-    """What one replica has computed of the batch under way. Not thread-safe.
+    """What one replica has computed of the batch that makes ``version`` (0: none is known). Not thread-safe.
 
-    Args:
-        version: what the batch makes; 0: none is known.
-        plan: the newest plan's number.
-        units: this replica's share.
-        kept: units whose gradients are in the sum.
-        dropped: how often the sum was given up (OWN, TIE): the holder of the sum empties it when this has changed.
+    ``units``: its share of the newest plan. ``kept``: units whose gradients are in the sum. ``dropped``: how often the
+    sum was given up (OWN, TIE); the holder of the sum empties it when this has changed.
     """
 
     version: int = 0
@@ -164,7 +144,7 @@ class Portion:
     dropped: int = field(default=0, init=False)
 
     def assign(self, version: int, plan: int, units: Ranges) -> None:
-        """A plan: the newest, or the same one again."""
+        """Takes the newest plan, or the same one again."""
         if version != self.version or not contains(units, self.kept):
             self.drop()
         self.version, self.plan, self.units = version, plan, units
@@ -175,13 +155,12 @@ class Portion:
         return left[0][0] if left else None
 
     def add(self, version: int, unit: int) -> bool:
-        """This unit's gradients are there. Whether they belong into the sum: else they are another's by now."""
+        """The gradients of a unit are there; returns whether the unit is still this replica's, and they are summed."""
         mine = version == self.version and contains(subtract(self.units, self.kept), ((unit, unit + 1),))
         if mine:
             self.kept = union(self.kept, ((unit, unit + 1),))
         return mine
 
     def drop(self) -> None:
-        """The sum is void."""
         self.dropped += bool(self.kept)
         self.kept = ()

@@ -3,8 +3,7 @@
     queued  --take-->  taken  --draw-->  drawn  --use-->  used  --offer: in a contribution-->  done
 
 A loader *takes* units ahead (QUEUE: in the order of the grants); the training loop *draws* the batches in which they
-come; an inner step *uses* what was drawn. What counts is what was used: a contribution carries all that was used and is
-not done yet.
+come; an inner step *uses* what was drawn. A contribution carries all that was used and is not done yet.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class UnitQueue:
 
     @property
     def queued(self) -> int:
-        """Units that can be taken."""
         return size(self._queue)
 
     @property
@@ -35,7 +33,6 @@ class UnitQueue:
         return len(self._taken) + len(self._drawn)
 
     def grant(self, ranges: Ranges) -> None:
-        """More units."""
         self._queue.extend(ranges)
 
     def grant_first(self, ranges: Ranges) -> None:
@@ -43,7 +40,7 @@ class UnitQueue:
         self._queue.extendleft(reversed(ranges))
 
     def spend(self, ranges: Ranges) -> None:
-        """Queued units that steps have used which this replica has taken over."""
+        """Queued units count as used: this replica has taken over the steps that used them."""
         self._queue = deque(x for part in self._queue for x in subtract((part,), ranges))
         self._used = union(self._used, ranges)
 
@@ -60,7 +57,7 @@ class UnitQueue:
         return start
 
     def draw(self, unit: int) -> bool:
-        """The training loop has this unit's batch. False: it is this replica's no more, and must not be used."""
+        """The training loop has this unit's batch. False: the replica lost the unit, and must not use it."""
         if unit not in self._taken:
             return False
         self._taken.remove(unit)
@@ -92,8 +89,8 @@ class UnitQueue:
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
         """These are done, among them those of this replica's ``own`` contribution.
 
-        Returns what another one's steps have used, too: outside of what is promised. Those steps are kept, and what is
-        not used yet is not used again.
+        Returns what steps here have used too, which must not happen. Those steps are kept; what is not used yet is not
+        used any more.
         """
         twice = subtract(intersect(self._used, done), own)
         self._used = subtract(self._used, done)
@@ -107,13 +104,13 @@ class UnitQueue:
         return self._used, (*prefetched, *self._queue)
 
     def put_back(self, used: Ranges, queue: Ranges) -> None:
-        """Goes on with what a checkpoint has kept."""
+        """Goes on with what a checkpoint holds."""
         self.reset()
         self._used = used
         self._queue.extend(queue)
 
     def reset(self) -> None:
-        """The incarnation is gone, and all that it held with it."""
+        """The incarnation is gone, with all that it held."""
         self._queue.clear()
         self._taken.clear()
         self._drawn.clear()
