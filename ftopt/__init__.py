@@ -11,41 +11,26 @@ The names that need torch are looked up when they are first used: the command li
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ftopt.connect import connect as connect
-from ftopt.connect import local_groups as local_groups
-from ftopt.connect import solo as solo
-from ftopt.errors import FtoptError as FtoptError
-from ftopt.errors import Refused as Refused
-from ftopt.errors import Unreachable as Unreachable
-from ftopt.errors import UserError as UserError
-from ftopt.events import Event as Event
-from ftopt.sync.protocol.settings import Sync as Sync
+from ftopt.connect import connect, local_groups, solo
+from ftopt.errors import FtoptError, Refused, Unreachable, UserError
+from ftopt.events import Event
+from ftopt.sync.protocol.settings import Sync
 
 if TYPE_CHECKING:
-    from ftopt import codecs as codecs
-    from ftopt import fragments as fragments
-    from ftopt import methods as methods
-    from ftopt import outer as outer
-    from ftopt import triggers as triggers
-    from ftopt.checkpointing import Checkpoints as Checkpoints
-    from ftopt.data.loader import DataLoader as DataLoader
-    from ftopt.data.tokens import TokenWindows as TokenWindows
-    from ftopt.methods import PAFT as PAFT
-    from ftopt.methods import BySpeed as BySpeed
-    from ftopt.methods import DecoupledDiLoCo as DecoupledDiLoCo
-    from ftopt.methods import DiLoCo as DiLoCo
-    from ftopt.methods import LocalSGD as LocalSGD
-    from ftopt.methods import Method as Method
-    from ftopt.methods import SlowMo as SlowMo
-    from ftopt.methods import StreamingDiLoCo as StreamingDiLoCo
-    from ftopt.methods import SyncSGD as SyncSGD
-    from ftopt.optimizer import OuterOptimizer as OuterOptimizer
-    from ftopt.optimizer import Undone as Undone
-    from ftopt.optimizer import undo_step as undo_step
-    from ftopt.optimizer import undoable as undoable
-    from ftopt.optimizer import wrap as wrap
-    from ftopt.sync.group import ReplicaGroup as ReplicaGroup
+    from ftopt import codecs, fragments, methods, outer, triggers
+    from ftopt.checkpointing import Checkpoints
+    from ftopt.data.loader import DataLoader
+    from ftopt.data.tokens import TokenWindows
+    from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
+    from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
+    from ftopt.sync.group import ReplicaGroup
 
+__all__ = [
+    "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "LocalSGD",
+    "Method", "OuterOptimizer", "Refused", "ReplicaGroup", "SlowMo", "StreamingDiLoCo", "Sync", "SyncSGD",
+    "TokenWindows", "Undone", "Unreachable", "UserError", "codecs", "connect", "fragments", "local_groups", "methods",
+    "outer", "solo", "triggers", "undo_step", "undoable", "wrap",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _METHODS = (

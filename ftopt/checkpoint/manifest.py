@@ -25,12 +25,7 @@ _SHA = re.compile(r"[0-9a-f]{64}")
 
 
 class BadCheckpoint(UserError):
-    """A checkpoint cannot be used. Exit status 2.
-
-    Args:
-        path: the file or folder that is wrong.
-        reason: what is wrong with it.
-    """
+    """A checkpoint cannot be used: the file or folder at ``path`` is wrong. Exit status 2."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")

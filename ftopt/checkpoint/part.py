@@ -88,25 +88,11 @@ class Part:
 
 def note_of(part: Part, files: Mapping[str, File], own: Any) -> str:
     """Returns the note's text; ``files`` are those that this replica has written."""
-    return json.dumps(
-        {
-            "replica": part.replica,
-            "incarnation": part.incarnation,
-            "attempt": part.attempt,
-            "version": part.version,
-            "members": part.members,
-            "inner_step": part.inner_step,
-            "committed": [{"name": c.name, "record": c.record, "digest": c.digest} for c in part.committed],
-            "offered": list(part.offered),
-            "membership": part.membership,
-            "lines": dict(part.lines),
-            "own": own,
-            "model": part.model,
-            "files": {name: [f.bytes, f.sha256] for name, f in files.items()},
-        },
-        separators=(",", ":"),
-        allow_nan=False,
-    )
+    names = ("replica", "incarnation", "attempt", "version", "members", "inner_step", "offered", "membership", "lines")
+    note = {name: getattr(part, name) for name in names} | {"own": own, "model": part.model}
+    note["committed"] = [{"name": c.name, "record": c.record, "digest": c.digest} for c in part.committed]
+    note["files"] = {name: [f.bytes, f.sha256] for name, f in files.items()}
+    return json.dumps(note, separators=(",", ":"), allow_nan=False)
 
 
 def shard(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryview]:

@@ -85,23 +85,22 @@ class Writer:
     def write(self, part: Part) -> None:
         """Writes a part, and completes the checkpoint if it can, on the caller's thread. Failures are reported, not
         raised."""
+        folder = self._folder / part.label
         try:
             self._make_room()
-            self._given_up.append(self._folder / part.label)
-            _write(self._disk, self._folder / part.label, part)
+            self._given_up.append(folder)
+            _write(self._disk, folder, part)
             self._given_up.pop()
-            manifest = _complete(self._disk, self._folder / part.label, part)
+            manifest = _complete(self._disk, folder, part)
             self._warned = False
             if manifest is not None:
                 _prune(self._disk, self._folder, self._keep)
                 size = sum(file.bytes for file in manifest.files.values())
-                self._tell("checkpoint", {"path": str(self._folder / part.label), "bytes": size})
-        except FileNotFoundError as error:
-            if (self._folder / part.label).exists():
-                self._failed(part.label, str(error))
-            # else: a newer one has become complete meanwhile, and this one was removed
+                self._tell("checkpoint", {"path": str(folder), "bytes": size})
         except (OSError, UserError) as error:
-            self._failed(part.label, str(error))
+            # A folder that is gone was removed when a newer checkpoint became complete meanwhile.
+            if not isinstance(error, FileNotFoundError) or folder.exists():
+                self._failed(part.label, str(error))
         except Exception as error:
             _log.exception("the checkpoint %s", part.label)
             self._failed(part.label, repr(error))

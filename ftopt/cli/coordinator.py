@@ -21,16 +21,14 @@ _REPLICAS_LEAVE_S = 5.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help="address to listen on (default: %(default)s)"
-    )
+    text = "address to listen on (default: %(default)s)"
+    parser.add_argument("--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help=text)
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
     add_token(parser)
     add_certificate(parser)
     parser.add_argument("--open-status", action="store_true", help="serve /status and /metrics without the token")
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="write events.jsonl to this folder (default: no events)"
-    )
+    text = "write events.jsonl to this folder (default: no events)"
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--faults", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)

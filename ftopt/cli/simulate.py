@@ -17,12 +17,10 @@ _PLAIN_PROGRESS_S = 10.0
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--histories", metavar="N", type=int, default=1000, help="number of histories (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seed", metavar="S", type=int, default=0, help="seed of the first history (default: %(default)s)"
-    )
+    text = "number of histories (default: %(default)s)"
+    parser.add_argument("--histories", metavar="N", type=int, default=1000, help=text)
+    text = "seed of the first history (default: %(default)s)"
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help=text)
     parser.add_argument("--replay", metavar="SEED", type=int, help="run this one history and print its trace")
 
 

@@ -40,7 +40,7 @@ class GptConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvnetConfig:
-    """The convolutional net of `ftopt.job.convnet` (``model.name: convnet``), for images.
+    """The convolutional net of `ftopt.job.model` (``model.name: convnet``), for images.
 
     Args:
         channels: of the first convolution; the second one has twice as many.

@@ -11,9 +11,7 @@ from ftopt.errors import UserError
 def files_at(source: str | Path, setting: str) -> list[Path]:
     """The file, all files in the folder, or all that match the pattern (``**`` allowed), sorted.
 
-    Args:
-        source: what the user gave.
-        setting: its name, for messages.
+    Messages call ``source`` by the name of its ``setting``.
 
     Raises:
         UserError: there is no file.

@@ -269,10 +269,7 @@ class _FromUnits:
 def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:
     if not count:
         raise UserError("the data set is empty; give one with samples")
-    try:
-        return Samples(samples=count, batch_size=batch_size, seed=seed, epochs=epochs, **more)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return Samples(samples=count, batch_size=batch_size, seed=seed, epochs=epochs, **more)
 
 
 def _has_positions(dataset: Any) -> TypeGuard[MapStyle]:

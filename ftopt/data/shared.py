@@ -23,13 +23,7 @@ class ShareSource(Protocol):
 
 
 class FromShares:
-    """Where a `DataLoader` with a ``global_batch`` gets its batches.
-
-    Args:
-        batches: unit -> batch.
-        samples: the job's.
-        share: this replica's share.
-    """
+    """Where a `DataLoader` with a ``global_batch`` gets its batches."""
 
     def __init__(self, batches: Batches, samples: Samples, share: ShareSource) -> None:
         self._batches = batches

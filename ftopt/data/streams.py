@@ -44,12 +44,7 @@ class StreamSettings:
 class Stream:
     """One replica's batches of a stream: where a `DataLoader` gets its batches for an iterable data set.
 
-    Args:
-        dataset: the whole stream.
-        settings: which part of it, and in which batches.
-        pool: how it is loaded.
-        seed: of the workers' random numbers.
-        collate: makes a batch of samples; None: torch's ``default_collate``.
+    ``dataset`` is the whole stream, ``seed`` that of the workers' random numbers; ``collate`` None is torch's default.
     """
 
     def __init__(

@@ -72,11 +72,7 @@ class Group(Protocol):
 
 
 class OwnUnits:
-    """The units of a process without a group: all of them, in order.
-
-    Args:
-        samples: the units of these.
-    """
+    """The units of a process without a group: all of them, in order."""
 
     def __init__(self, samples: Samples) -> None:
         self._end = samples.units

@@ -24,12 +24,8 @@ _BIT = 1 << 22
 
 
 def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[str, Action]:
-    """Returns the actions that need a replica's own objects, for `FaultInjector.learn`.
-
-    Args:
-        optimizer: the replica's; it need not have started yet.
-        group: its group.
-    """
+    """Returns the actions that need a replica's own objects, for `FaultInjector.learn`. The optimizer need not have
+    started yet."""
     core = optimizer._core
     chance = torch.Generator().manual_seed(zlib.crc32(group.replica.encode()))
 

@@ -41,12 +41,8 @@ def run_replica(
     """Trains one replica in this process until the job ends or a signal says so; True at the job's end.
 
     Args:
-        recipe: the job.
-        url: the coordinator's address.
-        replica: this replica's id.
-        job: the job's name.
-        token: the job's token.
-        tls: its certificate, key and CA.
+        recipe, url, replica, job, token, tls: the job, the coordinator's address, this replica's id, and the rest that
+            `ftopt.connect` takes.
         host: this machine's address as peers reach it; None finds it.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.

@@ -99,7 +99,8 @@ class Runner:
                 self._follow()
                 self._display.refresh(self._view)
                 self._display.close()
-                summary = summarize_folder(self._folder)
+                steps = {path.stem: read_lines(path) for path in sorted(self._folder.replicas.glob("*.jsonl"))}
+                summary = summarize(read_lines(self._folder.events), steps)
                 self._folder.write_summary(summary)
         return summary
 
@@ -307,12 +308,6 @@ def resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
         where = Path(checkpoint.dir) if checkpoint.dir is not None else folder.checkpoints
         checkpoint = replace(checkpoint, dir=str(where.resolve()))
     return replace(recipe, sync=sync, log=replace(recipe.log, wandb=wandb), checkpoint=checkpoint)
-
-
-def summarize_folder(folder: RunFolder) -> dict[str, Any]:
-    """The summary of whatever lines a run's folder holds."""
-    steps = {path.stem: read_lines(path) for path in sorted(folder.replicas.glob("*.jsonl"))}
-    return summarize(read_lines(folder.events), steps)
 
 
 def _last_lines(child: Child, count: int = 15) -> str:

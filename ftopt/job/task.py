@@ -18,7 +18,7 @@ from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig
 from ftopt.config.schema import Recipe
 from ftopt.data.batches import MapStyle
 from ftopt.data.corpus import HELD_OUT, stdlib_bytes, text
-from ftopt.data.digits import digits
+from ftopt.data.digits import CLASSES, digits
 from ftopt.data.draws import Draws, windows
 from ftopt.data.seeds import seed_of
 from ftopt.data.tokens import TokenWindows
@@ -26,7 +26,6 @@ from ftopt.errors import UserError
 from ftopt.job.model import build_model
 
 _BYTES = 256
-_DIGITS = 10
 _WINDOWS = {False: 128, True: 512}
 """Windows of an evaluation, thorough or not."""
 _WINDOWS_AT_ONCE = 32
@@ -190,7 +189,7 @@ class WhichDigit(Task):
     def __init__(self, recipe: Recipe, model: ConvnetConfig | FactoryConfig) -> None:
         super().__init__(recipe)
         if isinstance(model, FactoryConfig):
-            _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), _DIGITS, "digits")
+            _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), CLASSES, "digits")
         self._train, self._held_out = digits()
 
     def dataset(self) -> MapStyle:

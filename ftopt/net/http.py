@@ -9,19 +9,16 @@ from aiohttp import web
 from aiohttp.web_protocol import ERROR
 
 
-class _Quiet(logging.Filter):
-    """Drops the tracebacks of requests that are not valid HTTP (aiohttp answers them with a 4xx code)."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return getattr(error, "code", None) not in range(400, 500)
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not the tracebacks of requests that are not valid HTTP (aiohttp answers them with a 4xx code)."""
+    error = record.exc_info[1] if record.exc_info else None
+    return getattr(error, "code", None) not in range(400, 500)
 
 
 def quiet(name: str) -> logging.Logger:
     """Returns the logger of that name, for an HTTP server: malformed requests must not fill the disk."""
     logger = logging.getLogger(name)
-    if not any(isinstance(found, _Quiet) for found in logger.filters):
-        logger.addFilter(_Quiet())
+    logger.addFilter(_is_worth_a_line)
     return logger
 
 
