@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 from collections.abc import Mapping
@@ -79,20 +80,23 @@ def choices_of(path: str) -> Mapping[str, type] | None:
     return CHOICES.get(section_of(path))
 
 
-def class_of(path: str, name: str) -> type | None:
-    """The dataclass that ``name`` picks in the section ``path``, if any.
-
-    A ``method`` may also be the user's own: ``package.module.Class``.
+def class_of(path: str, name: object) -> type:
+    """The dataclass that ``name`` picks in the section ``path``; of a method also the user's, ``package.module.Class``.
 
     Raises:
         UserError: there is no such class, or it is not a method.
     """
-    if section_of(path) != "method" or "." not in name:
-        return CHOICES[section_of(path)].get(name)
-    module, _, attribute = name.rpartition(".")
+    choices, word = CHOICES[section_of(path)], str(name)
+    if word in choices:
+        return choices[word]
+    if section_of(path) != "method" or "." not in word:
+        near = difflib.get_close_matches(word, choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
+    module, _, attribute = word.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise UserError(f"{path}.name={name!r} cannot be imported: {error}; use package.module.Class") from None
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise UserError(f"{path}.name={name!r} is not a method; must be a subclass of ftopt.Method, a frozen dataclass")

@@ -7,6 +7,7 @@ siblings are, so that one pass finds every error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -120,9 +121,10 @@ def _merge(base: Any, over: Any, path: str) -> Any:
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     name = over.get("name")
-    if choices_of(path) and name not in (None, base.get("name")) and (cls := class_of(path, str(name))):
-        kept = {field.name for field in dataclasses.fields(cls)}
-        base = {key: value for key, value in base.items() if key in kept}
+    if choices_of(path) and name not in (None, base.get("name")):
+        with contextlib.suppress(UserError):  # a wrong name is reported with all else
+            kept = {field.name for field in dataclasses.fields(class_of(path, name))}
+            base = {key: value for key, value in base.items() if key in kept}
     merged = {key: _merge(base[key], value, _join(path, key)) if key in base else value for key, value in over.items()}
     return base | merged
 
@@ -177,7 +179,7 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
         return None
     try:
         return cls(**values)
-    except UserError as error:
+    except (TypeError, ValueError) as error:  # a method of the user's own may raise others than UserError
         errors.append(_placed(str(error), path))
         return None
 
@@ -190,6 +192,8 @@ def _placed(message: str, path: str) -> str:
     for own in (section, section.rpartition(".")[2]):
         if message.startswith(f"{own}."):
             return f"{path}{message.removeprefix(own)}"
+    if re.match(r"\w+=", message):
+        return f"{path}.{message}"
     return f"{path}: {message}"
 
 
@@ -207,16 +211,10 @@ def _choice(raw: Any, path: str, errors: list[str], default: str | None = None) 
         return None
     name = raw.get("name", default or (None if section_of(path) in REQUIRED else next(iter(choices))))
     try:
-        cls = class_of(path, str(name))
+        return _section(class_of(path, name), raw, path, errors)
     except UserError as error:
         errors.append(str(error))
         return None
-    if cls is None:
-        near = difflib.get_close_matches(str(name), choices, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        errors.append(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
-        return None
-    return _section(cls, raw, path, errors)
 
 
 def _items(raw: Any, path: str, errors: list[str]) -> list[Any] | None:

@@ -69,7 +69,7 @@ def test_every_error_is_told_at_once_with_the_nearest_key() -> None:
         "method.outer.lr=-1.0",
         "sync.dead_after_s=3 with heartbeat_s=2",
         "train.seed=1.5 (float); must be a whole number",
-        "faults[0]: point='reduc'",
+        "faults[0].point='reduc'",
         "do='explode'; allowed: kill, stop, hang, partition",
     ):
         assert part in message
@@ -275,3 +275,19 @@ def test_errors_in_a_list_of_choices_name_the_item() -> None:
         assert part in message
     message = errors_of("method.trigger={name: any_of, triggers: 3}", source="localsgd_bytes")
     assert "method.trigger.triggers=3; must be a list of sections, e.g. [{name: every, ...}]" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tests.config.test_loader.Fault", "is not a method; must be a subclass of ftopt.Method"),
+        ("tests.config.test_loader.Nothing", "cannot be imported: module 'tests.config.test_loader' has no attribute"),
+        ("no_such_module.Mine", "cannot be imported: No module named 'no_such_module'; use package.module.Class"),
+        ("..", "cannot be imported"),
+        ("ftopt.methods.method.Method", "abstract"),
+    ],
+)
+def test_an_own_method_that_is_none_is_reported_with_all_other_errors(name: str, said: str) -> None:
+    message = errors_of(f"method={{name: {name}}}", "replicas=x")
+    assert ("2 errors" in message and f"method.name='{name}'" in message) or "method: Can't instantiate" in message
+    assert said in message and "replicas='x'" in message

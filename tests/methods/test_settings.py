@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 
 import pytest
@@ -8,20 +9,22 @@ import torch
 from torch import nn
 
 from ftopt.connect import local_groups
+from ftopt.errors import UserError
 from ftopt.events import Event
-from ftopt.fragments import Balanced
+from ftopt.fragments import Balanced, Named
 from ftopt.methods import ContributionStats, DecoupledDiLoCo, DiLoCo, LocalSGD, Progress, ReplicaView, StreamingDiLoCo
 from ftopt.methods.method import settings_of
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, parameters
-from ftopt.outer import SGD
+from ftopt.outer import SGD, Torch
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.checks import from_replica
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.settings import Sync
+from ftopt.triggers import AnyOf, EveryStaged
 from tests.optimizer.running import together
 from tests.problems import problem
 
@@ -40,6 +43,30 @@ def test_a_method_is_due_after_its_steps_and_stays_due(method: DiLoCo | LocalSGD
 def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every: object) -> None:
     with pytest.raises(ValueError, match="at least 1; use"):
         method(sync_every=sync_every)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: DiLoCo(staleness_discount="x"), r"staleness_discount='x'; must be a number in \(0, 1\]"),
+        (lambda: StreamingDiLoCo(mix=2), r"mix=2; must be a number in \[0, 1\]"),
+        (lambda: StreamingDiLoCo(mix=float("nan")), "mix=nan; must be a number"),
+        (lambda: StreamingDiLoCo(delay="3"), "delay='3'; must be a whole number"),
+        (lambda: StreamingDiLoCo(wait_for_result_s=float("inf")), "must be a finite number of seconds, at least 0"),
+        (lambda: StreamingDiLoCo(fragments=Named(patterns="abc")), "fragments.patterns='abc'; give one"),
+        (lambda: StreamingDiLoCo(fragments=Balanced), "must be a rule of ftopt.fragments"),
+        (lambda: SGD(schedule=3), "outer.schedule=3; must be a schedule"),
+        (lambda: Torch(args=3), "with args=3; must be"),
+        (lambda: EveryStaged(3), "trigger.stages=3; must be pairs"),
+        (lambda: AnyOf(3), "trigger.triggers: got 3"),
+        (lambda: Sync(grace_s="x"), "sync.grace_s='x'; must be a number of seconds above 0"),
+        (lambda: Sync(min_replicas=1.5), "sync.min_replicas=1.5; must be a whole number, at least 1"),
+        (lambda: Sync(outlier_ratio="x"), "sync.outlier_ratio='x'; must be a number above 1"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_a_user_error(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make()
 
 
 def test_dilocos_defaults_are_the_papers() -> None:
