@@ -7,23 +7,11 @@ import importlib
 import re
 from collections.abc import Mapping
 
+from ftopt import fragments, outer, triggers
 from ftopt.codecs.named import CODECS
 from ftopt.config import data, inner, model
 from ftopt.errors import UserError
-from ftopt.methods.adaptive import AdaComm, ExactDivergence, LinearFDA, LocalCondition, SignalToNoise
-from ftopt.methods.decoupled import DecoupledDiLoCo
-from ftopt.methods.diloco import DiLoCo
-from ftopt.methods.fragments import Balanced, Named, Sequential, Strided
-from ftopt.methods.local_sgd import LocalSGD
-from ftopt.methods.method import Method
-from ftopt.methods.outer_optimizers import SGD, Adam, ConstantRate, CosineRate
-from ftopt.methods.paft import PAFT
-from ftopt.methods.slowmo import SlowMo
-from ftopt.methods.streaming import StreamingDiLoCo
-from ftopt.methods.sync_sgd import SyncSGD
-from ftopt.methods.timing import BySpeed
-from ftopt.methods.torch_optimizers import Torch
-from ftopt.methods.triggers import AllOf, AnyOf, Every, EverySeconds, EveryStaged
+from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": model.GptConfig, "convnet": model.ConvnetConfig, "factory": model.FactoryConfig},
@@ -47,20 +35,25 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "paft": PAFT,
     },
     "method.pacing": {"by_speed": BySpeed},
-    "method.fragments": {"strided": Strided, "sequential": Sequential, "balanced": Balanced, "named": Named},
-    "method.outer": {"sgd": SGD, "adam": Adam, "torch": Torch},
-    "method.outer.schedule": {"constant": ConstantRate, "cosine": CosineRate},
+    "method.fragments": {
+        "strided": fragments.Strided,
+        "sequential": fragments.Sequential,
+        "balanced": fragments.Balanced,
+        "named": fragments.Named,
+    },
+    "method.outer": {"sgd": outer.SGD, "adam": outer.Adam, "torch": outer.Torch},
+    "method.outer.schedule": {"constant": outer.ConstantRate, "cosine": outer.CosineRate},
     "method.trigger": {
-        "every": Every,
-        "every_seconds": EverySeconds,
-        "every_staged": EveryStaged,
-        "local_condition": LocalCondition,
-        "linear_fda": LinearFDA,
-        "exact_divergence": ExactDivergence,
-        "adacomm": AdaComm,
-        "signal_to_noise": SignalToNoise,
-        "any_of": AnyOf,
-        "all_of": AllOf,
+        "every": triggers.Every,
+        "every_seconds": triggers.EverySeconds,
+        "every_staged": triggers.EveryStaged,
+        "local_condition": triggers.LocalCondition,
+        "linear_fda": triggers.LinearFDA,
+        "exact_divergence": triggers.ExactDivergence,
+        "adacomm": triggers.AdaComm,
+        "signal_to_noise": triggers.SignalToNoise,
+        "any_of": triggers.AnyOf,
+        "all_of": triggers.AllOf,
     },
 }
 """Path of a section -> name -> dataclass. When a recipe gives no name, that of the setting's own default is meant

@@ -13,6 +13,7 @@ import difflib
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def _section(cls: type, raw: Any, path: str, errors: list[str]) -> Any | None:
             assert isinstance(hints[key], type)
             values[key] = _section(hints[key], value, where, errors)
         elif hints[key] == list[Fault]:
-            values[key] = _faults(value, errors)
+            values[key] = _items(value, where, errors)
         else:
             values[key] = _leaf(hints[key], value, where, errors)
     for name, field in fields.items():
@@ -218,19 +219,17 @@ def _choice(raw: Any, path: str, errors: list[str], default: str | None = None) 
 
 
 def _items(raw: Any, path: str, errors: list[str]) -> list[Any] | None:
-    """The sections of a list, each with a choice of its own."""
+    """The sections of a list, each with a choice of its own; faults have none."""
+    choices = choices_of(f"{path}[0]")
     if not isinstance(raw, list):
-        example = next(iter(choices_of(f"{path}[0]") or ()))
-        errors.append(f"{path}={raw!r}; must be a list of sections, e.g. [{{name: {example}, ...}}]")
+        example = (
+            f"name: {next(iter(choices))}, ..." if choices else "replica: 1, at_step: 120, point: reduce, do: kill"
+        )
+        errors.append(f"{path}={raw!r}; must be a list of sections, e.g. [{{{example}}}]")
         return None
-    return [_choice(item, f"{path}[{index}]", errors) for index, item in enumerate(raw)]
-
-
-def _faults(raw: Any, errors: list[str]) -> list[Any] | None:
-    if not isinstance(raw, list):
-        errors.append(f"faults={raw!r}; must be a list, e.g. [{{replica: 1, at_step: 120, point: reduce, do: kill}}]")
-        return None
-    return [_section(Fault, item, f"faults[{index}]", errors) for index, item in enumerate(raw)]
+    places = [f"{path}[{index}]" for index in range(len(raw))]
+    build = _choice if choices else partial(_section, Fault)
+    return [build(item, place, errors) for item, place in zip(raw, places, strict=True)]
 
 
 def _leaf(hint: Any, value: Any, path: str, errors: list[str]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ftopt.methods.method import Method, Paced
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule, check_outer
 from ftopt.methods.triggers import LOCAL
-from ftopt.methods.values import Execution, OuterState, Round
+from ftopt.methods.values import AnchorAndState, Execution, OuterState, Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,7 @@ class OuterOptimized(Method):
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
         return self.outer.init(anchor)
 
-    def outer_step(
-        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
         """``OuterOpt(A, Delta)``."""
         return self.outer.step(anchor, state, mean)
 
@@ -57,12 +55,10 @@ class DiLoCo(Paced, OuterOptimized):
 
     Args:
         sync_every: inner steps between two outer steps (the paper's H), >= 1. Default 500, the paper's. 30 to
-            100 costs less in quality. With a ``pacing`` without ``round_steps``: those of each replica on average.
-        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
-            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
+            100 costs less in quality.
         outer: the outer optimizer. Default ``SGD(lr=0.7, momentum=0.9, nesterov=True)``, the paper's; `Adam`,
             `Torch` or a rule of your own. With only a dozen outer steps in the run momentum 0.5 does better than 0.9.
-        others: see `Method`.
+        others: see `Paced` and `Method`.
 
     Source: arXiv 2311.08105, algorithm 1. Ours weights by the inner steps that a replica brings (the paper's replicas
         all bring H; for data of unlike sizes it weights by those), and casts the anchor to the parameters' dtype

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -63,7 +64,7 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt:
+class Dealt(ABC):
     """What the rules share that deal out a model's blocks or tensors to fragments.
 
     Args:
@@ -81,6 +82,36 @@ class Dealt:
         check_whole("fragments.n", self.n, 1, of="fragments")
         check_choice("fragments.embeddings_apart", self.embeddings_apart, (True, False))
 
+    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """See `Partition`."""
+        if not self.embeddings_apart:
+            return self._deal(parameters)
+        embeddings = [p.name for p in parameters if p.embedding]
+        rest = [p for p in parameters if not p.embedding]
+        if not embeddings or not rest:
+            what = "no torch.nn.Embedding" if not embeddings else "nothing but embeddings"
+            raise UserError(f"fragments.embeddings_apart=True, but the model has {what}; use embeddings_apart=False")
+        return [*self._deal(rest), embeddings]
+
+    @abstractmethod
+    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """``n`` fragments."""
+
+    def _blocks(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        """Names, block by block, in the model's order."""
+        blocks: dict[str, list[str]] = {}
+        for parameter in parameters:
+            parts = parameter.name.split(".")
+            number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+            blocks.setdefault(".".join(parts[: number + 1]), []).append(parameter.name)
+        if len(blocks) < self.n:
+            rule, some = type(self).__name__.lower(), ", ".join(list(blocks)[:6])
+            raise UserError(
+                f"fragments.n={self.n} ({rule}) for a model of {len(blocks)} blocks ({some}); use at most "
+                f"{len(blocks)}, or balanced fragments, which deal out single tensors"
+            )
+        return list(blocks.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Strided(Dealt):
@@ -90,10 +121,9 @@ class Strided(Dealt):
         deals out what surrounds them (embedding, last norm, head) alike, as blocks of their own.
     """
 
-    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        rest, apart = _apart(parameters, self.embeddings_apart)
-        blocks = _blocks(rest, self.n, "strided")
-        return [[name for block in blocks[f :: self.n] for name in block] for f in range(self.n)] + apart
+    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        blocks = self._blocks(parameters)
+        return [[name for block in blocks[f :: self.n] for name in block] for f in range(self.n)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +133,10 @@ class Sequential(Dealt):
     Source: Streaming DiLoCo (arXiv 2501.18512), section 3.2.
     """
 
-    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        rest, apart = _apart(parameters, self.embeddings_apart)
-        blocks = _blocks(rest, self.n, "sequential")
+    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        blocks = self._blocks(parameters)
         cuts = [f * len(blocks) // self.n for f in range(self.n + 1)]
-        return [[name for block in blocks[a:b] for name in block] for a, b in itertools.pairwise(cuts)] + apart
+        return [[name for block in blocks[a:b] for name in block] for a, b in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +146,20 @@ class Balanced(Dealt):
     Source: Decoupled DiLoCo (arXiv 2604.21428): 24 fragments balanced by greedy bin packing of tensors.
     """
 
-    def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
-        rest, apart = _apart(parameters, self.embeddings_apart)
-        if len(rest) < self.n:
+    def _deal(self, parameters: Sequence[Parameter]) -> list[list[str]]:
+        tensors = len(parameters)
+        if tensors < self.n:
             raise UserError(
-                f"fragments.n={self.n} (balanced) for {len(rest)} tensors, which are never cut; use at most {len(rest)}"
+                f"fragments.n={self.n} (balanced) for {tensors} tensors, which are never cut; use at most {tensors}"
             )
-        order = {parameter.name: place for place, parameter in enumerate(rest)}
-        bins: list[list[str]] = [[] for _ in range(self.n)]
+        bins: list[list[int]] = [[] for _ in range(self.n)]
         sizes = [0] * self.n
-        for parameter in sorted(rest, key=lambda p: (-p.numel, order[p.name])):
+        for place in sorted(range(tensors), key=lambda place: -parameters[place].numel):
             # An empty one first: tensors of no elements must not leave a fragment without any.
-            f = min(range(self.n), key=lambda f: (bool(bins[f]), sizes[f], f))
-            bins[f].append(parameter.name)
-            sizes[f] += parameter.numel
-        return [sorted(names, key=order.__getitem__) for names in bins] + apart
+            f = min(range(self.n), key=lambda f: (bool(bins[f]), sizes[f]))
+            bins[f].append(place)
+            sizes[f] += parameters[place].numel
+        return [[parameters[place].name for place in sorted(places)] for places in bins]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +180,10 @@ class Named:
 
     def fragments(self, parameters: Sequence[Parameter]) -> list[list[str]]:
         found: list[list[str]] = [[] for _ in self.patterns]
-        left = []
-        for parameter in parameters:
-            for names, pattern in zip(found, self.patterns, strict=True):
-                if parameter.name.startswith(f"{pattern}.") or fnmatch.fnmatchcase(parameter.name, pattern):
-                    names.append(parameter.name)
-                    break
-            else:
-                left.append(parameter.name)
+        left: list[str] = []
+        for name in [parameter.name for parameter in parameters]:
+            matches = [name.startswith(f"{p}.") or fnmatch.fnmatchcase(name, p) for p in self.patterns]
+            (found[matches.index(True)] if True in matches else left).append(name)
         if left:
             raise UserError(
                 f"fragments.patterns leave {len(left)} parameters out, e.g. {left[0]!r}; add a pattern for them, "
@@ -169,30 +193,3 @@ class Named:
             if not names:
                 raise UserError(f"fragments.patterns: nothing is left for {pattern!r}; remove it, or put it first")
         return found
-
-
-def _apart(parameters: Sequence[Parameter], apart: bool) -> tuple[list[Parameter], list[list[str]]]:
-    """The parameters without the embeddings, and the embeddings' fragment, if they shall have one."""
-    if not apart:
-        return list(parameters), []
-    embeddings = [p.name for p in parameters if p.embedding]
-    rest = [p for p in parameters if not p.embedding]
-    if not embeddings or not rest:
-        what = "no torch.nn.Embedding" if not embeddings else "nothing but embeddings"
-        raise UserError(f"fragments.embeddings_apart=True, but the model has {what}; use embeddings_apart=False")
-    return rest, [embeddings]
-
-
-def _blocks(parameters: Sequence[Parameter], n: int, rule: str) -> list[list[str]]:
-    """Names, block by block, in the model's order."""
-    blocks: dict[str, list[str]] = {}
-    for parameter in parameters:
-        parts = parameter.name.split(".")
-        number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
-        blocks.setdefault(".".join(parts[: number + 1]), []).append(parameter.name)
-    if len(blocks) < n:
-        raise UserError(
-            f"fragments.n={n} ({rule}) for a model of {len(blocks)} blocks ({', '.join(list(blocks)[:6])}); "
-            f"use at most {len(blocks)}, or balanced fragments, which deal out single tensors"
-        )
-    return list(blocks.values())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ftopt.methods.method import Method, Paced
-from ftopt.methods.values import Execution, OuterState, ReplicaView, Round
+from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,7 @@ class Averaging(Method):
             return out.copy_(view.params)
         return torch.sub(view.anchor, view.start, out=out).add_(view.params)
 
-    def outer_step(
-        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
         """The mean is the anchor."""
         return self.average(anchor, mean, round), {}
 
@@ -55,11 +53,8 @@ class LocalSGD(Paced, Averaging):
     parameters bit for bit: alone, training is that of the bare inner optimizer, also with bf16 parameters.
 
     Args:
-        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual. With a ``pacing`` without
-            ``round_steps``: those of each replica on average.
-        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
-            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
-        others: see `Method`.
+        sync_every: inner steps between two averages, >= 1. No default: 10 to 50 is usual.
+        others: see `Paced` and `Method`.
 
     Source: arXiv 1805.09767. Ours weights by steps, where the paper's workers all take the same number.
     """

@@ -31,16 +31,7 @@ from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
-from ftopt.methods.values import (
-    Aggregation,
-    ContributionStats,
-    Execution,
-    OuterState,
-    Overlap,
-    ReplicaView,
-    Round,
-    without_tensors,
-)
+from ftopt.methods.values import Aggregation, ContributionStats, Execution, OuterState, Overlap, ReplicaView, Round
 
 WEIGHTS = ("steps", "uniform", "tokens", "tokens_per_step")
 BUFFERS = ("local", "mean")
@@ -152,7 +143,6 @@ class Method(ABC):
         }[self.weights]
         return weight * self.staleness_discount**stats.staleness
 
-    @without_tensors
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """A few numbers that the outer step needs of every member; equally many on all. Here: none."""
         return ()
@@ -216,8 +206,8 @@ class Paced(Method):
     Args:
         sync_every: ``H``. With a ``pacing`` without ``round_steps``: of each replica on average. None with
             ``round_steps``.
-        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``. None (default): every
-            replica takes ``sync_every``.
+        pacing: how the inner steps of a round are shared out: ``BySpeed(round_steps=200)``, in the place of
+            ``sync_every``; see `ftopt.methods.timing`. None (default): every replica takes ``sync_every``.
     """
 
     sync_every: int | None = field(default=None, metadata=LOCAL)
@@ -251,7 +241,9 @@ class Paced(Method):
 
 def reads_tensors(method: Method) -> bool:
     """Whether scalars or units are computed from tensors: these are then copied, to exist as a whole."""
-    return method.aggregation is not None or getattr(type(method).scalars, "reads_tensors", True)
+    scalars = type(method).scalars
+    own = scalars is not Method.scalars and getattr(scalars, "reads_tensors", True)
+    return own or method.aggregation is not None
 
 
 def settings_of(method: Method) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from ftopt.errors import check_choice, check_number
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
-from ftopt.methods.values import Execution, OuterState, ReplicaView, Round, without_tensors
+from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaView, Round, without_tensors
 
 NO_RATE = 1e-12
 """A rate of at most this counts as 0: the steps that it makes are below fp32's resolution."""
@@ -76,9 +76,7 @@ class SlowMo(Method):
         """``u = 0``."""
         return {"momentum": torch.zeros_like(anchor)}
 
-    def outer_step(
-        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
         """The equations above, one rounding an operation."""
         gamma, u = round.mean(0), state["momentum"]
         if gamma <= NO_RATE:

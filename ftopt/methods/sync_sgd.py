@@ -19,7 +19,7 @@ from ftopt.errors import UserError, check_number
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
-from ftopt.methods.values import OuterState, ReplicaView, Round
+from ftopt.methods.values import AnchorAndState, OuterState, ReplicaView, Round
 
 GRADIENT = "gradient"
 """Under this name the agreed gradient stands in the outer state."""
@@ -78,9 +78,7 @@ class SyncSGD(Method):
         """The mean of the gradients that this replica has added up: ``view.params`` holds minus their sum."""
         return torch.div(view.params, -view.steps, out=out)
 
-    def outer_step(
-        self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
         """The anchor stays 0; the mean, clipped, is the state."""
         if self.clip_norm is not None:
             # In fp64, then rounded to fp32: unlike CPUs add up in another order, and must clip alike.

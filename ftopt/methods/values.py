@@ -18,6 +18,8 @@ Scalars = TypeVar("Scalars", bound=Callable[..., tuple[float, ...]])
 OuterState = Mapping[str, Tensor]
 """Outer optimizer state of one fragment: name -> flat fp32 tensor of its length, or a scalar (no dimensions)."""
 
+AnchorAndState = tuple[Tensor, dict[str, Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class ContributionStats:
