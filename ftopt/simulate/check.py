@@ -259,11 +259,8 @@ class Checks:
         told = {incarnation_id for h in heard for incarnation_id in h.roster}
         state_holders = any(h.positions for h in heard)
         for process in self.world.processes.values():
-            if (
-                not self.counts(process)
-                or process.incarnation_id in incarnation_ids
-                or not (process.restoring or any(shard.record for shard in process.shards))
-            ):
+            holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))
+            if not holds or process.incarnation_id in incarnation_ids:
                 continue
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs

@@ -84,18 +84,10 @@ class SimCheckpoint:
         coming = {}
         for name, incarnation in back.incarnation_ids.items():
             part = self.parts.get(name) or self._blank(name)
-            held = replace(
-                part.held,
-                incarnation=incarnation,
-                epoch=back.epoch,
-                gone=dict(back.gone),
-                roster=dict(back.incarnation_ids),
-                adopted_by=dict(back.adopted_by),
-            )
-            adopted = tuple(
-                self.parts[missing] for missing, adopter in sorted(back.adopted_by.items()) if adopter == name
-            )
-            coming[name] = Coming(replace(part, held=held), newest, adopted)
+            held = replace(part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone))
+            held = replace(held, roster=dict(back.incarnation_ids), adopted_by=dict(back.adopted_by))
+            missing = sorted(gone for gone, adopter in back.adopted_by.items() if adopter == name)
+            coming[name] = Coming(replace(part, held=held), newest, tuple(self.parts[x] for x in missing))
         return coming
 
     def another_life(self, incarnation_id: IncarnationId) -> Coming:

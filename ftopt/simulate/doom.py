@@ -32,20 +32,15 @@ def all_die(world: Simulation, chooser: random.Random) -> None:
         world.at(chooser.uniform(0.1, 3.0), lambda: server.start(keep=keep))
     whole = world.checkpoints.whole
     if not whole or chooser.random() < 0.3:
-        _start_anew(world, chooser)
+        _forget_the_void(world, whole)
+        for process in world.processes.values():
+            process.barred = False
+            world.at(chooser.uniform(0.1, 3.0), process.spawn)
         return
     checkpoint = whole[-1] if chooser.random() < 0.8 else chooser.choice(whole)
     world.coverage["resumed from an older checkpoint"] += checkpoint is not whole[-1]
     world.checkpoints.fall_back_on(checkpoint)
     _resume(world, chooser, checkpoint, remembers)
-
-
-def _start_anew(world: Simulation, chooser: random.Random) -> None:
-    """All are started as newcomers."""
-    _forget_the_void(world, world.checkpoints.whole)
-    for process in world.processes.values():
-        process.barred = False
-        world.at(chooser.uniform(0.1, 3.0), process.spawn)
 
 
 def _resume(

@@ -275,11 +275,8 @@ def _quiet(world: Simulation) -> None:
             bound_s += 9 * float(settings["gone_after_s"] or 0)
     old, left = set(world.checks.versions), set(range(world.knobs.fragments))
     if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
-        held = {
-            p.name: [(s.record.version, s.record.chain[:6]) if s.record else None for s in p.shards]
-            for p in world.processes.values()
-            if p.alive
-        }
+        alive = [p for p in world.processes.values() if p.alive]
+        held = {p.name: [(x.record.version, x.record.chain[:6]) if x.record else None for x in p.shards] for p in alive}
         raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
     world.checks.leases(world.server)
 

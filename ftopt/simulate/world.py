@@ -33,7 +33,6 @@ class Violation(AssertionError):
 
     def __init__(self, invariant: str, text: str) -> None:
         super().__init__(f"{invariant}: {text}")
-        self.invariant = invariant
 
 
 class World:

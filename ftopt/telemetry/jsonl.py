@@ -23,9 +23,6 @@ _log = logging.getLogger("ftopt.telemetry")
 Line = Mapping[str, Any]
 """One line of a file: a JSON object."""
 
-EVERY_STEP = frozenset({"inner", "stepped"})
-"""Events too frequent for the log; the replicas' own files have them, a line a step."""
-
 
 class JsonLines:
     """An append-only file of JSON objects. Any thread.
@@ -68,7 +65,7 @@ class EventLog:
         self._lines = lines
 
     def __call__(self, event: Event) -> None:
-        if event.event not in EVERY_STEP:
+        if event.event not in ("inner", "stepped"):  # a replica's own file has them, a line a step
             self._lines.write(record_of(event))
 
 

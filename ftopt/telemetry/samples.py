@@ -68,15 +68,10 @@ def count_samples(events: Sequence[Line]) -> dict[str, int | None]:
     twice += sum(_size(settings, start, stop) for start, stop in told)
     done_to = next((data_of(e)["done_to"] for e in reversed(events) if "done_to" in data_of(e)), 0)
     there = sum(_size(settings, x.start, min(x.stop, done_to)) for x in entries if x.start < done_to)
-    corrupted = [
-        part
-        for event in events
-        if event["event"] == "decide"
-        for replica, _, _, _, _, finite in data_of(event)["members"]
-        if not finite
-        for part in data_of(event).get("ranges", {}).get(replica, ())
-    ]
-    discarded = sum(_size(settings, start, stop) for start, stop in corrupted)
+    discarded = 0
+    for data in [data_of(event) for event in events if event["event"] == "decide"]:
+        for replica in [replica for replica, *_, finite in data["members"] if not finite]:
+            discarded += sum(_size(settings, start, stop) for start, stop in data.get("ranges", {}).get(replica, ()))
     return dict(zip(names, (committed, twice, _size(settings, 0, done_to) - there, discarded), strict=True))
 
 

@@ -38,23 +38,20 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         by_name[event["event"]].append(event)
     dead = {_incarnation(event) for event in by_name["death"]}
     decisions, conflicts = _decisions(events)
-    decided = decisions[0]
     executed = Counter((replica, line["incarnation"]) for replica, lines in steps.items() for line in lines)
     for event in by_name["undone"]:
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
-    ends = {_incarnation(event): event for event in by_name["end"]}
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
-    survivors_end = {incarnation_id: event for incarnation_id, event in ends.items() if incarnation_id not in dead}
-    discards = by_name["discarded"]
+    survivors_end = {_incarnation(event): event for event in by_name["end"] if _incarnation(event) not in dead}
     books = [
-        _book(f, executed, inherited[f], decisions[f].values(), discards, survivors_end, dead)
+        _book(f, executed, inherited[f], decisions[f].values(), by_name["discarded"], survivors_end, dead)
         for f in sorted(decisions)
     ]
     book = books[0]
     joins: dict[Incarnation, Line] = {}
     for event in by_name["join"]:  # the first of each incarnation: one that reconnects does not join again
         joins.setdefault(_incarnation(event), event)
-    last = max(decided.values(), key=lambda event: int(event["version"]), default=None)
+    last = max(decisions[0].values(), key=lambda event: int(event["version"]), default=None)
     return {
         "outer_steps": sum(map(len, decisions.values())),
         "attempts": len(by_name["quorum"]),

@@ -7,16 +7,8 @@ from dataclasses import dataclass, field
 
 from ftopt.telemetry.jsonl import Line, data_of
 
-_STATES = {
-    "spawn": "starting",
-    "join": "training",
-    "propose": "waiting",
-    "apply": "training",
-    "fetch": "fetching",
-    "fetched": "training",
-    "leave": "left",
-    "death": "dead",
-}
+_STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "leave": "left", "death": "dead"}
+_STATES |= dict.fromkeys(("join", "apply", "fetched"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _WINDOW_S = 5.0
 

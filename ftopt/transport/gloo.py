@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache
 from typing import Any, cast
@@ -40,7 +40,7 @@ from ftopt.errors import UserError
 from ftopt.transport.encoded import Buffers, EncodedMean, Exchange, alone
 from ftopt.transport.gloo_group import GlooGroup, first_line
 from ftopt.transport.interface import Carry, Owed, StoreOps, Summed
-from ftopt.transport.staging import Staging, ahead, staging_for
+from ftopt.transport.staging import Staging, StagingFor, ahead, staging_for
 
 _THREADS = 2
 """Pieces that Gloo works on at a time: one is added up while the other is on the wire."""
@@ -64,12 +64,7 @@ class GlooTransport:
     """
 
     def __init__(
-        self,
-        host: str,
-        timeout_s: float,
-        *,
-        piece_bytes: int = 4 << 20,
-        staging: Callable[[torch.device], Staging] = staging_for,
+        self, host: str, timeout_s: float, *, piece_bytes: int = 4 << 20, staging: StagingFor = staging_for
     ) -> None:
         if not timeout_s > 0:
             raise UserError(f"timeout_s={timeout_s}; must be a number of seconds above 0")
@@ -104,20 +99,14 @@ class GlooTransport:
 
 
 class GlooCollective:
-    """The process group of one quorum. Made by `GlooTransport.connect`.
+    """The process group of one quorum, made by `GlooTransport.connect`. Raises what `Collective` says.
 
-    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls raise:
-
-        InterruptedError: stopped.
-        ConnectionError: a peer is gone (`PeerLost`), or, while connecting, the link to the coordinator.
-        TimeoutError: no piece was reduced, or a peer did not come, within ``timeout_s``; `PeerSilent` if it is known
-            whose host cannot be reached.
-
-    After any of them the collective is closed, so that the other members fail, too, and every tensor given to
-    it is corrupted: a piece may still be written to.
+    ConnectionError is `PeerLost`, or, while connecting, the loss of the link to the coordinator. TimeoutError, also for
+    a peer that did not come, is `PeerSilent` if it is known whose host cannot be reached. After any error the
+    collective is closed, so that the other members fail, too.
     """
 
-    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: Callable[[torch.device], Staging]) -> None:
+    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: StagingFor) -> None:
         self.rank = group.rank
         self.size = group.size
         self.sent_bytes = 0
@@ -182,7 +171,8 @@ class GlooCollective:
         )
         under_way: deque[tuple[Exchange, Tensor]] = deque()
         staging = self._staging(flat.device)
-        with self._group.works() as (box, pending), _joined(staging):
+        with self._group.works() as (box, pending), ExitStack() as stack:
+            stack.callback(staging.join)
 
             def start(hop: Exchange) -> None:
                 sent, received = staging.begin(hop.sent)(), staging.room(hop.received)
@@ -226,7 +216,8 @@ class GlooCollective:
 
     def _reduce(self, pieces: Iterable[Tensor], staging: Staging, summed: Summed | None) -> None:
         under_way: deque[tuple[Tensor, Tensor]] = deque()
-        with self._group.works() as (box, pending), _joined(staging):
+        with self._group.works() as (box, pending), ExitStack() as stack:
+            stack.callback(staging.join)
             since_s, done = time.monotonic(), 0
 
             def finish() -> None:
@@ -246,11 +237,3 @@ class GlooCollective:
                     finish()
             while pending:
                 finish()
-
-
-@contextmanager
-def _joined(staging: Staging) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        staging.join()

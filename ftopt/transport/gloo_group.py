@@ -28,12 +28,9 @@ _WORD_S = _OPEN_MARGIN_S + 2 * _PROBE_S
 
 
 class PeerLost(ConnectionError):
-    """A member of the group is gone, or has dropped the group.
+    """A member of the group is gone, or has dropped the group; ``rank``, if Gloo's message tells.
 
-    Args:
-        message: what happened.
-        rank: the member that this one lost its connection to, if Gloo's message tells. Not always the first
-            to fail: a living neighbour of a dead member drops its group, too.
+    It is not always the first to fail: a living neighbour of a dead member drops its group, too.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:

@@ -39,7 +39,7 @@ class Carry(Protocol):
 
 
 class Collective(Protocol):
-    """The process group of one quorum. Blocking, used on the reducer thread only; `stop` from any thread.
+    """The process group of one quorum. Blocking, used on the reducer thread only; `stop` and `close` from any thread.
 
     Raises (all methods): InterruptedError when stopped; ConnectionError when a peer is gone; TimeoutError when no piece
     has moved for the time-out. After any of them the collective, and each tensor given to it, must not be used again

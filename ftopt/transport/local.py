@@ -65,15 +65,10 @@ class LocalTransport:
 
 
 class LocalCollective:
-    """The in-process group of one quorum. Made by `LocalTransport.connect`.
+    """The in-process group of one quorum, made by `LocalTransport.connect`. Raises what `Collective` says.
 
-    Blocking calls are for one thread at a time; `stop` and `close` are for any thread. All blocking calls raise:
-
-        InterruptedError: stopped.
-        ConnectionError: another member has stopped or failed before it brought its part.
-        TimeoutError: another member did not come within ``timeout_s``.
-
-    After any of them the collective is closed, and the others fail, too.
+    A peer is gone when it has stopped or failed before it brought its part. After any error the collective is closed,
+    and the others fail, too.
     """
 
     def __init__(self, meeting: _Meeting, rank: int, *, timeout_s: float, forget: Callable[[], object]) -> None:

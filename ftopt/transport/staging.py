@@ -92,6 +92,9 @@ class PinnedStaging(Staging):
         current.wait_stream(self._up)
 
 
+StagingFor = Callable[[torch.device], Staging]
+
+
 def staging_for(device: torch.device) -> Staging:
     if device.type == "cpu":
         return Staging()
