@@ -19,7 +19,6 @@ from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView, parameters
 from ftopt.outer import SGD, Torch
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.checks import from_replica
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
@@ -160,7 +159,7 @@ def test_a_hello_tells_of_many_fragments_in_few_words(n: int) -> None:
     identity = Identity("job", "r0", dict(told.lines), {}, told.initial, told.fragments, "host:1")
     ((hello,),) = ([e.message for e in Replica(identity).connect() if isinstance(e, Send)],)
     assert isinstance(hello, m.Hello)
-    from_replica(m.encode(hello))
+    m.from_replica(m.encode(hello))
     views[-1].write(torch.ones(views[-1].numel))
     other = OuterStep(views, method, group).fingerprint()
     assert other.initial != told.initial and other.lines == told.lines

@@ -11,11 +11,13 @@ import json
 import typing
 from typing import Any
 
+from ftopt.sync.protocol.limits import within
 from ftopt.sync.protocol.to_coordinator import *  # noqa: F403
-from ftopt.sync.protocol.to_coordinator import FromReplica
+from ftopt.sync.protocol.to_coordinator import FromReplica, Hello, Propose
 from ftopt.sync.protocol.to_replica import *  # noqa: F403
 from ftopt.sync.protocol.to_replica import FromCoordinator
 from ftopt.sync.protocol.values import *  # noqa: F403
+from ftopt.sync.protocol.values import Contribution
 from ftopt.sync.protocol.wire import MessageError as MessageError
 from ftopt.sync.protocol.wire import build_value, parse, shallow
 
@@ -50,6 +52,43 @@ def decode(text: str) -> FromReplica | FromCoordinator:
     return typing.cast("FromReplica | FromCoordinator", build_value(cls, data, cls.__name__))
 
 
+def from_replica(text: str) -> FromReplica:
+    """The message of a stranger in ``text``: its fields fit each other, too.
+
+    Raises:
+        MessageError: it is none, or none that a replica may send; says what is wrong.
+    """
+    message = decode(text)
+    if not isinstance(message, FromReplica):
+        raise MessageError(f"a replica sends no {type(message).__name__}")
+    match message:
+        case Hello():
+            _hello(message)
+        case Propose(contribution=contribution):
+            _contribution(contribution)
+    return message
+
+
 def from_plain(cls: type[T], data: Any) -> T:
     """An instance of a message part (`Contribution`, ...) from its JSON value; raises `MessageError`."""
     return typing.cast(T, build_value(cls, data, cls.__name__))
+
+
+def _hello(hello: Hello) -> None:
+    _within("rank", hello.rank, hello.size - 1)
+    for what in ("positions", "contributions", "prepared"):
+        for part in getattr(hello, what):
+            _within(f"{what}.fragment", part.fragment, hello.fragments - 1)
+    for contribution in hello.contributions:
+        _contribution(contribution)
+
+
+def _contribution(c: Contribution) -> None:
+    _within("steps", c.steps, c.last_step)
+    if c.weight and not (c.finite and c.steps):
+        raise MessageError(f"weight: {c.weight:g} for what has no steps or is not finite; 0 is needed")
+
+
+def _within(what: str, value: int, most: int) -> None:
+    if wrong := within(most)(value):
+        raise MessageError(f"{what}: {wrong}")

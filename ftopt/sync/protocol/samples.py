@@ -1,8 +1,8 @@
 """What a job's sample ledger counts: units of one batch, in one order through all epochs.
 
 A *unit* is ``batch_size`` samples. Units are numbered 0, 1, 2, ... through all epochs, so an epoch is no barrier: unit
-``n`` stands for ``positions(n)`` of the ``epoch_of(n)``-th permutation of the samples. Which sample a position is, is
-not the ledger's: ``ftopt.data`` maps positions to samples, from ``seed`` and the epoch.
+``n`` stands for ``positions(n)`` of the ``epoch_of(n)``-th permutation of the samples. The ledger does
+not know which sample a position is: ``ftopt.data`` maps positions to samples, from ``seed`` and the epoch.
 
     per epoch = floor(samples / batch_size) with drop_last, ceil(samples / batch_size) without
 """
@@ -45,12 +45,13 @@ class Samples:
     global_batch: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.samples <= MAX_INT:
-            raise UserError(f"samples={self.samples}; must be from 1 to {MAX_INT:,}")
-        if not 1 <= self.batch_size <= MAX_INT:
-            raise UserError(f"batch_size={self.batch_size}; must be from 1 to {MAX_INT:,}")
-        if not 0 <= self.seed <= MAX_INT:
-            raise UserError(f"seed={self.seed}; must be from 0 to {MAX_INT:,}")
+        for name, value, least in (
+            ("samples", self.samples, 1),
+            ("batch_size", self.batch_size, 1),
+            ("seed", self.seed, 0),
+        ):
+            if not least <= value <= MAX_INT:
+                raise UserError(f"{name}={value}; must be from {least} to {MAX_INT:,}")
         if self.epochs is not None and not 1 <= self.epochs <= MAX_INT // self.samples:
             raise UserError(f"epochs={self.epochs}; must be null (without end) or from 1 on")
         if self.drop_last and self.samples < self.batch_size:
@@ -58,13 +59,11 @@ class Samples:
                 f"batch_size={self.batch_size} with {self.samples} samples and drop_last leaves no batch at all; "
                 "use a smaller batch_size, or drop_last=false"
             )
-
         if self.global_batch is not None and (self.global_batch < 1 or self.global_batch % self.batch_size):
             raise UserError(
                 f"global_batch={self.global_batch} with batch_size={self.batch_size}; must be a multiple of it, such "
                 f"as {max(1, round(self.global_batch / self.batch_size)) * self.batch_size}"
             )
-
         if self.global_batch is not None and self.global_batch // self.batch_size > MAX_BATCH:
             raise UserError(
                 f"global_batch={self.global_batch} with batch_size={self.batch_size} is more than {MAX_BATCH:,} "
@@ -94,7 +93,7 @@ class Samples:
         return ((start, stop),) if start < stop else ()
 
     def epoch_of(self, unit: int) -> int:
-        """The epoch of a unit; the first is 0."""
+        """From 0 on."""
         return unit // self.units_per_epoch
 
     def positions(self, unit: int) -> range:

@@ -23,8 +23,9 @@ class Hello:
     ``claim`` is all that the sender holds and has not seen committed (TOTAL), ``done`` belongs to the state of
     fragment 0, ``cursor`` is the highest that it has received, ``wants`` how many units it wants to hold. With a global
     batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``adopted_by``: of a sender that
-    comes out of a checkpoint, who takes over what somebody had pending who does not come back (ADOPT). ``checkpoint``:
-    of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it cannot be read.
+    resumes from a checkpoint: replica that does not come back -> replica that takes over its pending units (ADOPT).
+    ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
+    cannot be read.
     """
 
     protocol: int

@@ -19,7 +19,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Refuse:
     """``kind``: ``gone`` (come back as a new incarnation), ``final`` (the user must act), or ``unreadable``: the hello
-    was none (a newcomer gives up; who was let in before trains on and comes again)."""
+    was none (a newcomer gives up; a replica that was welcomed before trains on and tries again)."""
 
     kind: str
     reason: str
@@ -43,8 +43,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """RESTORE: nobody holds the job's state any more. The receiver is to restore its newest checkpoint, and to come
-    back with that as ``incarnation``. ``roster``: all that were asked to: they are to be waited for (WAIT)."""
+    """RESTORE: nobody holds the job's state any more. The receiver restores its newest checkpoint, and comes back with
+    that as ``incarnation``. ``roster``: all that were asked to; they are waited for (WAIT)."""
 
     incarnation: int
     roster: tuple[IncarnationId, ...] = ()
@@ -156,7 +156,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The newest plan of the global batch that makes ``version``; the same one again to who comes back.
+    """The newest plan of the global batch that makes ``version``; the same one again after a reconnection.
 
     ``units``: the receiver's share. ``ended``: there is no such batch, every unit of the job is done.
     """
@@ -169,7 +169,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The receiver is to fetch the ``serial``-th copy of ``incarnation_id`` at ``source``, and to keep it."""
+    """The receiver fetches the ``serial``-th copy of ``incarnation_id`` from ``source``, and keeps it."""
 
     incarnation_id: IncarnationId
     serial: int
@@ -178,11 +178,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Inherit:
-    """To a newcomer: what its predecessor ``incarnation_id``, which is gone, held of the ledger is the receiver's
-    (ADOPT).
+    """To a newcomer: the units that its predecessor ``incarnation_id``, which is gone, held are its own now (ADOPT).
 
-    ``source`` keeps a copy of it, from which its work can be done again. ``inner_step``: how far it had come, as far as
-    is known.
+    ``source`` keeps a copy of the predecessor, to repeat its work from. ``inner_step``: its last known one.
     """
 
     incarnation_id: IncarnationId

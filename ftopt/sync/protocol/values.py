@@ -52,7 +52,7 @@ class Contribution:
 
 
 def excluded(contribution: Contribution) -> Contribution:
-    """What an outlier takes part with: nothing new, so that COUNT keeps what it has."""
+    """The contribution of an outlier, without its new steps: COUNT keeps what it has."""
     counted = contribution.last_step - contribution.steps
     return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())
 
@@ -101,21 +101,21 @@ class Record:
         return Position(self.fragment, self.version, self.chain)
 
     def counted_step(self, replica: str, incarnation: int) -> int:
-        """The last inner step of that incarnation that is in the committed state, 0 when none is."""
+        """The last inner step of that incarnation in the committed state, 0 if there is none."""
         at = bisect.bisect_left(self.counted, (replica, incarnation, 0))
         found = self.counted[at : at + 1]
         return found[0][2] if found and found[0][:2] == (replica, incarnation) else 0
 
 
 def first_chain(fragment: int, epoch: int, initial_source: str, initial: str) -> str:
-    """CHAIN of version 0: it tells one start of a job from any other, also of the same initial state."""
+    """CHAIN of version 0: differs for each start of a job, also from the same initial state."""
     return hashlib.sha256(f"{fragment}|{epoch}|{initial_source}|{initial}".encode()).hexdigest()[:32]
 
 
 def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:
-    """CHAIN: the hash of ``version``, made from its predecessor's and the agreed digest of its result.
+    """CHAIN: the hash of ``version``, of its predecessor's and the agreed digest of its result.
 
-    Its first 8 digits are those of version 0, so that histories of different starts are told apart at any version.
+    Its first 8 digits are those of version 0: they tell starts of a job apart at any version.
     """
     return chain[:8] + hashlib.sha256(f"{chain}|{fragment}|{version}|{digest}".encode()).hexdigest()[:24]
 

@@ -27,7 +27,6 @@ from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
 from ftopt.net.token import admits
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.checks import from_replica
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.server.connection import Connection
 from ftopt.sync.server.job import Job, Peer
@@ -253,7 +252,7 @@ class CoordinatorServer:
                 connection.meter(message.data)
                 if refused:
                     continue
-                parsed = from_replica(message.data) if job is not None else self._hello(message.data, connection)
+                parsed = m.from_replica(message.data) if job is not None else self._hello(message.data, connection)
                 if parsed is None:
                     refused = True
                     continue
@@ -277,7 +276,7 @@ class CoordinatorServer:
         """The first message of a connection. One that is no hello is refused with the reason, else it would come again
         forever, to no avail."""
         try:
-            hello = from_replica(text)
+            hello = m.from_replica(text)
             if not isinstance(hello, m.Hello):
                 raise m.MessageError("the first message of a connection must be a hello")
             return hello

@@ -224,7 +224,7 @@ def test_a_proposal_of_an_older_plan_does_not_count() -> None:
             job[name].end()
     job["b"].seat.cut()
     job["a"].offer()  # on its way when the plan changed
-    assert "a" not in job.table.coordinator.rounds[0].proposals
+    assert "a" not in job.table.coordinator.rounds[0].gather.proposals
     job.work("ac")
     job.reduce("ac")
     assert job.version == 1

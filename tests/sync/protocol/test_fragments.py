@@ -51,7 +51,7 @@ def test_21_a_joiner_fetches_each_fragment_at_a_moment_of_its_own_and_mixes_none
     for seat, step in ((a, 15), (b, 15), (c, 3)):
         seat.propose(step, 1)
     assert c.got(m.Quorum)[0].size == 3
-    assert table.coordinator.rounds[0].proposals == {}
+    assert table.coordinator.rounds[0].gather.proposals == {}
 
 
 def test_a_fragment_that_lags_behind_keeps_nobody_from_the_others_rounds() -> None:
@@ -84,7 +84,7 @@ def test_an_offer_never_crosses_the_start_that_voids_it() -> None:
     assert table.coordinator.running
     a.take()
     assert [a.held(f).version for f in (0, 1)] == [0, 0]
-    assert all(not rounds.proposals for rounds in table.coordinator.rounds)
+    assert all(not rounds.gather.proposals for rounds in table.coordinator.rounds)
     commit([a], 9, 0)
     assert a.held(0).counted == (("a", 1, 9),)
     assert not table.events("abort") and not table.events("rollback")
@@ -99,7 +99,7 @@ def test_what_was_held_back_is_offered_once_it_is_known_that_no_start_comes() ->
     a.open()
     a.take()
     assert a.machine.fragments[1].fetching
-    assert list(table.coordinator.rounds[0].proposals) == ["a"]
+    assert list(table.coordinator.rounds[0].gather.proposals) == ["a"]
     b.propose(5, 0)
     assert b.got(m.Quorum)[0].size == 2
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.checks import from_replica
 from ftopt.sync.protocol.limits import MAX_READING
 from tests.sync.protocol.table import Seat, Table
 
@@ -224,4 +223,4 @@ def test_readings_that_make_no_sense_are_refused(readings: list[list[object]], w
     fields = [dict(zip(("fragment", "version", "values"), reading, strict=True)) for reading in readings]
     text = json.dumps({"type": "Heartbeat", "state": "training", "inner_step": 1, "step_s": 0.1, "readings": fields})
     with pytest.raises(m.MessageError, match=what):
-        from_replica(text)
+        m.from_replica(text)

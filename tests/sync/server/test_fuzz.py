@@ -21,7 +21,6 @@ import pytest
 
 from ftopt.net.token import authorization
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.checks import from_replica
 from ftopt.sync.server.limits import Limits
 
 from .access import TOKEN, coordinator, no_errors_logged, scripted, touchstone
@@ -49,14 +48,14 @@ def feed_the_parser(count: int, chance: random.Random) -> int:
     for i in range(count):
         text = an_input(chance)
         try:
-            message = from_replica(text)
+            message = m.from_replica(text)
         except m.MessageError as error:
             assert str(error), text
             assert len(str(error)) < 1000, text
         except Exception as error:
             raise AssertionError(f"{type(error).__name__} for {text!r:.2000}") from error
         else:
-            assert from_replica(m.encode(message)) == message, text
+            assert m.from_replica(m.encode(message)) == message, text
             taken += 1
         if i == min(count // 10, 20_000):
             before_mb = resident_mb()

@@ -138,7 +138,7 @@ class Attempt:
 
     def decided(self, at: m.Position, digest: str, inner_step: int, done: Ranges) -> Decided:
         """Step 5: what a commit on ``at`` is; ``inner_step``: of ``at``."""
-        rows = ((incarnation_id, self.contributions[incarnation_id[0]]) for incarnation_id in self.members)
+        rows = ((x, self.contributions[x[0]]) for x in self.members)
         return Decided(
             fragment=at.fragment,
             version=self.version,
@@ -146,14 +146,14 @@ class Attempt:
             digest=digest,
             chain=m.next_chain(at.chain, at.fragment, self.version, digest),
             inner_step=inner_step + self.advance,
-            members=tuple((*incarnation_id, c.steps, c.last_step, c.weight, c.finite) for incarnation_id, c in rows),
+            members=tuple((*x, c.steps, c.last_step, c.weight, c.finite) for x, c in rows),
             done=done,
         )
 
     def silent(self, roster: Roster) -> list[Member]:
         """Members that are connected and have not prepared."""
-        found = [roster.members.get(replica) for replica, _ in self.members if replica not in self.prepared]
-        return [x for x in found if x is not None and x.conn is not None and x.incarnation_id in self.incarnation_ids]
+        members = roster.present(x for x in self.members if x[0] not in self.prepared)
+        return [x for x in members if x.conn is not None]
 
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
         """When the silent ones count as hung: ``patience_s`` after what the last report took, counted from that one.

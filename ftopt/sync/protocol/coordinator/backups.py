@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Backups:
         """A replica has copied itself: its keeper, or a new one, is to fetch that."""
         before = self._copies.pop(member.replica, None)
         keeper = self._keeper(member, before)
-        if keeper is None or keeper.conn is None:
+        if keeper is None:
             return []
         kept = None
         ids = (member.incarnation_id, keeper.incarnation_id)
@@ -49,7 +49,7 @@ class Backups:
                 self._copies[member.replica] = before
                 return []
         self._copies[member.replica] = _Copies(*ids, message, kept)
-        return [SendTo(keeper.conn, m.Keep(member.incarnation_id, message.serial, member.address))]
+        return send([keeper], m.Keep(member.incarnation_id, message.serial, member.address))
 
     def keeps(self, member: Member, message: m.Keeps) -> list[CoordinatorEffect]:
         """A keeper has fetched a copy."""

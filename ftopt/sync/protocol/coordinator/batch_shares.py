@@ -8,8 +8,8 @@ from dataclasses import replace
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, end, size
 from ftopt.sync.protocol.ledger.plans import BatchPlan, first_plan, restart
@@ -92,13 +92,11 @@ class BatchShares(Assignment):
         if plan is None and not ended:
             return []
         effects: list[CoordinatorEffect] = []
-        for x in self._holders(at):
-            if x.conn is None or self._notified.get(x.replica) == x.conn:
-                continue
+        for x in (x for x in self._holders(at) if self._notified.get(x.replica) != x.conn):
             self._notified[x.replica] = x.conn
             share = plan.share(x.incarnation_id) if plan is not None else ()
             x.load = max(1, size(share))
-            effects.append(SendTo(x.conn, m.Plan(version, plan.number if plan is not None else 0, share, ended)))
+            effects += send([x], m.Plan(version, plan.number if plan is not None else 0, share, ended))
         return effects
 
     def _holders(self, at: m.Position) -> list[Member]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
 from ftopt.sync.protocol.coordinator.gather import Formed, Gather
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.roster import Member, send
 
 
 class Decide:
@@ -72,14 +71,12 @@ class Decide:
         return effects
 
     def _invite(self, member: Member, rank: int, a: Attempt, outlier: str) -> list[CoordinatorEffect]:
-        if member.conn is None:
-            return []
         f = self._fragment
         member.newcomer.discard(f)
         member.catching_up.discard(f)
         before, member.members_sent[f] = member.members_sent.get(f, ()), a.members
         last_step = self._gather.proposals[member.replica].last_step
-        return [SendTo(member.conn, a.invitation(f, self._group, rank, before, last_step=last_step, outlier=outlier))]
+        return send([member], a.invitation(f, self._group, rank, before, last_step=last_step, outlier=outlier))
 
     # ------------------------------------------------------------ step 4
 
@@ -219,8 +216,8 @@ class Decide:
         self.aborted += 1
         self._gather.abort(retry_s=retry_s)
         self._assignment.abort()
-        event = self._event("abort", a, reason=reason)
-        return [event, *self._send(a.members, m.Abort(self._fragment, a.attempt, reason))]
+        abort = send(self._roster.present(a.members), m.Abort(self._fragment, a.attempt, reason))
+        return [self._event("abort", a, reason=reason), *abort]
 
     def _commit(self, a: Attempt, digest: str) -> list[CoordinatorEffect]:
         counted = self._assignment.commit(a)
@@ -230,11 +227,12 @@ class Decide:
         self.attempt, self._usual_s = None, a.reported_s - a.started_s
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
         self._overtake(a)
-        holders = [x for x in a.members if a.prepared[x[0]] == digest]
-        for member in filter(None, map(self._roster.current, a.members)):
+        members = self._roster.present(a.members)
+        holders = [x for x in members if a.prepared[x.replica] == digest]
+        for member in members:
             member.counted = (member.counted or {}) | {self._fragment: a.version}
-            if a.prepared[member.replica] == digest:
-                member.held[self._fragment] = versions.at
+        for member in holders:
+            member.held[self._fragment] = versions.at
         for member in self._roster.connected():
             if not versions.held_by(member):
                 self._gather.catch_up.add(member.replica)
@@ -244,8 +242,8 @@ class Decide:
         self._gather.commit(a.incarnation_ids, took_s=self._usual_s)
         data: dict[str, Any] = {"inner_step": d.inner_step, "members": [list(x) for x in d.members], "digest": digest}
         data |= {"chain": d.chain, "away": sorted(a.lost), **counted.data}
-        message = m.Commit(self._fragment, a.version, a.attempt, digest, d.chain)
-        return [d, self._event("decide", a, **data), *self._send(holders, message), *counted.effects]
+        commit = send(holders, m.Commit(self._fragment, a.version, a.attempt, digest, d.chain))
+        return [d, self._event("decide", a, **data), *commit, *counted.effects]
 
     def _overtake(self, a: Attempt) -> None:
         """The next quorum waits for a member that came to hold the version when the attempt had begun."""
@@ -255,12 +253,6 @@ class Decide:
             came_late = f in x.newcomer and x.called_in.get(f) != a.version
             if came_late and x.incarnation_id not in a.incarnation_ids and held is not None and held.version == before:
                 x.catching_up.add(f)
-
-    # ------------------------------------------------------------ effects
-
-    def _send(self, to: Iterable[m.IncarnationId], message: m.FromCoordinator) -> list[CoordinatorEffect]:
-        found = map(self._roster.current, to)
-        return [SendTo(x.conn, message) for x in found if x is not None and x.conn is not None]
 
     def _event(self, event: str, a: Attempt, **data: Any) -> CoordinatorEffect:
         inner_step = self._versions.inner_step

@@ -13,8 +13,6 @@ from ftopt.sync.protocol.limits import HISTORY
 
 @dataclass(frozen=True, slots=True)
 class SendTo:
-    """Send ``message`` on connection ``conn``."""
-
     conn: int
     message: m.FromCoordinator
 
@@ -28,10 +26,8 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Journal: a version was committed. ``members``: replica, incarnation, steps, last_step, weight, finite.
-
-    ``done``: fragment 0, with a ledger: all units that are done by now.
-    """
+    """Journal: a version was committed. ``members``: replica, incarnation, steps, last_step, weight, finite. ``done``:
+    fragment 0, with a ledger: all units that are done by now."""
 
     fragment: int
     version: int
@@ -108,7 +104,7 @@ CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
 
 @dataclass(frozen=True)
 class JournalState:
-    """What a journal gives back after a restart."""
+    """What a journal holds after a restart."""
 
     epoch: int
     roster: tuple[m.IncarnationId, ...] = ()

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.catch_up import Arrival, CatchUp
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
 from ftopt.sync.protocol.coordinator.outliers import outliers
 from ftopt.sync.protocol.coordinator.pace import Pace
 from ftopt.sync.protocol.coordinator.partitions import Membership, Partitions
 from ftopt.sync.protocol.coordinator.readings import Readings
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.coordinator.waiting import Waiting
 from ftopt.sync.protocol.messages import excluded
@@ -45,14 +45,14 @@ class Gather:
     """
 
     def __init__(
-        self, versions: Versions, roster: Roster, sync: Sync, *, partitions: Partitions, assignment: Assignment
+        self, fragment: int, roster: Roster, sync: Sync, *, partitions: Partitions, assignment: Assignment
     ) -> None:
-        self.versions, self.roster, self.sync = versions, roster, sync
+        self.versions, self.roster, self.sync = Versions(fragment), roster, sync
         self.partitions, self.assignment = partitions, assignment
-        self.catch_up = CatchUp(versions.fragment, roster)
-        self._fragment = versions.fragment
+        self.catch_up = CatchUp(fragment, roster)
+        self._fragment = fragment
         self._membership = Membership(partitions, roster)
-        self._readings = Readings(versions.fragment)
+        self._readings = Readings(fragment)
         self._pace = Pace()
         self._held_open = -1
         self.restart()
@@ -117,9 +117,9 @@ class Gather:
     def read(self, now: float, member: Member, reading: m.Reading) -> list[CoordinatorEffect]:
         """Numbers of a holder of the current version, answered with everybody's means."""
         at = self.versions.at
-        if not self.versions.held_by(member) or reading.version != at.version or member.conn is None:
+        if not self.versions.held_by(member) or reading.version != at.version:
             return []
-        return [SendTo(member.conn, self._readings.take(now, at, member.replica, reading.values))]
+        return send([member], self._readings.take(now, at, member.replica, reading.values))
 
     def withdraw(self, replica: str) -> None:
         """A member takes no part for now."""
@@ -193,9 +193,9 @@ class Gather:
 
     def _release(self, proposers: list[Member]) -> list[CoordinatorEffect]:
         """Their training threads need not wait for the result; each is notified once a round."""
-        new = {x.replica: x.conn for x in proposers if x.replica not in self._notified_train_on and x.conn is not None}
-        self._notified_train_on.update(new)
-        return [SendTo(conn, m.TrainOn(self._fragment)) for conn in new.values()]
+        new = [x for x in proposers if x.replica not in self._notified_train_on]
+        self._notified_train_on.update(x.replica for x in new)
+        return send(new, m.TrainOn(self._fragment))
 
     def _form(
         self, now: float, proposers: list[Member], effects: list[CoordinatorEffect]
@@ -219,8 +219,7 @@ class Gather:
 
     def _void(self, members: list[Member]) -> list[CoordinatorEffect]:
         """Nobody has any weight: these contributions will be in no attempt."""
-        void = m.Void(self._fragment)
-        effects: list[CoordinatorEffect] = [SendTo(x.conn, void) for x in members if x.conn is not None]
+        effects = send(members, m.Void(self._fragment))
         self._membership.taken({x.incarnation_id for x in members}, self.proposals)
         for x in members:
             x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once

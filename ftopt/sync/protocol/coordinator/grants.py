@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
 from ftopt.sync.protocol.coordinator.attempts import Attempt
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Cursor, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Cursor, Emit
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, contains, low_water, size, subtract, union
 from ftopt.sync.protocol.ledger.ledger import Ledger
@@ -31,7 +31,7 @@ class Grants(Assignment):
         self._asks: dict[m.IncarnationId, int] = {}
         self._early: dict[m.IncarnationId, int] = {}
         self._idle: set[str] = set()
-        """Replicas that were given up since they did nothing with the last units."""
+        """Replicas that did nothing with the last units, and were declared gone."""
         self._stuck = False
         self._notified_out_of_units: set[m.IncarnationId] = set()
         self._since_s: dict[m.IncarnationId, float] = {}
@@ -39,8 +39,7 @@ class Grants(Assignment):
     # ------------------------------------------------------------ leases
 
     def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
-        """See `Ledger.open`; nobody has asked yet."""
-        unheard = [x.incarnation_id for x in self._roster.away() if not startup.heard(x.incarnation_id)]
+        unheard = [x.incarnation_id for x in startup.absent()]
         self.ledger.open(done, max(startup.cursor(), self.ledger.cursor), unheard)
         self._asks.clear()
         self._early.clear()
@@ -111,7 +110,7 @@ class Grants(Assignment):
         """DONE: what its contributions have used is done; its members are granted as much again."""
         before, ended = low_water(self.ledger.done), self.ledger.ended
         self.ledger.commit(attempt.ranges)
-        for member in filter(None, map(self._roster.current, attempt.members)):
+        for member in self._roster.present(attempt.members):
             self._since_s.pop(member.incarnation_id, None)
             self._want(member, member.wants)
         if self.ledger.ended and not ended:
@@ -155,8 +154,8 @@ class Grants(Assignment):
             ranges = granted.get(incarnation_id, ())
             refused = not ranges and incarnation_id in self._asks
             out_of_units = refused and incarnation_id not in self._notified_out_of_units
-            if member.conn is not None and (ranges or out_of_units or moved):
-                effects.append(SendTo(member.conn, m.Grant(ranges, self.ledger.promised, out_of_units)))
+            if ranges or out_of_units or moved:
+                effects += send([member], m.Grant(ranges, self.ledger.promised, out_of_units))
             if ranges:
                 del self._asks[incarnation_id]
             elif out_of_units:

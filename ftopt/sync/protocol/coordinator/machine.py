@@ -148,9 +148,11 @@ class Coordinator:
     def _hello(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
         if refusal := misfit(self.job, self.lines, hello, self.assignment.samples):
             return refuse(conn, hello, "final", refusal)
-        if self.lines is None:
-            self._define(hello)
-        if self._alone():  # being away counts from when somebody is there to miss them
+        if self.lines is None and self.startup is not None:
+            self.lines, self.sync = dict(hello.lines), sync_of(hello)
+            self.startup.sync = self.sync
+            self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
+        if self._alone():  # absence counts from when a replica is there to miss them
             for member in self.roster.away():
                 member.lost_s = now
         effects: list[CoordinatorEffect] = []
@@ -170,7 +172,7 @@ class Coordinator:
         return effects + self._identify(now, conn, hello)
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
-        """FENCE. A replica that restores a checkpoint, as an incarnation that is gone, comes back as the next one."""
+        """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
         replica, incarnation = incarnation_id
         member = self.roster.members.get(replica)
         reads = self.startup is not None and replica in self.startup.sent
@@ -185,12 +187,6 @@ class Coordinator:
         effects = self.members.know(now, incarnation_id)
         self.roster.members[incarnation_id[0]].in_doubt = True
         return effects
-
-    def _define(self, hello: m.Hello) -> None:
-        self.lines, self.sync = dict(hello.lines), sync_of(hello)
-        assert self.startup is not None
-        self.startup.sync = self.sync
-        self.members.define(hello.fragments, self.sync, self._numbers, hello.samples)
 
     def _identify(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
         if not hello.incarnation:
@@ -225,12 +221,6 @@ class Coordinator:
         self.roster.members[hello.replica].continues_predecessor = True
         effects += self.members.admit(now, conn, replace(hello, claim=adopted_work.ranges), epoch=self.epoch)
         return [*effects, SendTo(conn, adopted_work)]
-
-    def _contend(self, now: float) -> list[CoordinatorEffect]:
-        effects: list[CoordinatorEffect] = []
-        for conn, hello, refusal in self._contenders.settle(now, self.sync.dead_after_s):
-            effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
-        return effects
 
     # ------------------------------------------------------------ members
 
@@ -276,11 +266,10 @@ class Coordinator:
         return not here
 
     def _forgettable(self) -> list[Member]:
-        """Members that are away, as long as somebody is there to go on without them."""
+        """Members that are away, while there is a replica that can go on without them."""
         if self._alone():
             return []
-        away = self.roster.away()
-        return away if self.startup is None else [x for x in away if not self.startup.heard(x.incarnation_id)]
+        return self.roster.away() if self.startup is None else self.startup.absent()
 
     def _tail(self) -> list[tuple[Member, float]]:
         return self.members.tail(self.sync) if self.running else []
@@ -292,7 +281,10 @@ class Coordinator:
             return []
         self._stepped_s = now
         self.looks += 1
-        effects = self._contend(now) + self.members.see_off(now)
+        effects: list[CoordinatorEffect] = []
+        for conn, hello, refusal in self._contenders.settle(now, self.sync.dead_after_s):
+            effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
+        effects += self.members.see_off(now)
         if self.startup is not None:
             for conn, hello in self.startup.outlived():
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
@@ -326,7 +318,7 @@ class Coordinator:
             effects += [SendTo(conn, m.Hold(_LOST)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.inner_step, data=data))
         newcomers = sorted(hello.replica for hello in startup.hellos.values() if hello.incarnation == 0)
-        for replica in newcomers:  # else the first would be sent an update for each of the others
+        for replica in newcomers:  # before any is welcomed, who would be sent an update for each of the others
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
             own = not state_holders and conn == initial_source

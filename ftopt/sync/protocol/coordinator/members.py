@@ -10,9 +10,10 @@ from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.backups import Backups
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
 from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, Gone, Known, SendTo
+from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.partitions import Partitions
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
@@ -37,7 +38,7 @@ class Members:
             self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
         assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
         self.rounds = [
-            Rounds(f, self.roster, sync, numbers=numbers, partitions=self._partitions, assignment=assignment)
+            Rounds(Gather(f, self.roster, sync, partitions=self._partitions, assignment=assignment), numbers)
             for f, assignment in enumerate(assignments)
         ]
 
@@ -49,7 +50,7 @@ class Members:
         effects = self.gone(known.incarnation_id, "superseded") if known is not None else []
         self.roster.know(incarnation_id, now)
         self.assignment.expect(incarnation_id)
-        return [*effects, Known(*incarnation_id), *self.broadcast(m.RosterUpdate((incarnation_id,), ()))]
+        return [*effects, Known(*incarnation_id), *send(self.roster.connected(), m.RosterUpdate((incarnation_id,), ()))]
 
     def admit(
         self, now: float, conn: int, hello: m.Hello, *, epoch: int, initial_source: bool = False
@@ -115,7 +116,7 @@ class Members:
         effects: list[CoordinatorEffect] = [Gone(*incarnation_id), event]
         if conn is not None:
             effects += [SendTo(conn, m.Refuse("gone", reason)), Close(conn)]
-        return [*effects, *self.broadcast(m.RosterUpdate((), (incarnation_id,)))]
+        return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
 
     def adopted_work(self, member: Member) -> m.Inherit | None:
         """ADOPT: what a newcomer takes over of ``member``, whose id it has; asked before that one is gone.
@@ -138,7 +139,7 @@ class Members:
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
         quiet_since_s = max(since_s, member.moved_s)
         top = self.rounds[0]
-        if member.replica in top.proposals and member.busy_since_s is None:  # its peers keep it waiting
+        if member.replica in top.gather.proposals and member.busy_since_s is None:  # its peers keep it waiting
             if top.attempt is None:
                 return math.inf
             quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
@@ -160,6 +161,3 @@ class Members:
         effects: list[CoordinatorEffect] = [Emit("leave", member.replica, member.incarnation)]
         effects += self.gone(member.incarnation_id, "left")
         return [*effects, Close(conn)] if conn is not None else effects
-
-    def broadcast(self, message: m.FromCoordinator) -> list[CoordinatorEffect]:
-        return [SendTo(x.conn, message) for x in self.roster.connected() if x.conn is not None]

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, SendTo
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -112,6 +114,11 @@ class Member:
         return moves or out_of_units
 
 
+def send(members: Iterable[Member], message: m.FromCoordinator) -> list[CoordinatorEffect]:
+    """To those that are connected."""
+    return [SendTo(x.conn, message) for x in members if x.conn is not None]
+
+
 class Roster:
     """All members by replica id, those that are connected, and the gone incarnations."""
 
@@ -141,6 +148,10 @@ class Roster:
         """The member of that incarnation; None: it is gone, or unknown."""
         member = self.members.get(incarnation_id[0])
         return member if member is not None and member.incarnation == incarnation_id[1] else None
+
+    def present(self, incarnation_ids: Iterable[m.IncarnationId]) -> list[Member]:
+        """Their members, without those that are gone or unknown."""
+        return [x for x in map(self.current, incarnation_ids) if x is not None]
 
     def connected(self) -> tuple[Member, ...]:
         """By id."""

@@ -9,38 +9,22 @@ from __future__ import annotations
 import math
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
 from ftopt.sync.protocol.coordinator.decide import Decide
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, SendTo
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect
 from ftopt.sync.protocol.coordinator.gather import Gather
-from ftopt.sync.protocol.coordinator.partitions import Partitions
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
-from ftopt.sync.protocol.coordinator.versions import Versions
-from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.protocol.coordinator.roster import Member, send
 
 
 class Rounds:
     """Everything the coordinator knows of one fragment."""
 
-    def __init__(
-        self,
-        fragment: int,
-        roster: Roster,
-        sync: Sync,
-        *,
-        numbers: AttemptNumbers,
-        partitions: Partitions,
-        assignment: Assignment,
-    ) -> None:
-        self.fragment = fragment
-        self.versions = Versions(fragment)
-        self.gather = Gather(self.versions, roster, sync, partitions=partitions, assignment=assignment)
-        self.decide = Decide(self.gather, numbers)
-        self.catch_up = self.gather.catch_up
-        self._roster = roster
+    def __init__(self, gather: Gather, numbers: AttemptNumbers) -> None:
+        self.gather, self.decide = gather, Decide(gather, numbers)
+        self.versions, self.catch_up, self._roster = gather.versions, gather.catch_up, gather.roster
+        self.fragment = gather.versions.fragment
         self._stepped_s = -math.inf
-        for incarnation_id in roster.gone.items():
+        for incarnation_id in self._roster.gone.items():
             self.gone(incarnation_id)
 
     @property
@@ -53,11 +37,6 @@ class Rounds:
         """The attempt under way."""
         return self.decide.attempt
 
-    @property
-    def proposals(self) -> dict[str, m.Contribution]:
-        """What was proposed towards the next version, by replica."""
-        return self.gather.proposals
-
     def restart(self) -> None:
         """`Versions.restore` has set another version; what was under way is void."""
         self.decide.restart()
@@ -67,17 +46,16 @@ class Rounds:
 
     def place(self, member: Member, hello: m.Hello, *, initial_source: bool) -> list[CoordinatorEffect]:
         """Says to a member that is welcomed where it stands, or has it sent how to get there."""
-        f, versions, last, conn = self.fragment, self.versions, self.versions.last, member.conn
-        assert conn is not None
+        f, versions, last = self.fragment, self.versions, self.versions.last
         found = [self.decide.find(member.replica, x) for x in hello.prepared if x.fragment == f]
         if any(found) and last is not None:
             member.held[f] = versions.at
-            return [SendTo(conn, m.Commit(f, versions.at.version, last.attempt, last.digest, last.chain))]
+            return send([member], m.Commit(f, versions.at.version, last.attempt, last.digest, last.chain))
         at_start = last is not None and last.version == 0 and last.digest == hello.initial != ""
         if initial_source or at_start:
             member.held[f] = versions.at
             member.newcomer.add(f)
-            return [SendTo(conn, m.Start(versions.at, versions.inner_step, last.done if last is not None else ()))]
+            return send([member], m.Start(versions.at, versions.inner_step, last.done if last is not None else ()))
         if not versions.held_by(member):
             self.catch_up.add(member.replica)
             return []

@@ -66,8 +66,10 @@ class Startup:
             del self.hellos[conn]
         return gone
 
-    def heard(self, incarnation_id: m.IncarnationId) -> bool:
-        return any((h.replica, h.incarnation) == incarnation_id for h in self.hellos.values())
+    def absent(self) -> list[Member]:
+        """Members whose current incarnation is not here."""
+        here = {(h.replica, h.incarnation) for h in self.hellos.values()}
+        return [x for x in self._roster.away() if x.incarnation_id not in here]
 
     def state_holders(self) -> list[m.Hello]:
         """Hellos that hold a version of every fragment."""
@@ -153,8 +155,8 @@ class Startup:
 
     def _unheard(self) -> list[Member]:
         """Members that may hold something that no hello reports."""
-        heard = {h.replica: h.incarnation for h in self.hellos.values()}
-        return [x for x in self._roster.away() if heard.get(x.replica, -1) not in (0, x.incarnation)]
+        newcomers = {h.replica for h in self.hellos.values() if not h.incarnation}
+        return [x for x in self.absent() if x.replica not in newcomers]
 
     # ------------------------------------------------------------ the truth
 

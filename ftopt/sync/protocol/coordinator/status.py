@@ -19,7 +19,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
                 "version": r.at.version,
                 "chain": r.at.chain,
                 "inner_step": r.versions.inner_step,
-                "proposed": sorted(r.proposals),
+                "proposed": sorted(r.gather.proposals),
                 "attempt": r.attempt.attempt if r.attempt else None,
                 "attempts": r.decide.attempts,
                 "attempts_aborted": r.decide.aborted,

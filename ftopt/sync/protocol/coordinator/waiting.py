@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Container
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.catch_up import Arrival
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit, SendTo
-from ftopt.sync.protocol.coordinator.roster import Member, Roster
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.settings import Sync
 
@@ -138,10 +138,8 @@ class Waiting:
 
     def _call_in(self, member: Member, version: int) -> list[CoordinatorEffect]:
         """Asks for a contribution at the next step boundary."""
-        if member.conn is None:
-            return []
         event = Emit("call_in", *member.incarnation_id, self._fragment, version)
-        return [SendTo(member.conn, m.CallIn(self._fragment, version)), event]
+        return [*send([member], m.CallIn(self._fragment, version)), event]
 
     def deadline_s(self, now: float, proposed: Container[str]) -> float:
         """When `step` is to be called, if nothing happens before."""
