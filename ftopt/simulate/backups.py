@@ -40,7 +40,7 @@ class SimBackup:
 
     def keep(self, order: m.Keep) -> None:
         """The coordinator has named a copy to be kept."""
-        self._process.later(self._fetch_s(), self._keep, order)
+        self._process.later(self._world.fetch_s(), self._keep, order)
 
     def _keep(self, order: m.Keep) -> None:
         source = self._world.processes[order.source]
@@ -53,10 +53,7 @@ class SimBackup:
     def inherit(self, order: m.Inherit) -> None:
         """This process comes in the place of one that has died."""
         self.inheriting = True
-        self._process.later(self._fetch_s(), self._inherit, order)
-
-    def _fetch_s(self) -> float:
-        return self._world.between(0.3, 1.5) * self._world.knobs.fetch_s
+        self._process.later(self._world.fetch_s(), self._inherit, order)
 
     def _inherit(self, order: m.Inherit) -> None:
         source = self._world.processes[order.source]

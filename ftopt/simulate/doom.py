@@ -70,11 +70,9 @@ def _resume(
         gone = {x.replica: x.incarnation for x in remembers if isinstance(x, e.Gone)}
         back = {name: x.held.incarnation for name, x in coming.items()}
         world.checks.gone -= {(name, life) for name, life in back.items() if life > gone.get(name, 0)}
+    some = next(iter(world.processes.values()))
     for name, each in coming.items():
-        process = world.processes.get(name)
-        if process is None:
-            some = next(iter(world.processes.values()))
-            process = world.add_process(name, initial=some.initial, step_s=some.step_s)
+        process = world.processes.get(name) or world.add_process(name, initial=some.initial, step_s=some.step_s)
         process.barred, process.coming = False, each
         world.at(chooser.uniform(0.1, 3.0) * (1 if chooser.random() < 0.9 else 5), process.spawn)
     for process in world.processes.values():

@@ -28,8 +28,7 @@ class Loader:
         self._coverage = coverage
         self._act = act
         self._total = knobs.samples.units
-        self._accumulate = knobs.accumulate
-        self._capacity = knobs.accumulate + knobs.ahead
+        self._accumulate, self._capacity = knobs.accumulate, knobs.accumulate + knobs.ahead
         self._ahead: deque[int] = deque()
         self._out_of_units = False
         self.used_by: dict[int, list[int]] = {}

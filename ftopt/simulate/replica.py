@@ -303,8 +303,8 @@ class ReplicaProcess(Process):
         shard = self.shards[start.quorum.fragment]
         snapshot = shard.snapshot
         # A newer plan may have left it its share (OWN).
-        frozen = replace(snapshot.contribution, plan=start.contribution.plan) if snapshot is not None else None
-        assert snapshot is not None and frozen == start.contribution, "FREEZE"
+        assert snapshot is not None, "FREEZE"
+        assert replace(snapshot.contribution, plan=start.contribution.plan) == start.contribution, "FREEZE"
         assert self.conn is not None
         shard.attempt = (start.quorum.attempt, start.members)
         key = (start.quorum.attempt, self.conn.server_life)  # the rendezvous is through the connection
@@ -328,9 +328,8 @@ class ReplicaProcess(Process):
             if record is None:
                 continue
             self._checks.served(source, fragment)
-            duration_s = self.world.between(0.3, 1.5) * self.world.knobs.fetch_s
             content, record = source.shards[fragment].content, replace(record)
-            self.later(duration_s, self._fetched, record, content, name, source.life, failed)
+            self.later(self.world.fetch_s(), self._fetched, record, content, name, source.life, failed)
             return
         self.act(self.machine.fetch_failed(fragment))
 

@@ -53,10 +53,14 @@ class CoordinatorProcess(Server):
         self.conns.clear()
         self.heard.clear()
 
-    def _crash_and_return(self) -> None:
+    def _struck(self) -> bool:
+        """Whether a fault strikes here: it crashes, and is started again."""
+        if not self.world.strike():
+            return False
         self.crash()
         keep = self.world.random.choice((None, None, None, 0))
         self.world.at(self.world.between(0.1, 2.0), lambda: self.start(keep=keep))
+        return True
 
     def receive(self, conn: Conn, message: m.FromReplica) -> None:
         if self.machine is None:
@@ -134,8 +138,7 @@ class CoordinatorProcess(Server):
                         self.world.at(1.0, self.start)
                     return
                 case _:
-                    if self.world.strike():
-                        self._crash_and_return()
+                    if self._struck():
                         return
                     self.world.note("coord", f"journals {effect}")
                     self.journal.append(effect)
@@ -143,8 +146,7 @@ class CoordinatorProcess(Server):
                         self.checks.decided(effect, self.machine)
                     if isinstance(effect, e.Gone):
                         self.checks.gone.add((effect.replica, effect.incarnation))
-                    if self.world.strike():
-                        self._crash_and_return()
+                    if self._struck():
                         return
         self._arm()
 

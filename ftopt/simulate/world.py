@@ -101,6 +101,9 @@ class World:
         """Of one message: mostly short, now and then ten times as long."""
         return self.between(0.2, 1.0) * self.knobs.delay_s * (10 if self.chance(0.05) else 1)
 
+    def fetch_s(self) -> float:
+        return self.between(0.3, 1.5) * self.knobs.fetch_s
+
     def strike(self, weight: float = 1.0) -> bool:
         """Whether a fault strikes at this point of the protocol."""
         if self.faults_left > 0 and self.chance(weight * self.knobs.fault):

@@ -1,4 +1,4 @@
-"""A replica's states over HTTP: this replica's server, and fetching from the others'."""
+"""A replica's states over HTTP."""
 
 from __future__ import annotations
 
