@@ -187,7 +187,7 @@ class Job:
     def _emit(self, x: e.Emit) -> None:
         inner_step = x.inner_step
         if inner_step is None and self.machine.rounds:
-            inner_step = self.machine.rounds[0].versions.inner_step
+            inner_step = self.machine.rounds[0].versions.last.inner_step
         self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
 
     def _say(self, event: Event) -> None:

@@ -125,8 +125,6 @@ class Decide:
         a, last = self.attempt, self._versions.last
         if a and prepared.attempt == a.attempt and a.prepared.get(replica) == prepared.digest:
             a.lost.discard(replica)
-        if last is None or last.chain != self._versions.at.chain:
-            return False
         return (prepared.attempt, prepared.digest) == (last.attempt, last.digest)
 
     # ------------------------------------------------------------ step 5
@@ -222,7 +220,7 @@ class Decide:
     def _commit(self, a: Attempt, digest: str) -> list[CoordinatorEffect]:
         counted = self._assignment.commit(a)
         versions = self._versions
-        d = a.decided(versions.at, digest, versions.inner_step, counted.done)
+        d = a.decided(versions.at, digest, versions.last.inner_step, counted.done)
         versions.advance(d)
         self.attempt, self._usual_s = None, a.reported_s - a.started_s
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
@@ -255,5 +253,5 @@ class Decide:
                 x.catching_up.add(f)
 
     def _event(self, event: str, a: Attempt, **data: Any) -> CoordinatorEffect:
-        inner_step = self._versions.inner_step
+        inner_step = self._versions.last.inner_step
         return Emit(event, "coordinator", 0, self._fragment, a.version, a.attempt, inner_step, data)

@@ -310,13 +310,12 @@ class Coordinator:
         top = self.rounds[0].versions
         name = "recover" if state_holders else "start"
         data: dict[str, object] = {"epoch": self.epoch, "versions": [r.at.version for r in self.rounds]}
-        done = top.last.done if top.last is not None else startup.done(top.at)
-        effects += self.assignment.open(startup, top.at, done)
+        effects += self.assignment.open(startup, top.at, top.last.done)
         if self.assignment.samples is not None:
-            data |= {"done": done, "samples": asdict(self.assignment.samples)}
+            data |= {"done": top.last.done, "samples": asdict(self.assignment.samples)}
         if startup.lost and not state_holders:
             effects += [SendTo(conn, m.Hold(_LOST)) for conn in sorted(startup.hellos)]
-        effects.append(Emit(name, version=top.at.version, inner_step=top.inner_step, data=data))
+        effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))
         newcomers = sorted(hello.replica for hello in startup.hellos.values() if hello.incarnation == 0)
         for replica in newcomers:  # before any is welcomed, who would be sent an update for each of the others
             effects += self.members.know(now, (replica, self.roster.next_incarnation(replica)))
@@ -350,7 +349,7 @@ class Coordinator:
     def _rollback(self, now: float) -> list[CoordinatorEffect]:
         """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
         effects: list[CoordinatorEffect] = [
-            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.inner_step)
+            Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step)
             for r in self.rounds
             if not self._survives(r)
         ]

@@ -69,7 +69,7 @@ class Members:
         incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
         effects: list[CoordinatorEffect] = [
             SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone)),
-            Emit(name, *member.incarnation_id, inner_step=top.inner_step, version=top.at.version),
+            Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
         ]
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)

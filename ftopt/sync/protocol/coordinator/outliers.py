@@ -15,11 +15,7 @@ def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> 
     """Replica -> why its contribution must not be summed.
 
     A norm may be ``limit`` times the median of the peers' norms, and more in proportion for one that brings more steps
-    than they do: a replica that was cut off for long is not out of line.
-
-    Args:
-        contributions: of an attempt's members.
-        limit: ``sync.outlier_ratio``; None: nobody is an outlier.
+    than they do: a replica that was cut off for long is not out of line. ``limit`` None: there are no outliers.
     """
     if limit is None:
         return {}
@@ -35,8 +31,7 @@ def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> 
             found[replica] = (
                 f"the norm of its contribution, {c.norm:.3g} over {c.steps} steps, is {c.norm / norm:.3g} times the "
                 f"median of its peers', {norm:.3g}; at most {allowed / norm:.3g} times is taken (sync.outlier_ratio); "
-                f"its "
-                "steps stay pending; end it, or lower its learning rate"
+                "its steps stay pending; end it, or lower its learning rate"
             )
     return found
 

@@ -48,14 +48,13 @@ class Rounds:
         """Says to a member that is welcomed where it stands, or has it sent how to get there."""
         f, versions, last = self.fragment, self.versions, self.versions.last
         found = [self.decide.find(member.replica, x) for x in hello.prepared if x.fragment == f]
-        if any(found) and last is not None:
+        if any(found):
             member.held[f] = versions.at
             return send([member], m.Commit(f, versions.at.version, last.attempt, last.digest, last.chain))
-        at_start = last is not None and last.version == 0 and last.digest == hello.initial != ""
-        if initial_source or at_start:
+        if initial_source or (last.version == 0 and last.digest == hello.initial != ""):
             member.held[f] = versions.at
             member.newcomer.add(f)
-            return send([member], m.Start(versions.at, versions.inner_step, last.done if last is not None else ()))
+            return send([member], m.Start(versions.at, last.inner_step, last.done))
         if not versions.held_by(member):
             self.catch_up.add(member.replica)
             return []

@@ -132,14 +132,10 @@ class Startup:
         left_s = max(0.0, self.deadline_s() - now)
         unheard = self._unheard()
         if awaited := self._indispensable(unheard):
-            names = ", ".join(sorted(x.replica for x in awaited)[:5])
-            return (
-                f"waiting for {names}: what it holds may be newer than all that is here; start it again, or wait for "
-                f"gone_after_s={self.sync.gone_after_s:g} s"
-            )
+            newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
+            return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
         if self.state_holders() or unheard:
-            names = ", ".join(sorted(x.replica for x in unheard)[:5]) or "nobody"
-            return f"recovering: waiting for {names}, {left_s:.0f} s at most"
+            return f"recovering: waiting for {_names(unheard) or 'nobody'}, {left_s:.0f} s at most"
         here, wanted = len(self.hellos), self.sync.start_replicas
         if wanted is None:
             return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
@@ -167,46 +163,32 @@ class Startup:
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
 
-    def truth(self, fragment: int) -> tuple[m.Position, int]:
-        """The highest version that the journal or a replica knows, and its inner step.
+    def restore(self, versions: Versions) -> list[CoordinatorEffect]:
+        """One fragment goes on from the highest version that the journal or a replica knows; returns what to journal.
 
         Of several branches the journal's is the truth; without a journal, that of most replicas.
         """
-        saved = self.saved(fragment)
-        reports = [(p, h.inner_step) for h in self.state_holders() for p in h.positions if p.fragment == fragment]
+        f, saved = versions.fragment, self.saved(versions.fragment)
+        reports = [(p, h.inner_step) for h in self.state_holders() for p in h.positions if p.fragment == f]
         top = max((p.version for p, _ in reports), default=-1)
         if saved and saved[-1].version >= top:
-            d = saved[-1]
-            return m.Position(fragment, d.version, d.chain), d.inner_step
+            versions.restore(saved[-1], saved)
+            return []
         votes = Counter(p for p, _ in reports if p.version == top)
         at = min(votes, key=lambda p: (-votes[p], p.chain))
-        return at, max(inner_step for p, inner_step in reports if p == at)
-
-    def restore(self, versions: Versions) -> list[CoordinatorEffect]:
-        """One fragment goes on from the truth, which is journalled if the journal does not know it."""
-        at, inner_step = self.truth(versions.fragment)
-        saved = self.saved(versions.fragment)
-        last = saved[-1] if saved and saved[-1].chain == at.chain else None
-        versions.restore(at, inner_step, last=last, before=saved)
-        if last is not None:
-            return []
-        done = () if at.fragment else self.done(at)
-        found = Decided(at.fragment, at.version, 0, "", at.chain, inner_step, (), done)
-        return [Rollback(at.fragment, at.version - 1), found]
+        inner_step = max(inner_step for p, inner_step in reports if p == at)
+        done = () if f else next(h.done for h in self.hellos.values() if at in h.positions)
+        found = Decided(f, top, 0, "", at.chain, inner_step, (), done)
+        versions.restore(found, saved)
+        return [Rollback(f, top - 1), found]
 
     def cold_start(self, versions: Versions, epoch: int) -> list[CoordinatorEffect]:
         """COLD: version 0 is the state of one member, journalled like any decision."""
         f, source = versions.fragment, self.hellos[self.initial_source()]
         chain = m.first_chain(f, epoch, source.replica, source.initial)
-        done = () if f else source.done
-        start = Decided(f, 0, 0, source.initial, chain, source.inner_step, (), done)
-        versions.restore(m.Position(f, 0, chain), source.inner_step, last=start)
+        start = Decided(f, 0, 0, source.initial, chain, source.inner_step, (), () if f else source.done)
+        versions.restore(start)
         return [Rollback(f, -1), start]
-
-    def done(self, at: m.Position) -> Ranges:
-        """Units that are in the committed state ``at`` of fragment 0."""
-        known = [d.done for d in self.saved(0) if d.chain == at.chain]
-        return next(iter([*known, *(h.done for h in self.hellos.values() if at in h.positions)]), ())
 
     def shares(self, at: m.Position) -> dict[m.IncarnationId, tuple[int, Ranges]]:
         """RESTART: plan and share of each holder of ``at``, as it has received them last."""
@@ -219,3 +201,7 @@ class Startup:
     def cursor(self) -> int:
         """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))
+
+
+def _names(members: list[Member]) -> str:
+    return ", ".join(sorted(x.replica for x in members)[:5])

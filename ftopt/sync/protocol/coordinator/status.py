@@ -18,7 +18,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
             {
                 "version": r.at.version,
                 "chain": r.at.chain,
-                "inner_step": r.versions.inner_step,
+                "inner_step": r.versions.last.inner_step,
                 "proposed": sorted(r.gather.proposals),
                 "attempt": r.attempt.attempt if r.attempt else None,
                 "attempts": r.decide.attempts,

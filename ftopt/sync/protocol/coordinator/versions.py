@@ -11,28 +11,22 @@ from ftopt.sync.protocol.limits import HISTORY
 
 
 class Versions:
-    """The committed versions of one fragment.
-
-    ``at``: the current one. ``inner_step``: its committed inner step. ``last``: the decision that made it, if known.
-    """
+    """The committed versions of one fragment. ``last``: the decision that made the current one, which is ``at``."""
 
     def __init__(self, fragment: int) -> None:
         self.fragment = fragment
-        self.at = m.Position(fragment, -1, "")
-        self.inner_step = 0
-        self.last: Decided | None = None
         self._chains: dict[int, str] = {}
+        self.restore(Decided(fragment, -1, 0, "", "", 0, ()))
 
-    def restore(self, at: m.Position, inner_step: int, *, last: Decided | None, before: Iterable[Decided] = ()) -> None:
-        """Takes ``at`` as the truth: after a start, a restart or a rollback. ``before``: what the journal knows."""
-        self.at, self.inner_step, self.last = at, inner_step, last
+    def restore(self, last: Decided, before: Iterable[Decided] = ()) -> None:
+        """Goes on from ``last``: after a start, a restart or a rollback. ``before``: what the journal knows."""
         known = self._chains | {d.version: d.chain for d in before}
-        self._chains = {v: chain for v, chain in known.items() if v < at.version} | {at.version: at.chain}
+        self._chains = {v: chain for v, chain in known.items() if v < last.version}
+        self.advance(last)
 
     def advance(self, decided: Decided) -> None:
         """A decision makes the next version."""
-        self.at = m.Position(self.fragment, decided.version, decided.chain)
-        self.inner_step, self.last = decided.inner_step, decided
+        self.last, self.at = decided, m.Position(self.fragment, decided.version, decided.chain)
         self._chains[decided.version] = decided.chain
         self._chains.pop(decided.version - HISTORY, None)
 
