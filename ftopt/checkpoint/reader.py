@@ -22,10 +22,8 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Checkpoint:
-    """A complete checkpoint. No file is trusted before `verify` has compared it with the manifest.
-
-    Args:
-        path: its folder.
+    """The complete checkpoint in the folder ``path``. No file is trusted before `verify` has compared it with the
+    manifest.
 
     Raises:
         BadCheckpoint: there is no manifest, or it is invalid.

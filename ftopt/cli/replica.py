@@ -18,12 +18,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--coordinator", metavar="URL", help="the coordinator's address (default: FTOPT_COORDINATOR)")
     parser.add_argument("--id", metavar="ID", help="this replica's id (default: FTOPT_REPLICA, else HOST-PID)")
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
-    parser.add_argument(
-        "--host",
-        metavar="ADDR",
-        help="address at which peers reach this machine (default: FTOPT_HOST, else that of the interface that reaches "
-        "the coordinator)",
-    )
+    default = "FTOPT_HOST, else that of the interface that reaches the coordinator"
+    parser.add_argument("--host", metavar="ADDR", help=f"address where peers reach this machine (default: {default})")
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)

@@ -8,7 +8,7 @@ import time
 
 from ftopt.cli.output import complain, say
 from ftopt.errors import UserError
-from ftopt.simulate.walk import Coverage, History
+from ftopt.simulate.walk import Coverage
 from ftopt.simulate.walk import run as walk
 
 _PROGRESS_S = 0.5
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if terminal:
         sys.stderr.write("\r\033[K")
     if tally.failed is not None:
-        _tell(walk(tally.failed.seed, trace=True))
+        say("\n".join(walk(tally.failed.seed, trace=True).trace))
     say(f"{tally.histories:,} histories (seeds {seed} to {seed + tally.histories - 1}), {tally.events:,} events")
     say(f"{wall_s:.1f} s, {tally.events / wall_s:,.0f} events/s; share of the histories that contain:")
     for line in tally.table():
@@ -56,17 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _replay(seed: int) -> int:
     history = walk(seed, trace=True)
-    _tell(history)
+    say("\n".join(history.trace))
     if history.failure is not None:
         complain(f"seed {seed}: {history.failure}")
         return 1
     say(f"seed {seed}: {history.events:,} events, version {history.versions}, every invariant holds")
     return 0
-
-
-def _tell(history: History) -> None:
-    for line in history.trace:
-        say(line)
 
 
 def _natural(option: str, value: int, *, least: int = 0) -> int:

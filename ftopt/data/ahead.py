@@ -53,13 +53,9 @@ class Here:
 
 
 class Ahead:
-    """Loads in worker processes.
+    """Loads in worker processes, at least one.
 
-    Args:
-        batches: unit -> batch.
-        units: the units to load.
-        settings: of the worker processes, at least one.
-        seed: for torch's worker seeds; a unit's random numbers do not depend on it.
+    ``seed`` is for torch's worker seeds; a unit's random numbers do not depend on it.
     """
 
     def __init__(self, batches: Batches, units: UnitSource, settings: PoolSettings, *, seed: int) -> None:

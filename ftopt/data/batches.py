@@ -35,13 +35,7 @@ class MapStyle(Sized, Protocol):
 
 
 class Batches(Dataset[Any]):
-    """Unit -> batch.
-
-    Args:
-        dataset: with positions.
-        samples: the job's.
-        collate: makes a batch of samples. Default torch's ``default_collate``.
-    """
+    """Unit -> batch. ``collate`` makes it of its samples; default: torch's ``default_collate``."""
 
     def __init__(self, dataset: MapStyle, samples: Samples, collate: Collate | None = None) -> None:
         self.dataset = dataset

@@ -22,16 +22,7 @@ from ftopt.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSettings:
-    """The settings that must be the same for a stream to go on from its state.
-
-    Args:
-        batch_size: samples in a batch.
-        drop_last: whether a last short batch is left out.
-        shard: this replica's, 0, 1, ...
-        shards: number of shards.
-        workers: number of processes that load.
-        epochs: passes through the stream; None: without end.
-    """
+    """The settings that must be the same for a stream to go on from its state, as `DataLoader` takes them."""
 
     batch_size: int
     drop_last: bool

@@ -31,14 +31,7 @@ class WorkerDied(FtoptError):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """Settings of a pool.
-
-    Args:
-        workers: number of processes; 0: loads on the training thread.
-        prefetch_factor: batches that each worker loads ahead.
-        pin_memory: whether batches lie in page-locked memory, for faster copies to a GPU.
-        context: how processes are started, ``fork``, ``spawn`` or ``forkserver``; None is Python's default.
-    """
+    """Settings of a pool, as `DataLoader` takes them; 0 ``workers``: it loads on the training thread."""
 
     workers: int = 0
     prefetch_factor: int = 2

@@ -7,6 +7,7 @@ everything when the job is done, when it cannot go on, or on a signal.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from dataclasses import asdict, dataclass, replace
@@ -239,11 +240,9 @@ class Runner:
     # Ending.
 
     def _coming_back(self) -> bool:
-        """Whether a replica comes back; once the job is done those that would come much later are let be."""
-        replicas = [item for item in self._returns if item.name != COORDINATOR]
-        if self._first_end is not None:
-            replicas = [item for item in replicas if item.at <= self._first_end + _LAST_S]
-        return bool(replicas) and not self._interrupts
+        """Whether a replica comes back; once the job is done, those that would come much later do not count."""
+        last = math.inf if self._first_end is None else self._first_end + _LAST_S
+        return not self._interrupts and any(item.name != COORDINATOR and item.at <= last for item in self._returns)
 
     def _end_when_done(self) -> None:
         if self._first_end is None:

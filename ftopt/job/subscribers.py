@@ -22,12 +22,7 @@ class CurrentStep:
 def step_log(lines: JsonLines, record: CurrentStep, mirror: WandbMirror | None = None) -> OnEvent:
     """Writes a line for each inner step when it is done and before its outer step begins.
 
-    A replica killed in an outer step has thus every executed step on record.
-
-    Args:
-        lines: the replica's file.
-        record: is read at each step.
-        mirror: gets each step, too.
+    A replica killed in an outer step has thus every executed step on record. ``mirror`` gets each step, too.
     """
 
     def on_event(event: Event) -> None:
