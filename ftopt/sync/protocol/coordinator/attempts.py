@@ -36,16 +36,12 @@ class AttemptNumbers:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """Commit: ``digest`` is the version's."""
-
-    digest: str
+    digest: str  # of the version to commit
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Abort."""
-
-    reason: str
+    reason: str  # for the abort
 
 
 @dataclass(frozen=True, slots=True)

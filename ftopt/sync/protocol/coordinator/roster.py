@@ -28,41 +28,29 @@ class Member:
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0
-    moved_s: float = -math.inf
-    """When it was last seen to have taken an inner step."""
+    moved_s: float = -math.inf  # when it was last seen to have taken an inner step
     heard_s: float = 0.0
     lost_s: float = 0.0
     leaving: bool = False
-    stalled_at: int | None = None
-    """Its inner step when it let a call-in pass; it counts as hung until that moves on."""
+    said_bye: bool = False  # it leaves as soon as another member holds what it holds
+    stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on
     held: dict[int, m.Position] = field(default_factory=dict)
-    maybe_fetched: dict[int, m.Position] = field(default_factory=dict)
-    """The highest version per fragment that it was sent sources of, and may hold by now."""
-    in_doubt: bool = False
-    """It held a version, and said later that it lacks the next one: it may still hold that."""
-    said_bye: bool = False
-    """It leaves as soon as another member holds what it holds."""
+    maybe_fetched: dict[int, m.Position] = field(default_factory=dict)  # the last that it was sent sources of
+    in_doubt: bool = False  # it held a version, and said later that it lacks the next one: it may still hold that
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
-    continues_predecessor: bool = False
-    """It repeats the steps of its dead predecessor (ADOPT)."""
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
     busy_since_s: float | None = None
     """When an attempt with it ended; it has not said since that its reducer is free. None: it is free."""
-    late: int = 0
-    """How often its peers gave up waiting for its result: each time makes them twice as patient."""
-    quiet: int = 0
-    """How often an attempt went on without it because its heartbeats had stopped, on this connection: each time makes
-    its peers twice as patient."""
-    load: int = 1
-    """Units that a step of it takes: with a global batch ``step_s`` is that of one of them."""
-    wants: int = 0
-    """Units of the sample ledger that it wants to hold after a commit."""
+    late: int = 0  # how often its peers gave up waiting for its result: each time makes them twice as patient
+    quiet: int = 0  # the same on this connection, because its heartbeats had stopped
+    load: int = 1  # units that a step of it takes: with a global batch step_s is that of one of them
+    wants: int = 0  # units of the sample ledger that it wants to hold after a commit
     counted: dict[int, int] | None = None
     """Fragment -> the last version that may have a contribution of it; None: it was never welcomed."""
-    called_in: dict[int, int] = field(default_factory=dict)
-    """Fragment -> the version towards which it was called in last."""
+    continues_predecessor: bool = False  # it repeats the steps of its dead predecessor (ADOPT)
+    called_in: dict[int, int] = field(default_factory=dict)  # fragment -> the version towards which it was, last
     members_sent: dict[int, tuple[m.IncarnationId, ...]] = field(default_factory=dict)
     """The last member list sent on this connection, per fragment."""
 
@@ -98,9 +86,9 @@ class Member:
 
         A trainer at work is waited for, and one without units, which answers at once; other states are not ready.
         """
-        if self.state == "out_of_units":
-            return 0.5
-        return max(0.5, 2 * self.step_s * self.load) if self.state == "training" else 0.0
+        if self.state == "training":
+            return max(0.5, 2 * self.step_s * self.load)
+        return 0.5 if self.state == "out_of_units" else 0.0
 
     def progress(self, now: float, message: m.Heartbeat) -> bool:
         """Takes a heartbeat; returns whether a stalled trainer moves again, or one has run out of units."""

@@ -26,12 +26,9 @@ from ftopt.sync.protocol.limits import MAX_DONE, MAX_RANGES, MAX_UNIT, MAX_WANTS
 from ftopt.sync.protocol.messages import IncarnationId
 from ftopt.sync.protocol.samples import Samples
 
-STRIDE = 1024
-"""Units that the cursor is promised ahead, at least: one journal entry for as many."""
-MAX_PIECES = 16
-"""Ranges of one grant."""
-MAX_PARTS = MAX_RANGES // 2
-"""Ranges of one lease: with more, a replica must get something counted before it is granted units."""
+STRIDE = 1024  # units that the cursor is promised ahead, at least: one journal entry for as many
+MAX_PIECES = 16  # ranges of one grant
+MAX_PARTS = MAX_RANGES // 2  # of one lease: with more, a replica must get something counted first
 MAX_HOLES = MAX_DONE // 2
 
 
