@@ -76,21 +76,18 @@ def dump(recipe: Recipe) -> str:
 
 def as_dict(recipe: Recipe) -> dict[str, Any]:
     """The resolved recipe as nested dicts, each choice with its ``name``."""
-    return _plain(recipe, "")
+    plain: dict[str, Any] = _plain(recipe, "")
+    return plain
 
 
-def _plain(instance: Any, path: str) -> dict[str, Any]:
-    result: dict[str, Any] = {"name": name_of(path, instance)} if choices_of(path) else {}
-    for field in dataclasses.fields(instance):
-        value, where = getattr(instance, field.name), _join(path, field.name)
-        if dataclasses.is_dataclass(value):
-            result[field.name] = _plain(value, where)
-        elif isinstance(value, list | tuple):
-            items = enumerate(value)
-            result[field.name] = [_plain(v, f"{where}[{i}]") if dataclasses.is_dataclass(v) else v for i, v in items]
-        else:
-            result[field.name] = value
-    return result
+def _plain(instance: Any, path: str) -> Any:
+    if isinstance(instance, list | tuple):
+        return [_plain(item, f"{path}[{index}]") for index, item in enumerate(instance)]
+    if not dataclasses.is_dataclass(instance):
+        return instance
+    name = {"name": name_of(path, instance)} if choices_of(path) else {}
+    names = [field.name for field in dataclasses.fields(instance)]
+    return name | {key: _plain(getattr(instance, key), _join(path, key)) for key in names}
 
 
 def _read(path: Path) -> dict[str, Any]:

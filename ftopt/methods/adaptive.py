@@ -39,7 +39,6 @@ class _Watch(Trigger):
         check_whole("trigger.check_every", self.check_every, 1, of="inner steps")
 
     def needs(self, progress: Progress) -> Measurement:
-        """All that it uses, every ``check_every`` steps."""
         return self.uses if progress.steps and progress.steps % self.check_every == 0 else Measurement.NONE
 
 
@@ -57,14 +56,11 @@ class LocalCondition(_Watch):
     Source: arXiv 1807.03210, the local condition with the anchor as reference.
     """
 
+    uses = Measurement.SQUARE
+
     def due(self, progress: Progress) -> Due:
-        """``|u|^2 > Theta``."""
         square = progress.own.square
         return Due.NOW if square is not None and square > self.threshold else Due.NO
-
-    @property
-    def uses(self) -> Measurement:
-        return Measurement.SQUARE
 
 
 @dataclass(frozen=True)
@@ -86,21 +82,14 @@ class LinearFDA(_Watch):
     Source: arXiv 2405.20988 (LinearFDA). The paper shares the two numbers in an all-reduce after every step.
     """
 
+    uses = Measurement.SQUARE | Measurement.ALONG
+    shares = True
+
     def due(self, progress: Progress) -> Due:
-        """The bound is above ``Theta``, looked at every ``check_every`` steps."""
         means = progress.means
         if not self.needs(progress) or means is None or means.count < 2 or means.numbers.square is None:
             return Due.NO
         return Due.NOW if bound(means.numbers.square, means.numbers.along) > self.threshold else Due.NO
-
-    @property
-    def uses(self) -> Measurement:
-        """``|u|^2`` and ``<xi, u>``."""
-        return Measurement.SQUARE | Measurement.ALONG
-
-    @property
-    def shares(self) -> bool:
-        return True
 
 
 def bound(square: float, along: float | None) -> float:
@@ -171,6 +160,7 @@ class ExactDivergence(_Period):
     Source: arXiv 2405.20988 for the condition; setting the period from it is ours.
     """
 
+    uses = Measurement.DISTANCE
     threshold: float
 
     def __post_init__(self) -> None:
@@ -183,10 +173,6 @@ class ExactDivergence(_Period):
         if not agreed.divergence:
             return math.inf
         return math.floor(agreed.steps * math.sqrt(self.threshold / agreed.divergence))
-
-    @property
-    def uses(self) -> Measurement:
-        return Measurement.DISTANCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +196,7 @@ class AdaComm(_Period):
     formula is that of Paddle's ``AdaptiveLocalSGD``.
     """
 
+    uses = Measurement.LOSS
     formula: str = "loss"
 
     def __post_init__(self) -> None:
@@ -225,10 +212,6 @@ class AdaComm(_Period):
         if lr is None or not first_lr:
             return None
         return math.ceil(math.sqrt(first_lr / lr * loss / first_loss * self.initial)) if lr else math.inf
-
-    @property
-    def uses(self) -> Measurement:
-        return Measurement.LOSS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,6 +236,7 @@ class SignalToNoise(_Period):
     depends on eta and H and is not clipped; the estimate of sigma, the mean as the reduction, and the limits are ours.
     """
 
+    uses = Measurement.DISTANCE | Measurement.GRADIENT
     drift: float = 1.0
 
     def __post_init__(self) -> None:
@@ -266,8 +250,3 @@ class SignalToNoise(_Period):
         sigma = math.sqrt(agreed.divergence / (self.drift * elements * ((m - 1) / m) * rates))
         noise = sigma * math.sqrt(elements)
         return round(agreed.gradient_norm / noise) if noise else math.inf
-
-    @property
-    def uses(self) -> Measurement:
-        """The exact divergence, and the gradient's norm."""
-        return Measurement.DISTANCE | Measurement.GRADIENT

@@ -42,7 +42,6 @@ class RadialDirectional:
         return "" if view.alone or view.averages else DIRECTIONS
 
     def aggregate(self, mean: Tensor, round: Round) -> Tensor:
-        """``Delta``."""
         if len(round.shares) == 1:
             return mean
         return lengthened_(mean, round.layout, [round.mean(i) for i in range(len(round.scalars[0]))])

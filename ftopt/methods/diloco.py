@@ -43,7 +43,6 @@ class OuterOptimized(Method):
         return self.outer.init(anchor)
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
-        """``OuterOpt(A, Delta)``."""
         return self.outer.step(anchor, state, mean)
 
 

@@ -34,7 +34,6 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
 

@@ -37,7 +37,6 @@ class Averaging(Method):
         return torch.sub(view.anchor, view.start, out=out).add_(view.params)
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:
-        """The mean is the anchor."""
         return self.average(anchor, mean, round), {}
 
     def average(self, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:

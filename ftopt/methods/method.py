@@ -76,7 +76,14 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         self._check_period()
-        self._check_trigger()
+        trigger, period = self.trigger, self.timing.period
+        if not isinstance(trigger, Trigger | None):
+            raise UserError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.triggers.Every(100)")
+        if trigger is not None and trigger.longest is not None and period is not None and trigger.longest > period:
+            raise UserError(
+                f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={period} "
+                f"comes before that; use sync_every={trigger.longest} or more"
+            )
         check_choice("weights", self.weights, WEIGHTS, "use steps")
         check_choice("buffers", self.buffers, BUFFERS, "use mean to average BatchNorm's statistics")
         check_number("staleness_discount", self.staleness_discount, "(0, 1]", hint="use 1 for no discount")
@@ -85,18 +92,6 @@ class Method(ABC):
     def _check_period(self) -> None:
         hint = "use 1 to synchronize after every step, 500 for DiLoCo's default"
         check_whole("sync_every", self.sync_every, 1, of="inner steps", hint=hint)
-
-    def _check_trigger(self) -> None:
-        trigger, period = self.trigger, self.timing.period
-        if trigger is None:
-            return
-        if not isinstance(trigger, Trigger):
-            raise UserError(f"trigger={trigger!r}; must be a trigger of ftopt; use ftopt.triggers.Every(100)")
-        if trigger.longest is not None and period is not None and trigger.longest > period:
-            raise UserError(
-                f"trigger={type(trigger).__name__} may wait {trigger.longest} steps, but sync_every={period} "
-                f"comes before that; use sync_every={trigger.longest} or more"
-            )
 
     # When, and which parameters.
 
@@ -132,16 +127,12 @@ class Method(ABC):
 
     def weight(self, stats: ContributionStats) -> float:
         """``w``, >= 0."""
-        if not stats.steps:
+        steps, tokens = stats.steps, stats.tokens or stats.steps
+        if not steps:
             return 0.0
-        tokens = stats.tokens or stats.steps
-        weight = {
-            "steps": float(stats.steps),
-            "uniform": 1.0,
-            "tokens": float(stats.tokens),
-            "tokens_per_step": tokens * (tokens / stats.steps),
-        }[self.weights]
-        return weight * self.staleness_discount**stats.staleness
+        rate = tokens * (tokens / steps)
+        weights = {"steps": float(steps), "uniform": 1.0, "tokens": float(stats.tokens), "tokens_per_step": rate}
+        return weights[self.weights] * self.staleness_discount**stats.staleness
 
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
         """A few numbers that the outer step needs of every member; equally many on all. Here: none."""
@@ -256,13 +247,10 @@ def settings_of(method: Method) -> dict[str, str]:
 def _flat(instance: Any, prefix: str) -> dict[str, str]:
     """The fields of nested dataclasses, ``a.b``; of an inner one also its class, under the field's own name."""
     found: dict[str, str] = {}
-    for f in dataclasses.fields(instance):
+    for f in [f for f in dataclasses.fields(instance) if not f.metadata.get("local")]:
         value, key = getattr(instance, f.name), prefix + f.name
-        if f.metadata.get("local"):
-            continue
-        parts = value if isinstance(value, tuple) else [value]
-        for place, part in enumerate(parts):
-            where = f"{key}.{place}" if isinstance(value, tuple) else key
+        parts = {f"{key}.{i}": part for i, part in enumerate(value)} if isinstance(value, tuple) else {key: value}
+        for where, part in parts.items():
             if dataclasses.is_dataclass(part):
                 found[where] = type(part).__name__
                 found |= _flat(part, f"{where}.")

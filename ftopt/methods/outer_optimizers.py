@@ -68,15 +68,12 @@ class CosineRate:
     steps: int
     warmup: int = 0
     floor: float = 0.1
+    moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole("schedule.warmup", self.warmup, 0, of="outer steps")
         check_whole("schedule.steps", self.steps, self.warmup + 1, of="outer steps")
         check_number("schedule.floor", self.floor, "[0, 1]", hint="a share of the rate")
-
-    @property
-    def moves(self) -> bool:
-        return True
 
     def factor(self, t: int) -> float:
         if t <= self.warmup:
@@ -221,7 +218,6 @@ class Adam:
         object.__setattr__(self, "betas", [float(beta) for beta in self.betas])
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """Both moments 0, no step taken."""
         return {"m": torch.zeros_like(anchor), "v": torch.zeros_like(anchor), "step": counted(0, anchor)}
 
     def step(self, anchor: Tensor, state: Mapping[str, Tensor], gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -69,11 +69,9 @@ class SlowMo(Method):
 
     @without_tensors
     def scalars(self, view: ReplicaView) -> tuple[float, ...]:
-        """The inner rate."""
         return (view.lr,)
 
     def init(self, anchor: Tensor) -> dict[str, Tensor]:
-        """``u = 0``."""
         return {"momentum": torch.zeros_like(anchor)}
 
     def outer_step(self, anchor: Tensor, state: OuterState, mean: Tensor, round: Round) -> AnchorAndState:

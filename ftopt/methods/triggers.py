@@ -288,7 +288,6 @@ class EveryStaged(Trigger):
             )
 
     def due(self, progress: Progress) -> Due:
-        """The period of the stage in which it began has passed."""
         began = max(0, progress.inner_step - progress.steps)
         period = [steps for begin, steps in self.stages if begin <= began][-1]
         return Due.YES if progress.steps >= period else Due.NO
@@ -351,7 +350,6 @@ class AllOf(_Joined):
     """
 
     def due(self, progress: Progress) -> Due:
-        """The most urgent answer if none is no."""
         answers = [part.due(progress) for part in self.triggers]
         return max(answers) if all(answers) else Due.NO
 
