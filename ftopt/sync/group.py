@@ -1,14 +1,8 @@
-"""ReplicaGroup: the one face of the outer-sync layer that ``ftopt.optimizer`` sees, and what it asks in return.
+"""`ReplicaGroup`: all of the outer-sync layer that ``ftopt.optimizer`` uses. `Host`: what the layer asks in return.
 
-Two directions, one Protocol each:
-
-- the optimizer calls a `ReplicaGroup` from the training thread: *here is a contribution*, *wait until it is decided*,
-  *am I called in?*;
-- the group calls a `Host` (the optimizer's side) from its own threads: *reduce and prepare this attempt* on the reducer
-  thread, *it is committed* on the network thread. A host never touches the model's parameters in these calls: taking a
-  result up is the training thread's, at a step boundary.
-
-Tensors stay with the host. Versions, chain, ``counted`` and the committed ``inner_step`` are the protocol's.
+The optimizer calls a group from the training thread; the group calls the host from its own threads, which never touch
+the model's parameters: the training thread applies a result at a step boundary. Tensors stay with the host. Versions,
+chain, ``counted`` and the committed ``inner_step`` are the protocol's.
 """
 
 from __future__ import annotations
@@ -130,7 +124,7 @@ class Host(Protocol):
         """A fetched state becomes the committed one; a worker thread, one call at a time.
 
         ``tensors`` are the host's from now on. ``reset``: this replica was declared gone; its pending steps are
-        dropped when the state is taken up.
+        dropped when the state is applied.
 
         Raises:
             ValueError: ``tensors`` do not match ``digest``, or not the model; nothing is changed.
@@ -181,11 +175,7 @@ class ReplicaGroup(Protocol):
         """
 
     def keep_global_batch(self, samples: Samples) -> GlobalBatch:
-        """The job shares out ``samples``, a ``global_batch`` a step; before `start`.
-
-        Raises:
-            ftopt.errors.UserError: it is too late, or the job hands out others.
-        """
+        """The job shares out ``samples``, a ``global_batch`` a step; before `start`. Raises as `keep_ledger`."""
 
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         """Connects and returns once this replica holds a committed state of every fragment (cold start or fetch).
@@ -210,8 +200,8 @@ class ReplicaGroup(Protocol):
 
         Args:
             newest: fragment 0's state in the newest checkpoint at hand; None: there is none. Any thread.
-            restore: puts it into the host and returns it, with what this replica takes over of a dead one; the group's
-                `incarnation` is known by then. On the thread that is in `start`, which raises what it raises.
+            restore: puts it into the host and returns it, with what this replica adopts of one that is gone; the
+                group's `incarnation` is known by then. On the thread that is in `start`, which raises what it raises.
         """
 
     def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
@@ -224,7 +214,7 @@ class ReplicaGroup(Protocol):
         """
 
     def adopted_work(self) -> AdoptedWork | None:
-        """After `start`, once: what this replica takes over of one of its name that has died; None: nothing."""
+        """After `start`, once: what this replica adopts of its gone predecessor of the same name; None: nothing."""
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         """Step 1: offers a contribution. At most one outstanding a fragment. ``now``: the others are called in."""

@@ -1,8 +1,7 @@
 """The outer-sync layer as the training thread calls it.
 
-Three threads meet here. The *training thread* calls the methods of `ReplicaGroup`. The *network thread* runs the
-machine (`ftopt.sync.replica.session`). The *reducer thread* builds process groups and reduces; a hung trainer blocks
-neither of the others. The training thread sees the machine through `ftopt.sync.replica.view`.
+It sees the machine through `ftopt.sync.replica.view`. The *network thread* runs the machine
+(`ftopt.sync.replica.session`), the *reducer thread* reduces; a hung trainer blocks neither of them.
 """
 
 from __future__ import annotations

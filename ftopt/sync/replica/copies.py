@@ -26,12 +26,7 @@ _KEEP_GONE_S = 60.0
 
 
 class Copies:
-    """One replica's own copy, and those that it keeps.
-
-    Args:
-        shell: the session.
-        transfer: moves the bytes.
-    """
+    """One replica's own copy, and those that it keeps."""
 
     def __init__(self, shell: Shell, transfer: StateTransfer) -> None:
         self._shell = shell
@@ -66,8 +61,8 @@ class Copies:
 
     def gone(self, incarnation_ids: tuple[m.IncarnationId, ...]) -> None:
         """These are gone; their replacements may still ask for the copies."""
-        for incarnation_id in incarnation_ids:
-            if (kept := self._kept.get(incarnation_id[0])) is not None and kept.incarnation_id[1] <= incarnation_id[1]:
+        for replica, life in incarnation_ids:
+            if (kept := self._kept.get(replica)) is not None and kept.incarnation_id[1] <= life:
                 asyncio.get_running_loop().call_later(_KEEP_GONE_S, self._drop, kept)
 
     def lost(self) -> None:

@@ -1,6 +1,6 @@
 """The committed state between replicas: serving one's own to peers, fetching theirs. All on the network thread.
 
-A fetch and the install of what it brought are one affair for the machine. What the training thread proposes in between
+A fetch and the install of what it brought are one event for the machine. What the training thread proposes in between
 waits here: if the install succeeds it has freed that contribution, otherwise the machine decides.
 """
 
@@ -23,20 +23,13 @@ _FETCH_AGAIN_S = 0.2
 
 
 class Fetcher:
-    """One replica's part in the transfer of committed states.
-
-    Args:
-        shell: the session.
-        transfer: moves the bytes.
-        copy_of: the copy that is kept of a replica, to be served. Raises LookupError.
-    """
+    """One replica's part in the transfer of committed states; serves ``copy_of`` a replica as well."""
 
     def __init__(self, shell: Shell, transfer: StateTransfer, copy_of: Provider) -> None:
         self._shell = shell
         self._transfer = transfer
         self._copy_of = copy_of
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._installing: set[int] = set()
         self._deferred: dict[int, list[tuple[Contribution, bool]]] = {}
 
     async def start(self) -> str:
@@ -58,7 +51,7 @@ class Fetcher:
 
     def defers(self, contribution: Contribution, now: bool) -> bool:
         """Whether a proposal has to wait for an install that is under way; it is kept then."""
-        if contribution.fragment not in self._installing:
+        if not self._shell.machine.fragments[contribution.fragment].installing:
             return False
         self._deferred.setdefault(contribution.fragment, []).append((contribution, now))
         return True
@@ -103,16 +96,14 @@ class Fetcher:
             except ValueError as error:
                 if len(target.sources) < 2:
                     raise
-                # Damaged, and nobody knows by whom: each source alone, the preferred one last.
+                # Damaged, and it is not known by which source: each source alone, the preferred one last.
                 self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
                 record = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
         except (ConnectionError, ValueError) as error:
             self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
             await asyncio.sleep(_FETCH_AGAIN_S)
-            self._installing.discard(fragment)
             self._shell.run(machine.fetch_failed(fragment))
         else:
-            self._installing.discard(fragment)
             self._shell.emit("fetched", fragment=fragment, version=record.version)
             # The install has freed what was to be proposed meanwhile.
             self._shell.view.drop(fragment, len(self._deferred.pop(fragment, [])))
@@ -132,7 +123,6 @@ class Fetcher:
         record = _record(meta)
         if self._shell.cut_off or not machine.install(record):
             raise ConnectionError(f"version {record.version} is not wanted any more")
-        self._installing.add(fragment)
         committed, reset = committed_of(machine, record), machine.fragments[fragment].reset
         await asyncio.to_thread(self._shell.host.install, committed, meta["digest"], tensors, reset=reset)
         return record

@@ -1,8 +1,8 @@
 """A replica's share of the global batch under way, for its loader and its optimizer.
 
 Between two threads: the training thread computes unit after unit and offers the sum, the network thread brings plans.
-When somebody fails a newer plan adds units to what was offered: `GlobalBatch.next` goes on with them, and ends when the
-batch is committed.
+When a replica fails, a newer plan adds units to what was offered: `GlobalBatch.next` goes on with them, and ends when
+the batch is committed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Computes(Protocol):
 
     @property
     def outstanding(self) -> bool:
-        """Whether a sum is offered, and its fate not known."""
+        """Whether a sum is offered and not decided yet."""
 
     def catch_up(self) -> None:
-        """Takes up what the others have committed."""
+        """Applies what the others have committed."""
 
     def clear(self) -> None:
         """A unit begins: no gradients are at hand."""
@@ -61,12 +61,7 @@ class Computes(Protocol):
 
 
 class GlobalBatch:
-    """One replica's share of one batch after the other. `next` and `more` are the training thread's.
-
-    Args:
-        samples: the job's, with a ``global_batch``.
-        clock: seconds, monotonic.
-    """
+    """One replica's share of one batch of ``samples`` after the other. `next` and `more`: on the training thread."""
 
     def __init__(self, samples: Samples, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.samples = samples
@@ -117,7 +112,7 @@ class GlobalBatch:
     def next(self) -> int | None:
         """The next unit to compute the gradients of; those of the last one are taken into the sum.
 
-        Blocks when the share is done, until somebody else's units are inherited, or the batch is whole.
+        Blocks when the share is done, until another replica's units are added, or the batch is whole.
 
         Returns:
             None: the batch is whole; or there is none, since the data have ended or this replica has left.
@@ -227,6 +222,6 @@ class GlobalBatch:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """This replica has left: nobody waits any longer."""
+        """This replica has left: waiting ends."""
         self._closed = True
         self.poke()

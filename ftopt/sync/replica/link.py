@@ -26,8 +26,8 @@ class Link(Protocol):
         """A new connection; ``receive`` is called with each message's text.
 
         Raises:
-            OSError: nobody answers.
-            Refused: whoever answers will never let this replica in (a wrong token, no coordinator).
+            OSError: no answer.
+            Refused: the other side will never let this replica in (a wrong token, no coordinator).
         """
 
     async def end(self) -> None:

@@ -21,16 +21,12 @@ class LoopThread:
     """An asyncio loop on a thread of its own. Shared by counting: it ends when the last user has released it."""
 
     def __init__(self, name: str = "ftopt-network") -> None:
-        self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_pool(f"{name}-worker"))
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(_pool(f"{name}-worker"))
         self._users = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
 
     def acquire(self) -> None:
         """One more user."""
@@ -47,37 +43,37 @@ class LoopThread:
 
     def stop(self) -> None:
         """Ends the loop and its thread; what is still pending is cancelled. Idempotent."""
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def soon(self, call: Callable[..., object], *args: object) -> bool:
         """Calls ``call`` on the loop's thread; False when the loop has ended."""
         try:
-            self._loop.call_soon_threadsafe(call, *args)
+            self.loop.call_soon_threadsafe(call, *args)
         except RuntimeError:
             return False
         return True
 
     def submit(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Runs ``coroutine`` on the loop; the result can be waited for on another thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        asyncio.set_event_loop(self.loop)
         try:
-            self._loop.run_forever()
+            self.loop.run_forever()
         finally:
-            pending = asyncio.all_tasks(self._loop)
+            pending = asyncio.all_tasks(self.loop)
             for task in pending:
                 task.cancel()
             if pending:
-                self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+                self.loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
 
 
 def _pool(name: str) -> ThreadPoolExecutor:

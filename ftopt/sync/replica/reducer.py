@@ -1,4 +1,4 @@
-"""The reducer thread: builds process groups and reduces, so that a hung trainer keeps nobody waiting (step 3)."""
+"""The reducer thread: builds process groups and reduces, so that a hung trainer delays no other replica (step 3)."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class Reducer:
             future.set_result(value)
 
     def fail_store(self) -> None:
-        """The coordinator is away: whoever waits for a key learns it at once."""
+        """The coordinator is away: all waiting for keys fails at once."""
         with self._lock:
             futures = list(self._values.values())
         for future in futures:

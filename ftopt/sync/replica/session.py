@@ -44,16 +44,8 @@ _log = logging.getLogger(__name__)
 class Session:
     """The `Shell` of one replica. What the training thread says goes into its public fields, or through `LoopThread`.
 
-    Args:
-        replica: this replica's id, unique in the job.
-        job: the job's name.
-        sync: the job's settings.
-        link: how to reach the coordinator.
-        transport: makes the process groups.
-        state: serves and fetches the committed state.
-        network: the loop to live on; released at `Client.close`.
-        on_event: called with what happens.
-        connect_s: seconds after which it gives up when nobody has answered yet. Default 10.
+    ``connect_s``: seconds after which it gives up when no coordinator has answered yet. ``network`` is released at
+    `Client.close`.
     """
 
     def __init__(
@@ -79,11 +71,14 @@ class Session:
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self.view = View()
+        self.opened = False
+        """Whether `machine` and `host` are there."""
+        self.machine: Replica
+        self.host: Host
+        """The optimizer's side. Any thread."""
         self._job = job
         self._link = link
         self._connect_s = connect_s
-        self._machine: Replica | None = None
-        self._host: Host | None = None
         self._channel: Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._notice = ""
@@ -92,23 +87,6 @@ class Session:
         self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, self.copies.copy_of)
-
-    @property
-    def machine(self) -> Replica:
-        """The replica machine; there from `open` on."""
-        assert self._machine is not None
-        return self._machine
-
-    @property
-    def host(self) -> Host:
-        """The optimizer's side; there from `open` on. Any thread."""
-        assert self._host is not None
-        return self._host
-
-    @property
-    def opened(self) -> bool:
-        """Whether the machine is there."""
-        return self._machine is not None
 
     @property
     def samples(self) -> Samples | None:
@@ -129,7 +107,7 @@ class Session:
         data: Mapping[str, Any] | None = None,
     ) -> None:
         if inner_step is None:
-            inner_step = self._host.standing()[0] if self._host is not None else 0
+            inner_step = self.host.standing()[0] if self.opened else 0
         life = self.view.incarnation
         self.on_event(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
 
@@ -158,7 +136,7 @@ class Session:
 
     async def open(self, host: Host, fingerprint: Fingerprint, resumed: Held | None) -> None:
         """Begins to serve, connects, and goes on by itself."""
-        self._host = host
+        self.host = host
         address = await self._fetcher.start()
         settings = self.sync.values()
         identity = Identity(
@@ -171,9 +149,9 @@ class Session:
             address=address,
             samples=self.samples,
         )
-        self._machine = Replica(identity)
+        self.machine, self.opened = Replica(identity), True
         if resumed is not None:
-            self._machine.resume(resumed)
+            self.machine.resume(resumed)
         self._want()
         self._tasks = [asyncio.create_task(self._session()), asyncio.create_task(self._beat())]
         for task in self._tasks:
@@ -195,7 +173,7 @@ class Session:
                 if isinstance(error, Refused) and not ever:
                     self._fail(error)
                     return
-                # Later whoever answers so is not the coordinator that let us in: the trainer goes on alone meanwhile.
+                # Later it is not from the coordinator that let us in: the trainer goes on alone meanwhile.
                 if isinstance(error, Refused) and str(error) != complaint:
                     complaint = str(error)
                     _log.warning("replica %s: %s", self.replica, complaint)
@@ -222,8 +200,7 @@ class Session:
 
     async def _beat(self) -> None:
         while True:
-            machine, channel = self._machine, self._channel
-            if channel is not None and machine is not None and machine.welcomed:
+            if (channel := self._channel) is not None and self.machine.welcomed:
                 state, (inner_step, step_s) = self.state, self.host.standing()
                 if self.view.waiting and state == "training":
                     state = "waiting"

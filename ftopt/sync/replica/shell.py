@@ -23,14 +23,9 @@ class Shell(Protocol):
     replica: str
     sync: Sync
     view: View
-
-    @property
-    def machine(self) -> Replica:
-        """The machine."""
-
-    @property
-    def host(self) -> Host:
-        """The optimizer's side. Any thread."""
+    machine: Replica
+    host: Host
+    """The optimizer's side. Any thread."""
 
     @property
     def emit(self) -> EmitEvent:

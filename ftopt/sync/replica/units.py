@@ -37,18 +37,12 @@ def _locked(method: Callable[Concatenate[UnitQueue, P], R]) -> Callable[Concaten
 
 
 class Units(UnitQueue):
-    """One replica's units: its `UnitQueue`, for any thread; `take` blocks.
+    """One replica's units of ``samples``: its `UnitQueue`, for any thread; `take` blocks."""
 
-    Args:
-        samples: what is counted.
-        round_units: units that a round takes: inner steps, times micro-batches a step. None: it is measured; the very
-            first units are then granted as replicas ask, so that two runs are not bit-equal.
-    """
-
-    def __init__(self, samples: Samples, *, round_units: int | None = None) -> None:
+    def __init__(self, samples: Samples) -> None:
         super().__init__()
         self.samples = samples
-        self._round = round_units
+        self._round: int | None = None
         self._measured = FIRST_WANTS
         self._changed = threading.Condition()
         self._out_of_units = False
@@ -121,7 +115,7 @@ class Units(UnitQueue):
     def when_out_of_units(self, idle: Callable[[], None]) -> None:
         """While this thread waits in `take` for units that others hold, ``idle`` is called now and then.
 
-        At the end of the data a replica waits for its peers: what it has left must be offered, or nobody could finish.
+        At the end of the data a replica waits for its peers: what it has left must be offered, or none could finish.
         """
         self._idle = (threading.current_thread(), idle)
 
@@ -133,9 +127,12 @@ class Units(UnitQueue):
         return 3 * (self._round or self._measured) + SPARE
 
     def begin(self, ask: Callable[[], None], *, round_units: int | None) -> None:
-        """The client starts. ``ask``: called on any thread when units run short."""
-        self._ask = ask
-        self._round = self._round or round_units
+        """The client starts. ``ask``: called on any thread when units run short.
+
+        ``round_units``: units that a round takes: inner steps, times micro-batches a step. None: it is measured; the
+        very first units are then granted as replicas ask, so that two runs are not bit-equal.
+        """
+        self._ask, self._round = ask, round_units
 
     def grant(self, ranges: Ranges, *, out_of_units: bool = False) -> None:
         """More units, or the answer that there are none."""
@@ -159,7 +156,7 @@ class Units(UnitQueue):
             self._out_of_units = self.ended = False
 
     def close(self) -> None:
-        """This replica has left: nobody waits any longer."""
+        """This replica has left: waiting ends."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -69,7 +69,7 @@ class View:
             self._add(fragment, 1)
 
     def close(self) -> bool:
-        """Nobody waits any longer; False if it is closed already."""
+        """Ends all waiting; False if it is closed already."""
         with self.changed:
             first, self.closed = not self.closed, True
             self.changed.notify_all()
@@ -90,7 +90,7 @@ class View:
                     old.proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
                 )
             self.incarnation = machine.incarnation or self.incarnation
-            self._welcomed |= machine.welcomed  # a resumed one holds a state before anybody has let it in
+            self._welcomed |= machine.welcomed  # a resumed one holds a state before it is let in
             let_in = let_in and self._welcomed
             self.ready, self.may_train = machine.ready and let_in, machine.may_train and let_in
             self.changed.notify_all()

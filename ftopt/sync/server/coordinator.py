@@ -50,10 +50,10 @@ class CoordinatorServer:
         port: port, 0 for a free one.
         journal: the file of the journal; None: decisions are lost with the process, and replicas that reconnect within
             ``recovery_s`` tell the next one what they hold.
-        token: what every request must bring; None: anybody may come in.
+        token: what every request must bring; None: all may connect.
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status`` and ``/metrics`` without the token, too.
-        limits: what it bears.
+        limits: of its connections and jobs.
         on_event: called with each event.
 
     Raises:
@@ -81,7 +81,6 @@ class CoordinatorServer:
         self._limits = limits
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
-        self._connected = 0
         self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
         self._began_s = time.monotonic()
         self._connections: set[Connection] = set()
@@ -193,7 +192,7 @@ class CoordinatorServer:
         shown = Exposition()
         shown.add("ftopt_uptime_seconds", time.monotonic() - self._began_s)
         shown.add("ftopt_journal_bytes", self._journal.size())
-        shown.add("ftopt_connections", self._connected)
+        shown.add("ftopt_connections", len(self._connections))
         shown.add("ftopt_waiting_connections", len(self._accept_queue))
         if (memory := resident_bytes()) is not None:
             shown.add("ftopt_resident_memory_bytes", memory)
@@ -207,29 +206,25 @@ class CoordinatorServer:
         if time.monotonic() < self._cut_until_s and request.transport is not None:
             request.transport.abort()
             return web.Response()
-        if self._connected >= self._limits.connections:
+        if len(self._connections) >= self._limits.connections:
             self._refused["connections"] += 1
-            _log.warning("%s is turned away: %d replicas are connected", request.remote, self._connected)
+            _log.warning("%s is turned away: %d replicas are connected", request.remote, len(self._connections))
             raise web.HTTPServiceUnavailable(text="too many connections")
-        self._connected += 1
+        socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, heartbeat=_PING_S)
         try:
-            socket = web.WebSocketResponse(max_msg_size=MAX_MESSAGE_BYTES, compress=False, heartbeat=_PING_S)
-            try:
-                await socket.prepare(request)
-            except ConnectionError:  # gone already
-                return web.Response()
-            connection = Connection(socket, request.transport, self._limits)
-            self._connections.add(connection)
-            try:
-                await self._listen(socket, connection)
-            except (m.MessageError, Exceeded) as error:
-                self._refused["limit" if isinstance(error, Exceeded) else "message"] += 1
-                _log.warning("the connection of %s is closed: %s", request.remote, ascii(str(error))[:300])
-            finally:
-                self._connections.discard(connection)
-                await connection.end()
+            await socket.prepare(request)
+        except ConnectionError:  # gone already
+            return web.Response()
+        connection = Connection(socket, request.transport, self._limits)
+        self._connections.add(connection)
+        try:
+            await self._listen(socket, connection)
+        except (m.MessageError, Exceeded) as error:
+            self._refused["limit" if isinstance(error, Exceeded) else "message"] += 1
+            _log.warning("the connection of %s is closed: %s", request.remote, ascii(str(error))[:300])
         finally:
-            self._connected -= 1
+            await connection.end()
+            self._connections.discard(connection)
         return socket
 
     async def _listen(self, socket: web.WebSocketResponse, connection: Connection) -> None:
@@ -273,8 +268,7 @@ class CoordinatorServer:
                     self._drop(job)
 
     def _hello(self, text: str, connection: Connection) -> m.Hello | None:
-        """The first message of a connection. One that is no hello is refused with the reason, else it would come again
-        forever, to no avail."""
+        """The first message of a connection. One that is no hello is refused with the reason, else it comes again."""
         try:
             hello = m.from_replica(text)
             if not isinstance(hello, m.Hello):
@@ -288,7 +282,7 @@ class CoordinatorServer:
             return None
 
     def _job(self, name: str) -> Job:
-        """The job of that name. A new one takes the place of one that nobody is connected to, when there are many."""
+        """The job of that name. When there are too many, a new one replaces one without a connection."""
         if name in self._jobs:
             return self._jobs[name]
         if len(self._jobs) >= self._limits.jobs:

@@ -40,7 +40,7 @@ class Job:
 
     It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL): the machine is then ahead of the
     disk, so nothing that it knows goes out, to members or to ``/status``. All connections are closed, and a new machine
-    takes up what the journal holds. Trainers train on meanwhile.
+    starts from what the journal holds. Trainers train on meanwhile.
     """
 
     def __init__(self, name: str, journal: Journal, on_event: OnEvent, *, limits: Limits | None = None) -> None:
@@ -53,11 +53,11 @@ class Job:
         self._looks = 0
         self._limits = limits or Limits()
         self.metrics = JobMetrics()
-        self._rendezvous = Rendezvous(self._limits, self._answer)
+        self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
         self.halted = ""
         """Why it has halted; "" while it runs."""
         self.machine = Coordinator(name)
-        self._take_up()
+        self._start_anew()
 
     @property
     def connected(self) -> int:
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def unused(self) -> bool:
-        """Nobody is connected, and nobody has defined it: its hellos were refused."""
+        """It has no connection and is not defined: its hellos were refused."""
         return not self.halted and not self._peers and self.machine.lines is None and not self.machine.roster.members
 
     def open(self, peer: Peer) -> int:
@@ -156,7 +156,7 @@ class Job:
             self._set_timer()
 
     def _halt(self, reason: str) -> None:
-        """Turns everybody away for `_HALTED_S`; said once, however long it lasts."""
+        """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
         if not self.halted:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
         self.halted = reason
@@ -164,12 +164,12 @@ class Job:
             peer.close()
         self._peers.clear()
         self.end()
-        self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._take_up)
+        self._timer = asyncio.get_running_loop().call_later(_HALTED_S, self._start_anew)
 
-    def _take_up(self) -> None:
-        """A new machine takes up what the journal holds, as if the process had been started again.
+    def _start_anew(self) -> None:
+        """Makes a new machine from what the journal holds, as if the process had been started again.
 
-        After a halt its epoch is written first: while that fails, nobody need be let in.
+        After a halt its epoch is written first: while that fails, no replica need be let in.
         """
         try:
             saved = self._journal.load(self.name)
@@ -212,9 +212,6 @@ class Job:
         return (
             f"job {self.name!r} has {count} replicas already, at most {most} are taken; end some, or start another job"
         )
-
-    def _answer(self, conn: int, key: str, value: str) -> None:
-        self._send(conn, m.StoreValue(key, value))
 
     def _send(self, conn: int, message: m.FromCoordinator) -> None:
         self._send_text(conn, m.encode(message))

@@ -51,9 +51,8 @@ class Journal:
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(_SCHEMA)
         except (sqlite3.Error, OSError) as error:
-            raise UserError(
-                f"journal {path}: {error}; give a file that can be written, or one that ftopt has made"
-            ) from None
+            advice = "give a file that can be written, or one that ftopt has made"
+            raise UserError(f"journal {path}: {error}; {advice}") from None
 
     def load(self, job: str) -> e.JournalState | None:
         """What is known of ``job``, None when it is new.
@@ -61,31 +60,29 @@ class Journal:
         Raises:
             JournalError: it cannot be read.
         """
+        run = self._db.execute
         try:
-            return self._load(job)
+            epoch = run("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
+            if epoch is None:
+                return None
+            roster, gone = (
+                tuple(run(f"SELECT replica, incarnation FROM {table} WHERE job = ? ORDER BY replica", (job,)))
+                for table in ("roster", "gone")
+            )
+            decisions = run(
+                "SELECT fragment, version, attempt, digest, chain, inner_step, members FROM decided WHERE job = ? "
+                "ORDER BY fragment, version",
+                (job,),
+            )
+            done = dict(run("SELECT version, ranges FROM done WHERE job = ?", (job,)))
+            cursor = run("SELECT unit FROM cursor WHERE job = ?", (job,)).fetchone()
+            decided = []
+            for fragment, version, attempt, digest, chain, inner_step, members in decisions:
+                ranges, rows = _tuples(done.get(version, "[]") if fragment == 0 else "[]"), _tuples(members)
+                decided.append(e.Decided(fragment, version, attempt, digest, chain, inner_step, rows, ranges))
+            return e.JournalState(epoch[0], roster, gone, tuple(decided), cursor[0] if cursor is not None else 0)
         except sqlite3.Error as error:
             raise JournalError(f"the journal {self.path} cannot be read ({error}); see to its disk") from None
-
-    def _load(self, job: str) -> e.JournalState | None:
-        epoch = self._db.execute("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
-        if epoch is None:
-            return None
-        roster, gone = (
-            tuple(self._db.execute(f"SELECT replica, incarnation FROM {table} WHERE job = ? ORDER BY replica", (job,)))
-            for table in ("roster", "gone")
-        )
-        decisions = self._db.execute(
-            "SELECT fragment, version, attempt, digest, chain, inner_step, members FROM decided WHERE job = ? "
-            "ORDER BY fragment, version",
-            (job,),
-        )
-        done = dict(self._db.execute("SELECT version, ranges FROM done WHERE job = ?", (job,)))
-        cursor = self._db.execute("SELECT unit FROM cursor WHERE job = ?", (job,)).fetchone()
-        decided = []
-        for fragment, version, attempt, digest, chain, inner_step, members in decisions:
-            ranges, rows = _tuples(done.get(version, "[]") if fragment == 0 else "[]"), _tuples(members)
-            decided.append(e.Decided(fragment, version, attempt, digest, chain, inner_step, rows, ranges))
-        return e.JournalState(epoch[0], roster, gone, tuple(decided), cursor[0] if cursor is not None else 0)
 
     def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
         """Writes ``entries`` in one transaction; they are on disk when it returns.
@@ -125,21 +122,19 @@ class Journal:
                     run("DELETE FROM done WHERE job = ? AND version > ?", (job, version))
             case e.Cursor(unit=unit):
                 run("INSERT OR REPLACE INTO cursor VALUES (?, ?)", (job, unit))
-            case e.Decided():
+            case e.Decided(fragment=fragment, version=version):
+                oldest = version - HISTORY
                 run(
                     "INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                     (
-                        job, entry.fragment, entry.version, entry.attempt, entry.digest, entry.chain,
-                        entry.inner_step, json.dumps(entry.members),
+                        job, fragment, version, entry.attempt, entry.digest, entry.chain, entry.inner_step,
+                        json.dumps(entry.members),
                     ),
                 )  # fmt: skip
-                run(
-                    "DELETE FROM decided WHERE job = ? AND fragment = ? AND version <= ?",
-                    (job, entry.fragment, entry.version - HISTORY),
-                )
+                run("DELETE FROM decided WHERE job = ? AND fragment = ? AND version <= ?", (job, fragment, oldest))
                 if entry.done:
-                    run("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", (job, entry.version, json.dumps(entry.done)))
-                    run("DELETE FROM done WHERE job = ? AND version <= ?", (job, entry.version - HISTORY))
+                    run("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", (job, version, json.dumps(entry.done)))
+                    run("DELETE FROM done WHERE job = ? AND version <= ?", (job, oldest))
 
     def size(self) -> int:
         """Bytes of its files, 0 without one."""

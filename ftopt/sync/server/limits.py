@@ -54,21 +54,14 @@ class Exceeded(Exception):
 
 
 class Meter:
-    """A bucket that fills at ``rate`` a second up to ``burst``, and is drawn from.
+    """A bucket that fills at ``rate`` a second up to ``burst``, and is drawn from. ``what``: its unit, for the message.
 
-    Args:
-        what: the unit, for the message.
-        rate: units a second, on average.
-        burst: units above that.
-        now: the clock, in seconds.
+    ``now`` is the clock, in seconds.
     """
 
     def __init__(self, what: str, rate: float, burst: float, now: float) -> None:
-        self._what = what
-        self._rate = rate
-        self._burst = burst
-        self._left = burst
-        self._seen_s = now
+        self._what, self._rate, self._burst = what, rate, burst
+        self._left, self._seen_s = burst, now
 
     def draw(self, amount: float, now: float) -> None:
         """Takes ``amount``; raises `Exceeded` when there is not enough."""

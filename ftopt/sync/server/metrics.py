@@ -41,7 +41,10 @@ FAMILIES = {
     "ftopt_job_inner_step": ("gauge", "Committed inner step."),
     "ftopt_fragment_version": ("gauge", "Outer steps committed."),
     "ftopt_fragment_proposals": ("gauge", "Replicas whose contribution waits for the next outer step."),
-    "ftopt_fragment_round_age_seconds": ("gauge", "Seconds since the last outer step, or since the job was taken up."),
+    "ftopt_fragment_round_age_seconds": (
+        "gauge",
+        "Seconds since the last outer step, or since this process has run the job.",
+    ),
     "ftopt_replicas": ("gauge", "Known replicas by state."),
     "ftopt_replica_connected": ("gauge", "1 while the replica is connected."),
     "ftopt_replica_inner_step": ("gauge", "Inner step, as last reported by the replica."),
@@ -76,14 +79,14 @@ class Exposition:
 
 
 class JobMetrics:
-    """What a job counts beside its machine's own numbers, since this process took it up."""
+    """What a job counts beside its machine's own numbers, since this process has run it."""
 
     def __init__(self) -> None:
         self._events = Counter(dict.fromkeys(FROM_ZERO, 0))
         self._deaths = 0
         self._messages = {"received": 0, "sent": 0}
         self._bytes = {"received": 0, "sent": 0}
-        self._taken_up_s = 0.0
+        self._began_s = 0.0
         self._decided_s: dict[int, float] = {}
 
     def count(self, event: Event, now: float) -> None:
@@ -91,7 +94,7 @@ class JobMetrics:
         self._events[event.event] += 1
         match event.event:
             case "start" | "recover":
-                self._taken_up_s = now
+                self._began_s = now
                 self._decided_s.clear()
             case "decide" if event.fragment is not None:
                 self._decided_s[event.fragment] = now
@@ -104,13 +107,7 @@ class JobMetrics:
         self._bytes[direction] += size
 
     def show(self, to: Exposition, status: Mapping[str, Any], now: float) -> None:
-        """Adds the samples of one job.
-
-        Args:
-            to: is added to.
-            status: the job's status, as ``/status`` tells it.
-            now: the clock of `count`, in seconds.
-        """
+        """Adds one job's samples. ``status``: as ``/status`` shows it. ``now``: the clock of `count`, in seconds."""
         job = status["job"]
         up = status["phase"] == "running"
         to.add("ftopt_job_up", up, job=job)
@@ -122,7 +119,7 @@ class JobMetrics:
                 labels = {"job": job, "fragment": str(number)}
                 to.add("ftopt_fragment_version", fragment["version"], **labels)
                 to.add("ftopt_fragment_proposals", len(fragment["proposed"]), **labels)
-                since_s = self._decided_s.get(number, self._taken_up_s)
+                since_s = self._decided_s.get(number, self._began_s)
                 to.add("ftopt_fragment_round_age_seconds", now - since_s, **labels)
         states = Counter(_state(replica) for replica in status["replicas"])
         for state in sorted({"training", "waiting", "away", *states}):

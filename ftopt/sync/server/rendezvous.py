@@ -13,12 +13,7 @@ from ftopt.sync.server.limits import Exceeded, Limits
 
 
 class Rendezvous:
-    """The store of one job.
-
-    Args:
-        limits: how much it keeps.
-        answer: called with connection, key and value for each answer.
-    """
+    """The store of one job. ``answer`` is called with connection, key and value for each answer."""
 
     def __init__(self, limits: Limits, answer: Callable[[int, str, str], None]) -> None:
         self._limits = limits

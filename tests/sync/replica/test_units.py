@@ -120,8 +120,8 @@ def test_whoever_is_cut_off_uses_what_it_holds_and_no_more() -> None:
 
 
 def test_a_loader_does_not_wait_for_more_while_its_batches_wait_for_their_step() -> None:
-    units = Units(Samples(samples=100, batch_size=1, epochs=1), round_units=4)
-    units.begin(lambda: None, round_units=None)
+    units = Units(Samples(samples=100, batch_size=1, epochs=1))
+    units.begin(lambda: None, round_units=4)
     units.grant(((0, 2),), out_of_units=False)
     assert (units.take(), units.take()) == (0, 1)
     units.grant((), out_of_units=True)

@@ -42,10 +42,10 @@ class CommitPrepared:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch the state at ``position`` from one of ``sources``, or what `Replica.latest_fetch` says by then.
+    """Fetch the state at ``position`` from one of ``sources``, or what `FragmentState.wanted` is by then.
 
     One at a time for a fragment. Ask `Replica.install` before the state is installed, and answer with
-    `Replica.fetched`; if it is refused or nobody has it, with `Replica.fetch_failed`.
+    `Replica.fetched`; if it is refused or no source has it, with `Replica.fetch_failed`.
     """
 
     position: m.Position

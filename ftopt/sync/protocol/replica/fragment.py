@@ -21,7 +21,7 @@ class State(Enum):
     """What a replica is at with one fragment."""
 
     NOTHING = auto()
-    """It has no committed state, and has not been told where to get one."""
+    """It has no committed state, and knows no source of one."""
     HOLDS = auto()
     """It has a committed state; no contribution is outstanding."""
     OFFERED = auto()
@@ -41,7 +41,7 @@ class Soundness(Enum):
     TENTATIVE = auto()
     """Sound, but a cold start may still replace it, since other fragments are not held: nothing is offered on it."""
     IN_DOUBT = auto()
-    """It may be damaged: until a fetch is complete it is served to nobody and nothing is proposed."""
+    """It may be damaged: until a fetch is complete it is not served and nothing is proposed."""
     RESET = auto()
     """It is a dead incarnation's: pending work on it is void."""
 
@@ -68,7 +68,7 @@ class Call(Enum):
 
 @dataclass(slots=True)
 class Offer:
-    """The outstanding contribution. ``now``: its trigger means now. ``known``: it was told on this connection."""
+    """The outstanding contribution. ``now``: its trigger means now. ``known``: it was sent on this connection."""
 
     contribution: m.Contribution
     now: bool = False
@@ -97,7 +97,7 @@ class FragmentState:
     members: tuple[m.IncarnationId, ...] = ()
     """Of the last quorum on this connection: the next one tells the changes."""
     last_means: m.Means | None = None
-    """Of the replicas' readings, the last that were told, of whatever version."""
+    """Of the replicas' readings, the last that were received, of any version."""
 
     # ------------------------------------------------------------ questions
 
@@ -148,7 +148,7 @@ class FragmentState:
 
     @property
     def means(self) -> m.Means | None:
-        """The replicas' means of what triggers go by, None when none was told of the held version."""
+        """The replicas' means of what triggers go by, None when there are none of the held version."""
         means, record = self.last_means, self.record
         return means if means is not None and record is not None and means.version == record.version else None
 
@@ -175,7 +175,7 @@ class FragmentState:
         """HOLDS, from any state: Start, Commit, a fetched state, a checkpoint.
 
         ``record`` is the committed state and sound. Nothing is outstanding: what was is in it, or void, or the state
-        tells (COUNT). The trainer is told nothing about a round until the coordinator speaks of this version.
+        tells (COUNT). There is no call about a round until the coordinator names this version.
         """
         self.record, self.offer, self.soundness, self.call = record, None, Soundness.FIRM, Call.NONE
         self._become(State.HOLDS)
@@ -198,10 +198,9 @@ class FragmentState:
         self.quorum = quorum
 
     def become_prepared(self, result: PreparedResult) -> None:
-        """PREPARED, from REDUCING.
+        """PREPARED, from REDUCING: all that a commit needs is here, and stays when the connection is lost.
 
-        All that a commit needs is here; a lost connection leaves it as it is. It ends by the Commit that names it, by
-        Abort, and by the next Quorum or Behind.
+        It ends with the Commit that names it, with Abort, and with the next Quorum or Behind.
         """
         assert self.state is State.REDUCING
         self._become(State.PREPARED)
@@ -217,10 +216,7 @@ class FragmentState:
         self.wanted = wanted
 
     def become_reset(self) -> list[ReplicaEffect]:
-        """HOLDS or NOTHING, from any state: the incarnation is gone.
-
-        Nothing is outstanding; what is held is only what the process starts its next incarnation from.
-        """
+        """HOLDS or NOTHING, from any state: the incarnation is gone; the next one starts from what is held."""
         effects = self.stop()
         self.offer, self.call, self.named = None, Call.NONE, []
         self.soundness = Soundness.RESET if self.record is not None else Soundness.FIRM
@@ -247,7 +243,7 @@ class FragmentState:
             self._rest()
 
     def renumber(self, plan: int) -> None:
-        """PLAN: the outstanding contribution, which is in no attempt, is one of this plan; it is told anew."""
+        """PLAN: the outstanding contribution, which is in no attempt, is one of this plan; it is proposed anew."""
         assert self.offer is not None
         self.offer = Offer(replace(self.offer.contribution, plan=plan), self.offer.now)
 
@@ -290,7 +286,7 @@ class FragmentState:
     # ------------------------------------------------------------ the connection, and calls
 
     def connected(self) -> None:
-        """A connection is open. Its coordinator may be another one, on another branch: what is wanted it says anew."""
+        """A connection is open. Its coordinator may be another one, on another branch: it names anew what to fetch."""
         self.end_fetch()
         self.named = []
 
@@ -300,7 +296,7 @@ class FragmentState:
         return self.stop() if self.state is State.REDUCING else []
 
     def hush(self) -> None:
-        """Nothing that the trainer was told about a round holds any longer."""
+        """No call about a round holds any longer."""
         self.call = Call.NONE
 
     def receive(self, message: m.CallIn | m.Means | m.TrainOn | m.Void | m.Abort) -> list[ReplicaEffect]:
@@ -330,7 +326,7 @@ class FragmentState:
     # ------------------------------------------------------------ fetches
 
     def name(self, position: m.Position) -> None:
-        """The coordinator names the state to fetch: before it is here nobody waits for a contribution."""
+        """The coordinator names the state to fetch: until it is here no contribution is waited for."""
         if self.called_in:
             self.call = Call.NONE
         self.named = [*self.named[1 - HISTORY :], position] if self.transfer is not Transfer.NONE else [position]
@@ -343,10 +339,7 @@ class FragmentState:
         return [self.wanted]
 
     def may_install(self, record: m.Record) -> bool:
-        """Whether a fetched state is named on this connection, and the one wanted or news.
-
-        Another one may be of another branch, or older than what is held.
-        """
+        """Whether a fetched state is named on this connection, and the one wanted or newer than what is held."""
         if self.wanted is None or record.position not in self.named:
             return False
         return record.position == self.wanted.position or self.record is None or record.version > self.record.version

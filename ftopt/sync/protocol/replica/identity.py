@@ -18,6 +18,4 @@ class Identity:
     initial: str
     fragments: int = 1
     address: str = ""
-    rank: int = 0
-    size: int = 1
     samples: Samples | None = None

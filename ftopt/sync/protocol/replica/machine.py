@@ -1,10 +1,7 @@
-"""The replica side of the outer-sync protocol: a pure state machine.
+"""The replica side of the outer-sync protocol: a pure state machine, without sockets, threads or clocks.
 
-Events go in as method calls (a message arrived, the connection was lost, the reduction ended, the trainer proposes); a
-list of effects comes out. No sockets, threads or clocks: `ftopt.sync.replica.client` is the shell around it, and the
-simulator another one.
-
-`ftopt.sync.protocol.replica.fragment` has what belongs to one fragment: states and transitions. Here is what fragments
+Events go in as method calls, a list of effects comes out; `ftopt.sync.replica.session` performs them, and so does the
+simulator. `ftopt.sync.protocol.replica.fragment` has the states and transitions of one fragment; here is what fragments
 share (the incarnation, the connection, the roster, the lease), and which transition an event makes.
 """
 
@@ -45,7 +42,7 @@ class Replica:
         self._copy: m.Copied | None = None
         self._adopted_by: dict[str, str] = {}
         self._put_back = False
-        """Whether its queue of units is a checkpoint's, and has not been told yet what is done."""
+        """Whether its queue of units is a checkpoint's, and it does not know yet what is done."""
 
     def resume(self, held: Held) -> None:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
@@ -92,7 +89,7 @@ class Replica:
     def may_train(self) -> bool:
         """Whether training can begin: every fragment has a committed state, and one of them the newest.
 
-        The others catch up beside it: that all of them are there at one moment may never happen.
+        The others catch up meanwhile: all may never be up to date at one moment.
         """
         return self.complete and not all(f.fetching for f in self.fragments)
 
@@ -111,8 +108,8 @@ class Replica:
             job=me.job,
             replica=me.replica,
             incarnation=self.incarnation,
-            rank=me.rank,
-            size=me.size,
+            rank=0,  # a replica is one process
+            size=1,
             epoch=self.epoch,
             address=me.address,
             initial="" if any(f.record for f in self.fragments) else me.initial,
@@ -172,7 +169,7 @@ class Replica:
         return self._offer()
 
     def leave(self) -> list[e.ReplicaEffect]:
-        """From now on nobody waits for this replica."""
+        """From now on no round waits for this replica."""
         self.leaving = True
         return self._send(m.Leaving())
 
@@ -212,7 +209,7 @@ class Replica:
         return self._send(m.Failed(fragment, attempt, reason, peer))
 
     def damaged(self, fragment: int, attempt: int, *, reason: str) -> list[e.ReplicaEffect]:
-        """The held state is not what it was: it is served to nobody, and nothing is proposed, until it is fetched."""
+        """The held state is not what it was: it is not served, and nothing is proposed, until it is fetched anew."""
         f = self.fragments[fragment]
         if f.quorum is None or f.quorum.attempt != attempt:
             return self.reduce_failed(fragment, attempt, reason=reason)
@@ -220,10 +217,7 @@ class Replica:
         return [*self.reduce_failed(fragment, attempt, reason=reason), *self._lacks(f)]
 
     def install(self, record: m.Record) -> bool:
-        """Whether a fetched state may be installed. If so, do it and answer with `fetched` or `fetch_failed`.
-
-        Until the answer nothing is said of what this replica holds.
-        """
+        """Whether to install a fetched state. If so, answer with `fetched` or `fetch_failed`; no hello before that."""
         return self.fragments[record.fragment].install(record)
 
     def fetched(self, record: m.Record) -> list[e.ReplicaEffect]:
@@ -369,14 +363,14 @@ class Replica:
         f.name(at)
         if message.heal:
             f.doubt()
-        for other in self.fragments:  # a replica that is told to fetch is no initial source
+        for other in self.fragments:  # a replica that fetches is no initial source
             other.confirm()
         if at == f.position and f.sound:
             f.end_fetch()
             f.propose_anew()
             return [*effects, e.Send(m.Holds(at)), *self._offer()]
         f.become_fetching(e.Fetch(at, message.sources, message.heal))
-        if not message.sources:  # the coordinator names some when there are; nobody knows when that is
+        if not message.sources:  # the coordinator names some when there are, whenever that is
             f.train_on()
             if f.record is None:
                 effects.append(e.Notice(f"nobody who is here holds version {at.version}: waiting for one who does"))

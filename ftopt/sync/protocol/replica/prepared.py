@@ -12,7 +12,7 @@ from ftopt.sync.protocol.intervals import union
 
 @dataclass(slots=True)
 class PreparedResult:
-    """What an attempt has made, and the record that its commit would make current."""
+    """What an attempt has made, and the record that its commit makes current."""
 
     attempt: int
     digest: str
@@ -24,12 +24,8 @@ def agree(
 ) -> tuple[str, m.Record]:
     """The digest that members report, and the record that a commit of ``quorum`` makes current (COUNT, CHAIN, DONE).
 
-    Args:
-        record: the current one.
-        quorum: the attempt.
-        members: its members, in rank order.
-        rows: each member's last step, in rank order.
-        digest: of the reduced result.
+    ``record``: the current one. ``members`` and their ``rows`` (last steps) are in rank order. ``digest``: of the
+    reduced result.
     """
     dropped = dict(quorum.drop)
     counted = {(r, i): step for r, i, step in record.counted if not m.is_gone((r, i), dropped)}

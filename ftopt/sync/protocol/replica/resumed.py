@@ -82,10 +82,7 @@ class Return:
 def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.Record]) -> Return:
     """The replicas that come back when ``present`` are there now: every replica computes the same.
 
-    Args:
-        there: every replica in the checkpoint.
-        present: ids.
-        newest: the newest record of each fragment.
+    ``there``: every replica in the checkpoint. ``newest``: the newest record of each fragment.
     """
     present = sorted(set(present))
     lives = {held.replica: held.incarnation for held in there if held.replica in present}
@@ -110,10 +107,7 @@ def another_life(
     A coordinator with an old copy of its journal may give their numbers again, although the state counts their steps
     (COUNT): then the replica goes on as a later one.
 
-    Args:
-        incarnation_id: what the coordinator has given.
-        there: every replica in the checkpoint.
-        newest: the newest record of each fragment.
+    ``incarnation_id``: what the coordinator has given. ``there`` and ``newest``: as in `returning`.
     """
     known = [*(x for held in there for x in (held.incarnation_id, *held.gone.items())), *_counted(newest)]
     gone = dict(sorted(known))  # of each replica the newest
