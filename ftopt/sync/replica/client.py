@@ -38,6 +38,7 @@ class Client:
         self.session = session
         self.replica, self.sync = session.replica, session.sync
         self.codec = codec_named(session.sync.codec_name)
+        self.emit: EmitEvent = session.emit
         self.tells_steps = wants_steps(session.on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
@@ -51,10 +52,6 @@ class Client:
     @property
     def incarnation(self) -> int:
         return self._view.incarnation
-
-    @property
-    def emit(self) -> EmitEvent:
-        return self.session.emit
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> Units:
         if self._is_free_for(samples):

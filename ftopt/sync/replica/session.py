@@ -204,13 +204,10 @@ class Session:
                 state, (inner_step, step_s) = self.state, self.host.standing()
                 if self.view.waiting and state == "training":
                     state = "waiting"
-                progress = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), self._current_readings())
-                channel.send(m.encode(progress))
+                held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
+                readings = tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
+                channel.send(m.encode(m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), readings)))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
-
-    def _current_readings(self) -> tuple[m.Reading, ...]:
-        held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
-        return tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
 
     async def restored(self, held: Held) -> None:
         """The host holds what a checkpoint did: connect anew."""

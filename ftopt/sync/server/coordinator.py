@@ -86,9 +86,9 @@ class CoordinatorServer:
         self._connections: set[Connection] = set()
         self._cut_until_s = 0.0
         self._quiet_until_s = 0.0
-        self._runner: web.AppRunner | None = None
-        self._accept_queue: AcceptQueue | None = None
-        self._server: asyncio.Server | None = None
+        self._runner: web.AppRunner
+        self._accept_queue: AcceptQueue
+        self._server: asyncio.Server
 
     async def start(self) -> int:
         """Listens; returns the port.
@@ -127,15 +127,12 @@ class CoordinatorServer:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Ends all connections; the journal stays."""
-        if self._server is not None:
-            self._server.close()
-        if self._accept_queue is not None:
-            self._accept_queue.close()
+        """Ends all connections, after `start`; the journal stays."""
+        self._server.close()
+        self._accept_queue.close()
         for job in self._jobs.values():
             job.end()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._runner.cleanup()
         self._journal.close()
 
     def run(self, *, ready: Callable[[str], None]) -> None:
@@ -179,7 +176,6 @@ class CoordinatorServer:
             refusal = web.HTTPUnauthorized(text="a token is needed", headers={"WWW-Authenticate": "Bearer"})
             refusal.force_close()
             raise refusal
-        assert self._accept_queue is not None
         self._accept_queue.let_in(request.transport)
         response: web.StreamResponse = await handler(request)
         return response
@@ -188,7 +184,6 @@ class CoordinatorServer:
         return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        assert self._accept_queue is not None
         shown = Exposition()
         shown.add("ftopt_uptime_seconds", time.monotonic() - self._began_s)
         shown.add("ftopt_journal_bytes", self._journal.size())

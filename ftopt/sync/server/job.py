@@ -22,10 +22,8 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
 _HALTED_S = 1.0
-"""A halted job refuses all replicas for so long, then starts anew from its journal as soon as that can be written.
-
-Two coordinators of one job must not take turns too quickly.
-"""
+"""A halted job refuses all replicas for so long, then starts anew from its journal as soon as that can be written: two
+coordinators of one job must not take turns too quickly."""
 
 
 class Peer(NamedTuple):
