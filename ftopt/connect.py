@@ -150,9 +150,7 @@ class _Log:
     """Without an ``on_event``: what a user must know goes to the log, each text once in a row."""
 
     every_step = False
-
-    def __init__(self) -> None:
-        self._last = ""
+    _last = ""
 
     def __call__(self, event: Event) -> None:
         if event.event in ("hold", "reset", "fetch_failed"):

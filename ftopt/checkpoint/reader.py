@@ -32,12 +32,8 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest: Manifest = read_manifest(path / NAME)
+        self.replicas = sorted(self.manifest.replicas)  # ids of those whose parts it holds
         self._shards: dict[str, dict[str, Any]] = {}
-
-    @property
-    def replicas(self) -> list[str]:
-        """The ids of the replicas whose parts it holds."""
-        return sorted(self.manifest.replicas)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Compares files with the manifest. Default: all of them.
