@@ -32,7 +32,6 @@ _TYPES: dict[str, type] = {t.__name__: t for t in (*typing.get_args(FromReplica)
 
 
 def encode(message: FromReplica | FromCoordinator) -> str:
-    """The JSON text of a message."""
     return _ENCODER.encode({"type": type(message).__name__, **shallow(message)})
 
 

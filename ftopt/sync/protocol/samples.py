@@ -79,13 +79,8 @@ class Samples:
         """Of all epochs; None: without end."""
         return None if self.epochs is None else self.epochs * self.units_per_epoch
 
-    def batch(self, version: int) -> Ranges:
-        """BATCH: the units of the batch that makes ``version``, 1 for the first; fewer at the end of the data."""
-        assert self.global_batch is not None
-        return self.batch_from((version - 1) * (self.global_batch // self.batch_size))
-
     def batch_from(self, start: int) -> Ranges:
-        """The units of the batch that begins with ``start``."""
+        """BATCH: the units of the batch that begins with ``start``; fewer at the end of the data."""
         assert self.global_batch is not None
         stop = start + self.global_batch // self.batch_size
         if self.units is not None:
@@ -93,7 +88,6 @@ class Samples:
         return ((start, stop),) if start < stop else ()
 
     def epoch_of(self, unit: int) -> int:
-        """From 0 on."""
         return unit // self.units_per_epoch
 
     def positions(self, unit: int) -> range:

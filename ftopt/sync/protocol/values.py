@@ -121,7 +121,6 @@ def next_chain(chain: str, fragment: int, version: int, digest: str) -> str:
 
 
 def same_start(a: str, b: str) -> bool:
-    """Whether two chains come from one cold start."""
     return a[:8] == b[:8]
 
 

@@ -16,6 +16,7 @@ from ftopt.data.batches import Batches
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
+from tests.sync.protocol.batch_table import batch
 
 FAST = Sync(grace_s=5.0, heartbeat_s=0.05, dead_after_s=5.0)
 LIMIT_S = 60.0
@@ -56,8 +57,8 @@ def plain(samples: Samples) -> nn.Module:
     module, batches = model(), Batches(Points(samples.samples), samples)
     optimizer = inner(module)
     version = 1
-    while batch := samples.batch(version):
-        parts = [batches[unit] for start, stop in batch for unit in range(start, stop)]
+    while units := batch(samples, version):
+        parts = [batches[unit] for start, stop in units for unit in range(start, stop)]
         x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
         optimizer.zero_grad()
         nn.functional.mse_loss(module(x), y).backward()

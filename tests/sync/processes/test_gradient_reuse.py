@@ -11,6 +11,7 @@ from ftopt.data.batches import Batches
 from ftopt.faults.spec import Fault
 from ftopt.sync.group import Samples, Sync
 from tests.sync.processes.job import Points, TinyJob, assert_nothing_lost, tiny_job, tiny_model, together_loss
+from tests.sync.protocol.batch_table import batch
 
 PATIENT = Sync(
     grace_s=20.0, heartbeat_s=0.2, dead_after_s=10.0, start_s=60.0, recovery_s=20.0, gone_after_s=60.0, start_replicas=3
@@ -26,7 +27,7 @@ def gradients(samples: Samples, steps: int) -> list[torch.Tensor]:
     model, batches, found = tiny_model(), Batches(Points(samples.samples), samples), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for version in range(1, steps + 1):
-        x = torch.cat([batches[unit] for start, stop in samples.batch(version) for unit in range(start, stop)])
+        x = torch.cat([batches[unit] for start, stop in batch(samples, version) for unit in range(start, stop)])
         optimizer.zero_grad()
         together_loss(model, x).backward()
         found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))

@@ -15,6 +15,7 @@ from ftopt.sync.protocol.ledger import plans
 from ftopt.sync.protocol.ledger.plans import BatchPlan, Portion, first_plan, restart, share_out
 from ftopt.sync.protocol.messages import IncarnationId
 from ftopt.sync.protocol.samples import Samples
+from tests.sync.protocol.batch_table import batch
 
 A, B, C, D = ("a", 1), ("b", 1), ("c", 1), ("d", 1)
 SPEEDS = {A: 0.1, B: 0.1, C: 0.1}
@@ -30,8 +31,8 @@ def one_by_one(ranges: Ranges) -> list[int]:
 def test_batches_follow_one_another_through_the_epochs_up_to_the_end_of_the_data() -> None:
     samples = Samples(samples=22, batch_size=4, global_batch=16, epochs=2)
     assert samples.units == 12
-    assert [samples.batch(version) for version in (1, 2, 3, 4)] == [((0, 4),), ((4, 8),), ((8, 12),), ()]
-    assert samples.count(samples.batch(2)) == 4 + 2 + 4 + 4  # the first epoch's last unit is short
+    assert [batch(samples, version) for version in (1, 2, 3, 4)] == [((0, 4),), ((4, 8),), ((8, 12),), ()]
+    assert samples.count(batch(samples, 2)) == 4 + 2 + 4 + 4  # the first epoch's last unit is short
     assert Samples(samples=10, batch_size=1, global_batch=4, epochs=1).batch(3) == ((8, 10),)
 
 
@@ -225,7 +226,7 @@ def walk(seed: int) -> int:
             if x.here:
                 x.inbox.append((version, plan.number, plan.share(incarnation_id)))
 
-    plan = first_plan(next(numbers), version, SAMPLES.batch(version), speeds())
+    plan = first_plan(next(numbers), version, batch(SAMPLES, version), speeds())
     tell()
     for _ in range(400):
         incarnation_id = chance.choice(list(workers))
@@ -252,9 +253,9 @@ def walk(seed: int) -> int:
                 if chance.random() < 0.5:
                     continue  # it was aborted
                 summed = Counter(unit for _, _, units in taken.values() for unit in units)
-                assert summed == Counter(one_by_one(SAMPLES.batch(version)))
+                assert summed == Counter(one_by_one(batch(SAMPLES, version)))
                 version, offers = version + 1, {}
-                plan = first_plan(next(numbers), version, SAMPLES.batch(version), speeds())
+                plan = first_plan(next(numbers), version, batch(SAMPLES, version), speeds())
                 tell()
             case 7 if chance.random() < 0.4:
                 x.here = not x.here

@@ -24,7 +24,7 @@ from ftopt.sync.protocol.samples import Samples
 
 @dataclass(frozen=True, slots=True)
 class CountedUnits:
-    """DONE: all units that are ``done`` after a commit, what follows from it, and ``data`` for the event of it."""
+    """DONE: all units that are ``done`` after a commit, what follows from it, and ``data`` for its event."""
 
     done: Ranges = ()
     effects: Sequence[CoordinatorEffect] = ()
@@ -53,7 +53,6 @@ class Assignment:
         """An incarnation is on the roster from now on."""
 
     def admit(self, member: Member, hello: m.Hello) -> list[CoordinatorEffect]:
-        """A member is welcomed."""
         return []
 
     def arrived(self, member: Member) -> None:
@@ -113,7 +112,6 @@ class Assignment:
         """The attempt under way was aborted."""
 
     def commit(self, attempt: Attempt) -> CountedUnits:
-        """The attempt under way is committed."""
         return CountedUnits()
 
     def step(self, now: float) -> list[CoordinatorEffect]:

@@ -94,7 +94,7 @@ class Attempt:
 
     @cached_property
     def _weight(self) -> tuple[float, int]:
-        """Of the contributions that count: the sum of their weights, and how many they are."""
+        """The sum of the weights above 0, and their number."""
         weights = [c.weight for c in self.contributions.values() if c.weight > 0]
         return math.fsum(weights), len(weights)
 

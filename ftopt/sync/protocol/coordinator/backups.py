@@ -52,7 +52,6 @@ class Backups:
         return send([keeper], m.Keep(member.incarnation_id, message.serial, member.address))
 
     def keeps(self, member: Member, message: m.Keeps) -> list[CoordinatorEffect]:
-        """A keeper has fetched a copy."""
         copies = self._copies.get(message.incarnation_id[0])
         if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
             return []

@@ -35,11 +35,7 @@ class BatchShares(Assignment):
         self._batch: Ranges = ()
 
     def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
-        """RESTART: what is left of earlier plans is what the replicas report.
-
-        BATCH: the version is the cursor, if the initial source's state had no units in it: the batches follow what is
-        ``done``.
-        """
+        """RESTART: what is left of earlier plans is what the replicas report. BATCH: the batches follow ``done``."""
         self._notified.clear()
         self._batch = self.samples.batch_from(end(done))
         claims = startup.shares(at)
@@ -121,7 +117,6 @@ class BatchShares(Assignment):
             attempt.ranges, attempt.plan = self.plan.batch, self.plan.number
 
     def commit(self, attempt: Attempt) -> CountedUnits:
-        """The batch is whole."""
         self._notified.clear()
         start, stop = self._batch[0]
         self._batch = self.samples.batch_from(stop)

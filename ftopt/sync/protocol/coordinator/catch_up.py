@@ -56,7 +56,6 @@ class CatchUp:
             self._lacks[replica] = _Lack(heal)
 
     def failed(self, now: float, replica: str) -> None:
-        """A member could not fetch."""
         lack = self._lacks.setdefault(replica, _Lack(heal=False))
         lack.sourced, lack.since_s = False, None
         lack.failures += 1
@@ -81,7 +80,6 @@ class CatchUp:
         self._took_s.pop(replica, None)
 
     def step(self, now: float, at: m.Position) -> list[CoordinatorEffect]:
-        """Sends `Behind` to those that need it now."""
         effects: list[CoordinatorEffect] = []
         for replica, lack in sorted(self._lacks.items()):
             member = self._roster.members.get(replica)
@@ -103,5 +101,4 @@ class CatchUp:
         return effects
 
     def deadline_s(self, now: float) -> float:
-        """When `step` is to be called, if nothing happens before."""
         return min((x.due_s for x in self._lacks.values() if not x.sourced and x.due_s > now), default=math.inf)

@@ -43,7 +43,6 @@ class Decide:
     # ------------------------------------------------------------ step 3
 
     def begin(self, now: float, formed: Formed) -> list[CoordinatorEffect]:
-        """An attempt has formed: its members are asked to reduce."""
         members, chosen = formed.members, formed.contributions
         contributors = [c for c in chosen.values() if c.weight > 0]
         self.attempts += 1
@@ -86,7 +85,6 @@ class Decide:
         return a is not None and member.replica in a.prepared and len(a.prepared) > 1 and a.verdict() is None
 
     def prepare(self, now: float, member: Member, message: m.Prepared) -> None:
-        """A member holds a result."""
         a = self.attempt
         member.busy_since_s = None
         if a is None or a.attempt != message.attempt:

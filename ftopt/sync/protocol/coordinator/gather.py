@@ -69,7 +69,6 @@ class Gather:
         self._notified_train_on: set[str] = set()
 
     def commit(self, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
-        """An attempt of this round is committed."""
         if not self.retry:
             self._pace.learn(self._waiting.quorum_s, took_s)
         self._membership.taken(members, self.proposals)
@@ -122,7 +121,6 @@ class Gather:
         return send([member], self._readings.take(now, at, member.replica, reading.values))
 
     def withdraw(self, replica: str) -> None:
-        """A member takes no part for now."""
         self.proposals.pop(replica, None)
         self._waiting.forget(replica)
         self._readings.drop(replica)

@@ -70,10 +70,8 @@ class Grants(Assignment):
         self.ask(member, wants - size(self.ledger.leases.get(member.incarnation_id, ())))
 
     def ask(self, member: Member, units: int) -> None:
-        """It is granted so many more as soon as there are any, and it holds a state to train on.
-
-        Without one it has used nothing, and a new coordinator need not have heard of it before a cold start.
-        """
+        """A grant follows as soon as there are units, and the member holds a state to train on: before that, a new
+        coordinator need not hear of it for a cold start."""
         if units <= 0 or member.leaving:
             return
         if 0 not in member.held:
@@ -93,10 +91,8 @@ class Grants(Assignment):
         self.ledger.hold(attempt.ranges)
 
     def counts_without_weight(self, contributions: Mapping[str, m.Contribution]) -> bool:
-        """Whether these have used all that their replicas hold, and no more is to be had.
-
-        Steps that weigh nothing make no version, but units that they have used must be done at the end of the data.
-        """
+        """Whether these have used all that their replicas hold, and there is no more: units of steps that weigh nothing
+        must be done, too, at the end of the data."""
         ranges = union(*(c.ranges for c in contributions.values()))
         leases = self.ledger.leases.items()
         held = union(*(lease for incarnation_id, lease in leases if incarnation_id[0] in contributions))

@@ -68,7 +68,6 @@ class Coordinator:
 
     @property
     def assignment(self) -> Assignment:
-        """Which replica trains on which samples."""
         return self.members.assignment
 
     # ------------------------------------------------------------ inputs

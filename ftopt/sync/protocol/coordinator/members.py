@@ -30,7 +30,6 @@ class Members:
         self._partitions = Partitions()
 
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
-        """The first replica of a job defines it."""
         self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
             self.assignment = Grants(samples, self.roster)

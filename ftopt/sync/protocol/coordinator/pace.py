@@ -2,8 +2,8 @@
 
     grace = clamp(gamma * (tau * step - quorum - sync), 0, cap)
 
-``tau * step``: how long a proposer trains on without the result, by the moving average of its step times; of several
-the shortest. ``quorum``, ``sync``: moving averages of how long it takes from the first proposal until ``min_replicas``
+``tau * step``: how long a proposer trains on without the result, by the moving average of its step times; the shortest
+of several. ``quorum``, ``sync``: moving averages of how long it takes from the first proposal until ``min_replicas``
 have proposed, and from the attempt's start until the last member has prepared. ``cap``: ``grace_s``.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428).
@@ -35,10 +35,7 @@ class Pace:
         self.rounds += 1
 
     def grace_s(self, proposed: Iterable[Contribution], cap_s: float) -> float:
-        """The grace from the moment on when enough have proposed.
-
-        A proposer that does not overlap, or does not want the grace adapted, waits for ``cap_s``.
-        """
+        """Counts from when enough have proposed. A proposer without overlap or adaptation waits for ``cap_s``."""
         known_s = self.quorum_s + self.sync_s
         wishes = [c.grace * (c.overlap_s - known_s) for c in proposed if c.grace and c.overlap_s]
         return min(max(0.0, min(wishes, default=cap_s)), cap_s)

@@ -34,7 +34,6 @@ class Readings:
         return self._means
 
     def drop(self, replica: str) -> None:
-        """It is away, or takes no part."""
         if self._values.pop(replica, None) is not None:
             self._means = None
 

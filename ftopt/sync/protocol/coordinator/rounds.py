@@ -29,12 +29,10 @@ class Rounds:
 
     @property
     def at(self) -> m.Position:
-        """The current version."""
         return self.versions.at
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt under way."""
         return self.decide.attempt
 
     def restart(self) -> None:
@@ -66,7 +64,6 @@ class Rounds:
     # ------------------------------------------------------------ who takes part
 
     def withdraw(self, replica: str) -> None:
-        """A member takes no part for now."""
         self.gather.withdraw(replica)
         self.decide.lose(replica)
 
@@ -124,6 +121,5 @@ class Rounds:
         return effects + self.catch_up.step(now, self.at)
 
     def deadline_s(self) -> float:
-        """When `step` is to be called at the latest, if nothing happens before."""
         at_work = self.gather if self.attempt is None else self.decide
         return min(self.catch_up.deadline_s(self._stepped_s), at_work.deadline_s(self._stepped_s))

@@ -126,7 +126,6 @@ class Startup:
         return self._first_s + self.sync.start_s
 
     def text(self, now: float) -> str:
-        """What it waits for."""
         if self._first_s is None:
             return "waiting for the first replica"
         left_s = max(0.0, self.deadline_s() - now)

@@ -8,7 +8,6 @@ from ftopt.sync.protocol.coordinator.machine import Coordinator
 
 
 def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
-    """What ``ftopt status`` shows of one job: JSON values."""
     startup = coordinator.startup
     return {
         "job": coordinator.job,

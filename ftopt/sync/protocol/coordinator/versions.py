@@ -25,13 +25,11 @@ class Versions:
         self.advance(last)
 
     def advance(self, decided: Decided) -> None:
-        """A decision makes the next version."""
         self.last, self.at = decided, m.Position(self.fragment, decided.version, decided.chain)
         self._chains[decided.version] = decided.chain
         self._chains.pop(decided.version - HISTORY, None)
 
     def held_by(self, member: Member) -> bool:
-        """Whether a member holds the current version."""
         return member.held.get(self.fragment) == self.at
 
     def off_branch(self, position: m.Position) -> bool:

@@ -142,7 +142,6 @@ class Waiting:
         return [*send([member], m.CallIn(self._fragment, version)), event]
 
     def deadline_s(self, now: float, proposed: Container[str]) -> float:
-        """When `step` is to be called, if nothing happens before."""
         due = [t for replica, t in self._deadline.items() if replica not in proposed]
         if self._opened_s is not None:
             due += [self._late_s, self._arrival_s, self._still_s()]

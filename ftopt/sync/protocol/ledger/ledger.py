@@ -139,7 +139,6 @@ class Ledger:
 
     @property
     def ended(self) -> bool:
-        """Whether every unit of the job is done."""
         return self.samples.units is not None and self.done == ((0, self.samples.units),)
 
     def _below_end(self, unit: int) -> int:

@@ -54,7 +54,6 @@ class BatchPlan:
         return fits and sum(map(size, parts.values())) == size(self.batch) and union(*parts.values()) == self.batch
 
     def lost(self, present: Iterable[IncarnationId]) -> Ranges:
-        """Units whose owner is not ``present``."""
         return subtract(self.batch, union(*(self.share(incarnation_id) for incarnation_id in present)))
 
     def without(

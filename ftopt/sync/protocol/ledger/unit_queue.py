@@ -104,7 +104,6 @@ class UnitQueue:
         return self._used, (*prefetched, *self._queue)
 
     def put_back(self, used: Ranges, queue: Ranges) -> None:
-        """Goes on with what a checkpoint holds."""
         self.reset()
         self._used = used
         self._queue.extend(queue)
