@@ -40,13 +40,13 @@ class Core:
     """The state of an `OuterOptimizer`.
 
     Args:
-        inner: the inner optimizers.
-        model: the module that holds all parameters; None in a copy.
-        method: what is computed; None in a copy.
-        group: who takes part; None in a copy: steps are then the inner optimizers' alone.
+        model, method, group: None in a copy, whose steps are the inner optimizers' alone.
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
-        undo: records each step, for `undo_step`.
+        undo: record each step, for `undo_step`.
+
+    Attributes:
+        last: the last step, if steps are recorded.
     """
 
     def __init__(
@@ -76,47 +76,42 @@ class Core:
         self._rounds_applied = self._nonfinite_drops = 0  # of the outer step's counters, as they were looked at last
         self._ended_at: float | None = None
         self._said_detached = False
-        self._last = LastStep(inner.optimizers) if undo else None
+        self.last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
         self._spent_at = -math.inf
-        # Counted for the step to come.
-        self._tokens = 0
-        self._samples = 0
+        self._tokens = self._samples = 0  # counted for the step to come, as is its loss
         self._loss: float | Tensor | None = None
 
     # Stepping.
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """One inner step, and whatever outer work is due behind it."""
-        if (last := self._last) is not None:
+        """Takes one inner step, and does what outer work is due after it."""
+        if (last := self.last) is not None:
             last.counted = None
         if self.suspended:
             return self.inner.step(closure)
         if self.group is None:
             return self._step_detached(closure)
-        outer = self.outer
         if self.group.global_batch is not None:
             return self._step_of_batch(self.group, self.group.global_batch, closure)
         if self.inner.is_empty_step():
             return self.inner.step(closure)
         if self.closed or self._before_outer is not None:
-            raise RuntimeError(self._no_step_now())
-        if outer is None:
-            if self.start() and closure is None:
-                return None  # The gradient belongs to the parameters that the fetched ones have replaced.
-            outer = self.started()
-        return self._step(outer, self.group, closure)
+            self._check_usable("step()")
+        if self.outer is None and self.start() and closure is None:
+            return None  # The gradient belongs to the parameters that the fetched ones have replaced.
+        return self._step(self.outer or self.started(), self.group, closure)
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
         tells = group.tells_steps
         if tells:
             group.emit("inner", inner_step=outer.inner_step() + 1)
         if outer.freezer.under_way or outer.freezer.in_place:
-            self._joined(outer)
+            self._join(outer)
         if outer.gradients is not None:
             loss = self.inner.evaluate(closure)
-            outer.accumulate()
-        elif (last := self._last) is None:
+            outer.gradients.view.add()
+        elif (last := self.last) is None:
             loss = self.inner.step(closure)
         else:
             last.begin(outer)
@@ -146,20 +141,14 @@ class Core:
             outer.report("training")
         return loss
 
-    @property
-    def can_undo(self) -> bool:
-        """Whether steps are recorded for `undo_step`."""
-        return self._last is not None
-
     def undo_step(self) -> Undone:
         """Takes the last inner step back; see `ftopt.undo_step`."""
-        outer, last = self.outer, self._last
+        outer, last = self.outer, self.last
         if last is None:
             raise UserError("undo_step: the steps of this optimizer are not recorded; call ftopt.wrap(..., undo=True)")
         if self.group is None or self.suspended:
             return revert(self.inner.optimizers)
-        if self.closed or self._before_outer is not None:
-            raise RuntimeError(self._no_step_now().replace("step()", "undo_step()"))
+        self._check_usable("undo_step()")
         if outer is None:
             raise UserError("undo_step: there is no step to undo: none has been taken")
         if outer.gradients is not None:
@@ -167,7 +156,7 @@ class Core:
                 f"undo_step: the replicas of {self.method} take each inner step together; one alone cannot undo it; "
                 "restore a checkpoint, or leave and join anew"
             )
-        self._joined(outer)
+        self._join(outer)
         undone = last.undo(outer, self.group)
         self._loss = None
         self._tokens = self._samples = 0
@@ -179,9 +168,8 @@ class Core:
             raise UserError(
                 "step(closure) in a job with a global batch; compute the gradients in its loop, then step()"
             )
+        self._check_usable("step()")
         outer = self.outer
-        if self.closed or self._before_outer is not None:
-            raise RuntimeError(self._no_step_now())
         if outer is None or not outer.is_whole():
             raise RuntimeError(
                 "step() before the global batch is whole; go through all micro-batches that "
@@ -210,16 +198,18 @@ class Core:
             )
         return self.inner.step(closure)
 
-    def _no_step_now(self) -> str:
+    def _check_usable(self, what: str) -> None:
         if self.closed:
-            return "step() after close(): this replica has left the job; call ftopt.wrap() again to join anew"
-        return "step() while the outer parameters are in the model; leave outer_parameters() first"
+            raise RuntimeError(
+                f"{what} after close(): this replica has left the job; call ftopt.wrap() again to join anew"
+            )
+        if self._before_outer is not None:
+            raise RuntimeError(f"{what} while the outer parameters are in the model; leave outer_parameters() first")
 
-    def _joined(self, outer: OuterStep) -> None:
-        """Nothing is being frozen from here. Parameters that are not finite are given up, and with them the
-        gradients at hand, which are theirs."""
+    def _join(self, outer: OuterStep) -> None:
+        """Ends all freezing. Parameters that are not finite are given up, and with them the gradients at hand."""
         if outer.freezer.under_way or outer.freezer.in_place:
-            outer.join()
+            outer.freezer.join()
             if outer.counters.nonfinite_drops != self._nonfinite_drops:
                 self.inner.zero_grad(set_to_none=True)
             self._after_outer_work(outer)
@@ -237,12 +227,10 @@ class Core:
                 self.replays.copy(outer)
 
     def sync(self) -> bool:
-        """A round now; see `OuterOptimizer.sync`."""
-        if self.outer is None:
-            self.start()
+        """Takes part in a round now; see `OuterOptimizer.sync`."""
+        self.start()
         outer = self.started()
-        if self.closed or self._before_outer is not None:
-            raise RuntimeError(self._no_step_now().replace("step()", "sync()"))
+        self._check_usable("sync()")
         decided = outer.sync(lr=self.inner.largest_lr())
         self._after_outer_work(outer)
         self._ended_at = None
@@ -263,8 +251,8 @@ class Core:
             return False
         if self.group is None or self.model is None or self.method is None:
             raise RuntimeError(
-                "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to "
-                "make one that takes part in a job"
+                "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to make one "
+                "that takes part in a job"
             )
         if self.closed:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
@@ -292,10 +280,7 @@ class Core:
         return fetched
 
     def go_on_from(self, resume: Resume) -> None:
-        """Sets what this replica goes on from when it starts; call it before.
-
-        What does not fit the model, the method or the inner optimizers is refused at the start (`UserError`).
-        """
+        """Sets what this replica goes on from when it starts, which refuses what does not fit here (`UserError`)."""
         if self.outer is not None:
             raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
         self.resume = resume
@@ -306,20 +291,17 @@ class Core:
         None: before the start, while the outer parameters are in the model, or when this replica has fetched that
         version instead of making it.
         """
-        if self.outer is None or self._before_outer is not None:
-            return None
-        return cut_of(self.outer)
+        return None if self.outer is None or self._before_outer is not None else cut_of(self.outer)
 
     def capture(self, copies: CopyPool) -> SavedReplica:
-        """This replica, between two inner steps. What training changes is copied, into the memory of ``copies``."""
+        """Captures this replica between two inner steps. What training changes is copied into ``copies``."""
         outer = self.started()
         assert self.model is not None and self.group is not None
-        self._joined(outer)
+        self._join(outer)
         return capture_replica(outer, self.inner, self.model, self.group, copies=copies)
 
     def _offer_rest(self) -> None:
-        """While the loader waits for units that other replicas hold: the data's end is near, and nobody can reach it
-        before all steps are offered."""
+        """Proposes while the loader waits for units that others hold: the data ends only when all steps are offered."""
         outer = self.started()
         if self.closed or self._before_outer is not None:
             return
@@ -375,7 +357,7 @@ class Core:
     # What the user is doing, and the anchor in the model.
 
     def report(self, state: str) -> None:
-        """Tells the group a state of the user's; nothing before the start or after the end."""
+        """Reports what the user's loop does; nothing before the start or after the end."""
         self._ended_at = None
         if self.outer is not None and not self.closed:
             self.outer.report(state)
@@ -388,9 +370,8 @@ class Core:
         """
         if self._before_outer is not None:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
-        if self.outer is None:
-            self.start()
-        self._joined(self.started())
+        self.start()
+        self._join(self.started())
         fragments = self.started().fragments
         self._before_outer = [fragment.view.clones() for fragment in fragments]
         for fragment in fragments:
@@ -400,7 +381,7 @@ class Core:
         self.report("evaluating")
 
     def exit_outer(self) -> None:
-        """Puts the replica's parameters back, bit for bit. Nothing happens when they are there."""
+        """Puts the replica's parameters back, bit for bit, unless they are there."""
         if self._before_outer is None:
             return
         for fragment, clones in zip(self.started().fragments, self._before_outer, strict=True):

@@ -1,5 +1,4 @@
-"""One face for one or several inner optimizers: groups, state and state dicts, combined and taken apart
-again.
+"""One interface to one or several inner optimizers: groups, state and state dicts, combined and taken apart again.
 
 With a single inner optimizer everything is its own object, untouched. With several (Muon for matrices, AdamW
 for the rest) groups follow each other in the order of the list, and parameters are numbered through.
@@ -19,14 +18,8 @@ from ftopt.errors import UserError
 
 
 class Inner:
-    """The inner optimizers as one.
-
-    Args:
-        optimizers: at least one; what is stepped, in this order.
-
-    Attributes:
-        single: the inner optimizer, if there is just one.
-    """
+    """The inner optimizers as one: at least one, stepped in this order. ``single``: the optimizer, if there is just
+    one."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -93,7 +86,7 @@ class Inner:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The first one's; schedulers look here for ``momentum`` and ``betas``."""
+        """The first optimizer's; schedulers read ``momentum`` and ``betas`` here."""
         return self.optimizers[0].defaults
 
     @defaults.setter
@@ -115,11 +108,7 @@ class Inner:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse of `state_dict`.
-
-        Raises:
-            UserError: another number of groups.
-        """
+        """The reverse of `state_dict`. UserError: another number of groups."""
         if self.single is not None:
             self.single.load_state_dict(state_dict)
             return
@@ -147,8 +136,7 @@ class Inner:
         return not any(bool(gradient.any()) for gradient in gradients)
 
     def forget_nonfinite_state(self) -> None:
-        """Starts the inner state of each parameter anew whose state holds a NaN or Inf; the others keep
-        theirs."""
+        """Resets the inner state of each parameter whose state holds a NaN or Inf."""
         for optimizer in self.optimizers:
             for values in optimizer.state.values():
                 tensors = [value for value in values.values() if isinstance(value, Tensor)]

@@ -1,7 +1,7 @@
 """The inner optimizers' state and groups as a tree of plain values and tensors, by the parameters' names, and back.
 
-``load_state_dict`` will not do here: it casts floating-point state to its parameter's dtype, and goes by the order of
-the parameters. This brings every bit back, with its dtype.
+``load_state_dict`` casts floating-point state to its parameter's dtype, and goes by the order of the parameters. This
+restores every bit, with its dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ftopt.tree import Tree
 
 
 def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
-    """A copy: one entry an inner optimizer. One pass over the state at memory speed; it stays on its device."""
+    """A copy: one entry an inner optimizer. One pass over the state, which stays on its device."""
     names = {id(p): name for name, p in trainable(model)}
     found = []
     for optimizer in inner.optimizers:
@@ -34,11 +34,8 @@ def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
 
 
 def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
-    """Refuses what is of other inner optimizers.
-
-    Raises:
-        ValueError: another number of optimizers or groups, another class, or state of a parameter that does not fit.
-    """
+    """Raises ValueError: another number of optimizers or groups, another class, or state of a parameter that does not
+    fit."""
     have = [(type(o).__name__, len(o.param_groups)) for o in inner.optimizers]
     got = [(entry["class"], len(entry["groups"])) for entry in saved]
     if have != got:
@@ -52,10 +49,8 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
 
 
 def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool = True) -> None:
-    """Puts a checked capture back: the state of parameters that had some, none for the others, all groups' values.
-
-    ``groups``: False leaves the groups' values as they are.
-    """
+    """Restores a checked capture: the state of parameters that had some, none for the others, and, unless ``groups`` is
+    False, all groups' values."""
     named = dict(trainable(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         optimizer.state.clear()
@@ -69,7 +64,7 @@ def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool =
 
 
 def restore_groups(inner: Inner, saved: list[Tree]) -> None:
-    """The groups' values alone: rates, and what a scheduler has written beside them."""
+    """Restores the groups' values alone: rates, and what a scheduler has written beside them."""
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
             group.update(_copy(values, CopyPool()))
@@ -86,6 +81,6 @@ def _copy(value: Any, copies: CopyPool) -> Any:
 
 
 def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    if not isinstance(value, Tensor):
-        return _copy(value, CopyPool())
-    return value.to(device_of(key, value, parameter, group), copy=True)
+    if isinstance(value, Tensor):
+        return value.to(device_of(key, value, parameter, group), copy=True)
+    return _copy(value, CopyPool())

@@ -77,7 +77,7 @@ def undoable(optimizer: Optimizer) -> Optimizer:
         ftopt.errors.UserError: its steps cannot be undone.
     """
     if isinstance(optimizer, OuterOptimizer):
-        if optimizer._core.can_undo:
+        if optimizer._core.last is not None:
             return optimizer
         raise UserError("undoable: this optimizer is wrapped; call ftopt.wrap(..., undo=True)")
     check_invertible(optimizer, "undoable")

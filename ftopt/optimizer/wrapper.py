@@ -47,8 +47,7 @@ def wrap(
     Args:
         inner: the optimizer to wrap, or several that share out the model (Muon for matrices, AdamW for the
             rest). Any `torch.optim.Optimizer`; it goes on to hold rates, groups and its own state.
-        model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be
-            mixed.
+        model: the module with all parameters that ``inner`` trains. fp32, bf16 and fp16 parameters may be mixed.
         method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
         group: `ftopt.connect`'s, or `ftopt.solo()`.
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
@@ -78,7 +77,7 @@ def wrap(
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
     memory = Mapped(Path(state_dir)) if state_dir is not None else None
-    wrapper._adopt(Core(joined, model, method, group=group, memory=memory, undo=undo))
+    wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo))
     return wrapper
 
 
@@ -97,7 +96,7 @@ class OuterOptimizer(Optimizer):
     def __init__(self) -> None:
         raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
 
-    def _adopt(self, core: Core) -> None:
+    def _set_up(self, core: Core) -> None:
         self._core = core
         Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
 
@@ -131,10 +130,10 @@ class OuterOptimizer(Optimizer):
         self._core.inner.defaults = defaults
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"inner": self._core.inner.optimizers, "undo": self._core.can_undo}
+        return {"inner": self._core.inner.optimizers, "undo": self._core.last is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._adopt(Core(Inner(state["inner"]), undo=state["undo"]))
+        self._set_up(Core(Inner(state["inner"]), undo=state["undo"]))
 
     def __repr__(self) -> str:
         core = self._core
@@ -145,9 +144,8 @@ class OuterOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One inner step; then, if it is time, this replica's part in an outer step.
 
-        The first step joins the job unless ``with optimizer:`` has. If that brought parameters from another
-        replica, the gradient at hand belongs to other parameters and is not applied (with a closure it is
-        computed anew).
+        The first step joins the job unless ``with optimizer:`` has. If that brought parameters from another replica,
+        the gradient at hand belongs to other parameters and is not applied (with a closure it is computed anew).
 
         Args:
             closure: computes the loss, as for the inner optimizer.
@@ -171,8 +169,7 @@ class OuterOptimizer(Optimizer):
         self._core.inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to the inner optimizer; only before training has started, and to a single inner
-        optimizer.
+        """Adds a group to the inner optimizer; only before training has started, and to a single inner optimizer.
 
         Raises:
             ftopt.errors.UserError: started already, or several inner optimizers.
@@ -187,15 +184,21 @@ class OuterOptimizer(Optimizer):
         self._core.inner.single.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict and a key ``ftopt`` of plain numbers. Tensors by reference,
-        nothing copied.
+        """The inner optimizer's state dict and a key ``ftopt`` of plain numbers. Tensors by reference, nothing copied.
 
         The anchor and the outer optimizer's state are not in it: a job's checkpoint holds them.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         result = self._core.inner.state_dict()
-        result[STATE_KEY] = self._summary()
+        result[STATE_KEY] = {
+            "format": _FORMAT,
+            "method": None if self._core.method is None else self._core.method.name,
+            "versions": list(self.versions),
+            "inner_step": self.inner_step,
+            "local_steps": self.local_steps,
+            "pending_steps": self.pending_steps,
+        }
         for hook in self._optimizer_state_dict_post_hooks.values():
             replaced = hook(self, result)
             result = result if replaced is None else replaced
@@ -214,8 +217,8 @@ class OuterOptimizer(Optimizer):
         ours = state_dict.pop(STATE_KEY, None)
         if ours is None:
             warnings.warn(
-                f"the state dict has no key {STATE_KEY!r}: it is a bare inner optimizer's, or a checkpointer "
-                "has dropped the key; the inner state is loaded",
+                f"the state dict has no key {STATE_KEY!r}: it is a bare inner optimizer's, or a checkpointer has "
+                "dropped the key; the inner state is loaded",
                 stacklevel=2,
             )
         elif self._core.method is not None and ours.get("method") not in (None, self._core.method.name):
@@ -227,17 +230,6 @@ class OuterOptimizer(Optimizer):
         self._core.inner.load_state_dict(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _summary(self) -> dict[str, Any]:
-        core = self._core
-        return {
-            "format": _FORMAT,
-            "method": None if core.method is None else core.method.name,
-            "versions": list(self.versions),
-            "inner_step": self.inner_step,
-            "local_steps": self.local_steps,
-            "pending_steps": self.pending_steps,
-        }
 
     # Where training stands.
 
@@ -272,8 +264,7 @@ class OuterOptimizer(Optimizer):
     @property
     def pending_by_fragment(self) -> tuple[int, ...]:
         """`pending_steps` of each fragment; empty before the start."""
-        outer = self._core.outer
-        return () if outer is None else outer.pending_by_fragment()
+        return () if self._core.outer is None else self._core.outer.pending_by_fragment()
 
     @property
     def committed(self) -> Committed:
@@ -287,8 +278,7 @@ class OuterOptimizer(Optimizer):
         return () if outer is None else tuple(fragment.state.meta.version for fragment in outer.fragments)
 
     def anchor_digest(self) -> str:
-        """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date
-        replicas."""
+        """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas."""
         return self._core.started().anchor_digest()
 
     # What a training loop may say.
@@ -311,7 +301,7 @@ class OuterOptimizer(Optimizer):
         return self._core.settle()
 
     def count(self, *, tokens: int = 0, samples: int = 0, loss: float | Tensor | None = None) -> None:
-        """Counts what the next ``step()`` uses; call it before. Tokens go along with the contribution.
+        """Counts what the next ``step()`` uses; call it before that. Tokens go with the contribution.
 
         Args:
             tokens: added to those of earlier calls before the same step.
@@ -328,8 +318,7 @@ class OuterOptimizer(Optimizer):
 
     @contextmanager
     def busy(self, state: str = "busy") -> Iterator[None]:
-        """While the loop does something else than train: peers wait no longer than the grace, and do not hold
-        it for hung.
+        """Says that the loop does not train: peers wait for it no longer than the grace, and do not take it for hung.
 
         Args:
             state: what to show in the status: ``busy``, ``evaluating``, ``checkpointing``, ``compiling``, ...
@@ -344,8 +333,7 @@ class OuterOptimizer(Optimizer):
     def suspended(self) -> Iterator[None]:
         """Steps inside are the inner optimizer's alone: nothing is counted, nothing proposed.
 
-        For code that calls ``step()`` without training. What they change in the parameters counts as pending
-        work.
+        For code that calls ``step()`` without training. What they change in the parameters counts as pending work.
         """
         self._core.suspended += 1
         try:

@@ -275,7 +275,7 @@ def test_a_round_with_delay_is_decided_while_the_gpu_is_busy_training() -> None:
         assert outer.freezer.under_way, "the third round has begun"
         torch.cuda._sleep(6_000_000_000)  # seconds
         trained = torch.cuda.current_stream().record_event()
-        outer.join()
+        outer.freezer.join()
         deadline = time.monotonic() + 20
         while outer.fragments[0].state is outer.fragments[0].applied and time.monotonic() < deadline:
             time.sleep(0.001)

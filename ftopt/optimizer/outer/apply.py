@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.merge import mixed, rebase_
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
+from ftopt.optimizer.tensors.buffers import keep_between
 from ftopt.optimizer.tensors.digest import damage
+from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.mapped import behind
+from ftopt.optimizer.tensors.pieces import Measured, piece_of
 from ftopt.streams import used_here
 
 
@@ -19,9 +23,7 @@ class Applier:
     """Applies committed states, and drops pending steps. Training thread."""
 
     def __init__(self, shared: Shared, schedule: SyncSchedule) -> None:
-        self._shared = shared
-        self._group = shared.group
-        self._schedule = schedule
+        self._shared, self._group, self._schedule = shared, shared.group, schedule
 
     def apply(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Applies newer committed states; one that counts this replica's snapshot ``tau`` steps after that, or early.
@@ -55,9 +57,14 @@ class Applier:
         elif reset or (not fragment.carries_over and version != before.meta.version):
             self.drop(fragment, start, "reset" if reset else "taken_over")
         elif alpha is not None:
-            self._mix(fragment, start, alpha)
+            # params <- alpha * params + (1 - alpha) * cast(new anchor), as in Streaming DiLoCo (arXiv 2501.18512)
+            now = fragment.view.read(self._shared.memory.like(start))
+            fragment.view.write(now.mul_(alpha).add_(torch.mul(start, 1 - alpha)))
+            self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
         elif counted or version != before.meta.version:
-            self._rebase(fragment, base.params, start, self._unknown(fragment, base.params) if state.fetched else [])
+            unknown = self._unknown(fragment, base.params) if state.fetched else []
+            if not rebase_(fragment.view, base.params, start, unknown):
+                self.drop(fragment, start, "nonfinite")
         # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
         if reset and self._group.units is not None and not fragment.index:
             self._group.units.redo()
@@ -71,14 +78,14 @@ class Applier:
         return True
 
     def drop(self, fragment: Fragment, start: Tensor, reason: str) -> None:
-        """Gives the pending steps up: the parameters go back to ``start``."""
+        """Drops the pending steps: the parameters go back to ``start``."""
         if reason == "nonfinite":
             self._shared.counters.count_nonfinite_drop()
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
 
     def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
-        """Where ``base`` is damaged: how the parameters differ from it says nothing there."""
+        """Where ``base`` is damaged, so that the pending work is unknown."""
         applied = fragment.applied
         found = damage(base, applied.sums["anchor"]) if base is applied.anchor else []
         if found:
@@ -86,20 +93,44 @@ class Applier:
             self._group.emit("repaired", fragment=fragment.index, version=applied.meta.version, data=data)
         return found
 
-    def _rebase(self, fragment: Fragment, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> None:
-        """Moves the pending work onto the new anchor; drops it if that is not finite."""
-        if not rebase_(fragment.view, base, start, unknown):
-            self.drop(fragment, start, "nonfinite")
-
-    def _mix(self, fragment: Fragment, start: Tensor, alpha: float) -> None:
-        """Mixes; a share ``1 - alpha`` of the pending work is gone."""
-        fragment.view.write(mixed(fragment.view, start, alpha, out=self._shared.memory.like(start)))
-        self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
-
     def _discard(self, fragment: Fragment, steps: int, reason: str) -> None:
         """Counts the oldest ``steps`` pending steps as discarded."""
-        if not steps:
-            return
-        fragment.discard(steps)
-        data = {"steps": steps, "reason": reason}
-        self._group.emit("discarded", fragment=fragment.index, inner_step=fragment.inner_step(), data=data)
+        if steps:
+            fragment.discard(steps)
+            data = {"steps": steps, "reason": reason}
+            self._group.emit("discarded", fragment=fragment.index, inner_step=fragment.inner_step(), data=data)
+
+
+@torch.no_grad()
+def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> bool:
+    """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor. One sweep.
+
+    With the cast, so that ``params - start`` is the work again, without what the parameters' dtype rounds off the
+    anchor.
+
+    Args:
+        base: what the pending work is measured from, flat fp32.
+        start: the new anchor, rounded to the parameters' dtypes, flat fp32.
+        unknown: where ``base`` is damaged: there the parameters become the anchor's.
+
+    Returns:
+        False: something was not finite, and the parameters are of no use.
+    """
+    if unknown:
+        now, base = view.read(view.empty()), base.clone()
+        for block in unknown:
+            base[block] = now[block]
+    size = piece_of(start)
+    scratch, measured = start.new_empty(min(size, start.numel())), Measured()
+    for part, where in behind(view.parts(size), base, start):
+        before, after = base[where].view(part.shape), start[where].view(part.shape)
+        if part.dtype == torch.float32 and where.start < view.trained:
+            measured.see(part.sub_(before).add_(after))
+            continue
+        room = scratch[: part.numel()].view(part.shape) if part.numel() <= scratch.numel() else torch.empty_like(after)
+        moved = torch.sub(part, before, out=room).add_(after)
+        if where.start >= view.trained:
+            keep_between(moved, part, after)
+        measured.see(moved)
+        part.copy_(moved)
+    return measured.finite

@@ -2,8 +2,7 @@
 
 Invariant I2, each survivor's inner step is counted exactly once, needs three numbers a fragment: ``local_steps`` here,
 ``base.step`` and ``state.meta.counted_step`` of the fragment. The first changes in this file alone, the others in
-``fragment.py`` alone, so that these two files are what an audit of I2 reads. All others call the methods, whose names
-say what has happened; a test keeps it so.
+``fragment.py`` alone, so that these two files are what an audit of I2 reads. A test keeps it so.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class StepTotals(NamedTuple):
     timed: int = 0
 
     def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
-        """With one step more; its loss, and how long it took, when that is known."""
+        """Adds one step; its loss, and how many seconds it took, when that is known."""
         losses, counted = self.losses, self.counted
         if loss is not None:
             losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
@@ -60,21 +59,14 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self.local_steps = 0
-        self.tokens = 0
+        self.local_steps = self.tokens = self.rounds_applied = self.nonfinite_drops = 0
         self.totals = StepTotals()
         self.step_s = 0.0
-        self.rounds_applied = 0
-        self.nonfinite_drops = 0
         self.resumed = False
 
     def count_step(self, tokens: int, step_s: float | None) -> None:
-        """Counts an inner step.
-
-        Args:
-            tokens: in it.
-            step_s: seconds from the end of the one before, when nothing else was done in between.
-        """
+        """Counts an inner step. ``step_s``: seconds from the end of the one before, if nothing else was done
+        between."""
         self.local_steps += 1
         self.tokens += tokens
         if step_s is not None:
@@ -85,15 +77,15 @@ class Counters:
         self.totals = self.totals.plus(lr, loss, step_s)
 
     def counted(self) -> tuple[int, int, StepTotals]:
-        """The counts as they are, for `uncount`."""
+        """The counts at present, for `uncount`."""
         return self.local_steps, self.tokens, self.totals
 
     def uncount(self, before: tuple[int, int, StepTotals]) -> None:
-        """Takes the last step out again: the counts are what they were ``before`` it."""
+        """Takes the last step out: sets the counts to those ``before`` it."""
         self.local_steps, self.tokens, self.totals = before
 
     def set_step_s(self, seconds: float) -> None:
-        """Sets how long a step takes, where somebody else measures it."""
+        """Sets how long a step takes, where that is measured elsewhere."""
         self.step_s = seconds
 
     def count_applied_round(self) -> None:
@@ -101,20 +93,18 @@ class Counters:
         self.rounds_applied += 1
 
     def count_nonfinite_drop(self) -> None:
-        """Counts that pending steps which are not finite were dropped."""
+        """Counts a drop of pending steps that are not finite."""
         self.nonfinite_drops += 1
 
-    def take_in(self, steps: int, tokens: int) -> None:
+    def adopt(self, steps: int, tokens: int) -> None:
         """Adds inner steps that another replica, or another life of this one, has taken and that are pending here."""
         self.local_steps += steps
         self.tokens += tokens
 
     def capture(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {
-            "local_steps": self.local_steps, "tokens": self.tokens, "totals": self.totals._asdict(),
-            "rounds_applied": self.rounds_applied,
-        }  # fmt: skip
+        counts = {"local_steps": self.local_steps, "tokens": self.tokens, "rounds_applied": self.rounds_applied}
+        return counts | {"totals": self.totals._asdict()}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Puts a `capture` back."""

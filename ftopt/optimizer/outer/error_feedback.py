@@ -48,32 +48,31 @@ class Residual:
     owed: tuple[int, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
 class Feedback:
     """Error feedback of one attempt: the `Carry` of its reduction.
 
     Args:
-        codec: the reduction's.
         residual: e; 1-D, fp32, as long as the payload; is not changed. None: nothing yet.
         beta: how much of the residual is kept, 0 to 1.
         left: like the payload; becomes the new e.
     """
 
-    def __init__(self, codec: Codec, residual: Tensor | None, beta: float, left: Tensor) -> None:
-        self._codec = codec
-        self._residual = residual
-        self._beta = beta
-        self._left = left
+    codec: Codec
+    residual: Tensor | None
+    beta: float
+    left: Tensor
 
     def before(self, part: Tensor, start: int) -> None:
         """``part <- beta * residual + part``."""
-        if self._residual is not None:
-            residual = self._residual[start : start + part.numel()]
-            part.add_(residual if self._beta == 1.0 else residual * self._beta)
+        if self.residual is not None:
+            residual = self.residual[start : start + part.numel()]
+            part.add_(residual if self.beta == 1.0 else residual * self.beta)
 
     def after(self, part: Tensor, start: int, encoded: Tensor | None) -> None:
         """``left <- part - C(part)``."""
-        left = self._left[start : start + part.numel()]
-        if encoded is None or self._codec.exact:
+        left = self.left[start : start + part.numel()]
+        if encoded is None or self.codec.exact:
             left.zero_()
         else:
-            torch.sub(part, self._codec.decode(encoded, left), out=left)
+            torch.sub(part, self.codec.decode(encoded, left), out=left)

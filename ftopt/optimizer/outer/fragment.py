@@ -39,22 +39,18 @@ from ftopt.sync.group import AttemptView, Committed
 
 
 class Fragment:
-    """The variables of one fragment. Everybody reads them; whoever is not this class calls a method to change them.
+    """The variables of one fragment. All code may read them; only this class writes them.
 
     Args:
-        view: its parameters.
-        method: what is computed for it.
-        trigger_metrics: measures what its trigger uses.
-        state: its initial committed state, of the parameters as they are.
-        counters: of the replica.
+        state: the initial committed state, of the parameters as they are.
         by_job: triggers count the job's inner steps, not this replica's.
 
     Attributes:
         carries_over: pending work can be moved to a newer version; if not, it is dropped then.
-        keeps_still: its values change in no other way than by an inner step.
+        keeps_still: its values change only in an inner step.
         residuals: error feedback, by the payload's units: what the codec left out of all that was counted.
         reset: the pending work is to be dropped when the state is applied: this replica had been declared gone.
-        assumed: what the last round said of the payload.
+        assumed: what the last round determined for the payload.
         trigger_from_step, trigger_from_s: when triggers began to count: at the last proposal, or when a state was
             applied that counts nothing of this replica.
         ask_from: before this local step it cannot be time.
@@ -76,12 +72,9 @@ class Fragment:
         *,
         by_job: bool = False,
     ) -> None:
-        self.view = view
-        self.method = method
-        self.trigger_metrics = trigger_metrics
+        self.view, self.method, self.trigger_metrics = view, method, trigger_metrics
         self.index = state.meta.fragment
-        self.timing = method.timing
-        self.overlap = method.overlap
+        self.timing, self.overlap = method.timing, method.overlap
         self.state = self.applied = state
         self.start = view.cast(state.anchor)
         self.base = Base(self.start, 0, 0, counters.totals, state.meta.version)
@@ -100,11 +93,11 @@ class Fragment:
         self.restart_trigger(0, 0.0)
         self.note_snapshot(0)
 
-    # Looking. Any thread.
+    # Reading. Any thread.
 
     @property
     def pending_steps(self) -> int:
-        """Inner steps of this replica that no committed state has counted (dropped ones left out)."""
+        """Inner steps of this replica that no committed state has counted, without dropped ones."""
         return self.steps_since(self.base)
 
     def steps_since(self, base: Base) -> int:
@@ -152,13 +145,13 @@ class Fragment:
     # Steps 3 to 5, on the reducer and the network thread.
 
     def begin_attempt(self) -> tuple[State, Snapshot | None]:
-        """Drops the result of the attempt before; what the new one is computed from."""
+        """Drops the result of the attempt before; returns what the new one is computed from."""
         with self._lock:
             self.result = None
             return self.state, self.snapshot
 
     def assume(self, assumed: Assumed) -> None:
-        """Notes what the round says of the payload; the next one probably says the same."""
+        """Notes what the round determines for the payload; the next one probably does the same."""
         self.assumed = assumed
 
     def leave_out(self, units: str, residual: Residual) -> None:
@@ -201,9 +194,8 @@ class Fragment:
         if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
             # In place: the training thread waits, nothing is pending, and nobody looks at what it is measured from.
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
-            self.base = Base(
-                params, snapshot.contribution.last_step, snapshot.tokens, snapshot.totals, state.meta.version
-            )
+            step, version = snapshot.contribution.last_step, state.meta.version
+            self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
@@ -247,7 +239,7 @@ class Fragment:
                 self.reset = False
 
     def follow(self, state: State) -> None:
-        """Does what else comes with a state that is being applied. Here: nothing."""
+        """Does what else a state that is being applied requires; here nothing."""
 
     # At the start. Training thread, before others look, unless said otherwise.
 

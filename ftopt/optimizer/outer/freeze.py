@@ -7,9 +7,9 @@ There are three ways to freeze, and `Freezer.propose` chooses:
   and the proposal are made on a thread of their own during the next forward and backward pass;
 - **a copy, now**, otherwise.
 
-The first two bind the parameters: before anything changes them, the training thread calls `join` or `release`. Whoever
-changes them behind ftopt's back meanwhile loses nothing in the second: a payload is computed from the copy, and what
-pending work is measured from is that same copy, so a change is in this contribution or in the next.
+The first two bind the parameters: before anything changes them, the training thread calls `join` or `release`. A change
+that user code makes during the second is not lost: payload and base are that same copy, so the change is in this
+contribution or in the next.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ class ShareOffer:
 
 
 class FreezeThread:
-    """A thread, made when it is first needed. Its methods are the training thread's.
-
-    Attributes:
-        under_way: what has not been joined.
-    """
+    """A thread, made when it is first needed. Called by the training thread; ``under_way`` has not been joined."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -71,7 +67,7 @@ class FreezeThread:
         self.under_way: list[Future[Callable[[], None]]] = []
 
     def begin(self, device: torch.device, work: FreezeTask) -> None:
-        """Does it behind the training thread; on a GPU on a stream of its own, after what has been queued so far."""
+        """Runs ``work`` on this thread; on a GPU on a stream of its own, after what has been queued so far."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="ftopt-freezer")
         before = reached(device)
@@ -83,7 +79,7 @@ class FreezeThread:
         self.under_way.append(self._thread.submit(on_its_stream))
 
     def join(self) -> None:
-        """Waits for all of it, and does the rest."""
+        """Waits for everything, and does what is left for the training thread."""
         while self.under_way:
             wait(self.under_way[:1])  # an interrupt leaves it under way
             self.under_way.pop(0).result()()
@@ -91,14 +87,12 @@ class FreezeThread:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """What a contribution is, as of the boundary at which it was begun.
+    """A contribution as of the boundary at which it was begun.
 
     Args:
-        make: a snapshot of the contribution, once it is measured, and the frozen parameters.
+        make: makes the snapshot of the contribution, once that is measured, and the frozen parameters.
         on: the state that the parameters are based on.
         start: its anchor, cast.
-        now: the other replicas are called in.
-        share: of a global batch, if it is one.
     """
 
     make: Callable[[Contribution, Frozen], Snapshot]
@@ -113,19 +107,16 @@ class Freezer:
     """Freezes and proposes. Training thread.
 
     Attributes:
-        under_way: copies that are being made; `join` waits for them.
+        thread: makes copies; those ``under_way`` are what `join` waits for.
         in_place: fragments whose parameters must not change, until `release` or `join`.
     """
 
     def __init__(self, shared: Shared, schedule: SyncSchedule, applier: Applier, *, lossy: bool) -> None:
-        self._shared = shared
-        self._group = shared.group
-        self._schedule = schedule
-        self._applier = applier
-        self._lossy = lossy
-        self._thread = FreezeThread()
+        self._shared, self._group = shared, shared.group
+        self._schedule, self._applier, self._lossy = schedule, applier, lossy
         self._warned_of_no_loss = False
-        self.under_way = self._thread.under_way
+        self.thread = FreezeThread()
+        self.under_way = self.thread.under_way
         self.in_place: dict[Fragment, Frozen] = {}
 
     @torch.no_grad()
@@ -147,27 +138,23 @@ class Freezer:
         if waits and in_pieces(fragment) and not needs_copy:
             self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal, lr))
         elif tau and fragment.keeps_still and view.trained == view.numel:
-            self._thread.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
+            self.thread.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
         else:
             self._offer(fragment, proposal, *self._copy(fragment, proposal))
 
     def join(self) -> None:
-        """Waits until what was being frozen is frozen and offered: the parameters may change."""
-        self._thread.join()
+        """Waits until what was being frozen is frozen and offered: the parameters may change then."""
+        self.thread.join()
         while self.in_place:  # a boundary raised before it could release them
             self.release(next(reversed(self.in_place)))
 
-    def finish_copies(self) -> None:
-        """Waits until what is being frozen behind the training thread is offered."""
-        self._thread.join()
-
     def thaw(self) -> None:
-        """The parameters may change from here, since a boundary raises; `join` does the rest."""
+        """Lets the parameters change, since a boundary raises; `join` does the rest."""
         for fragment, frozen in self.in_place.items():
             frozen.thaw(keep=fragment.waits_for(frozen))
 
     def release(self, fragment: Fragment) -> None:
-        """Ends a wait: the parameters may change, and what is decided is applied. What was frozen in place is applied
+        """Ends a wait: lets the parameters change, and applies what is decided. What was frozen in place is applied
         whatever the delay is by now: there is no copy that later steps could be measured from."""
         frozen = self.in_place.get(fragment)
         if frozen is not None:
@@ -176,7 +163,7 @@ class Freezer:
         self.in_place.pop(fragment, None)
 
     def _begin(self, fragment: Fragment, lr: float, now: bool, share: ShareOffer | None) -> _Proposal:
-        """The contribution, but for what is measured when it is frozen; triggers count anew."""
+        """Begins a contribution, without what is measured when it is frozen; triggers count anew."""
         applied, index, counters = fragment.applied, fragment.index, self._shared.counters
         base, version, start = fragment.base, applied.meta.version, fragment.start
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._shared.inner_step())
@@ -226,7 +213,6 @@ class Freezer:
 
     @torch.no_grad()
     def _copy(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:
-        """Makes a copy."""
         params, share = self._shared.memory.like(proposal.start), proposal.share
         parts: pieces.Parts = fragment.view.parts(piece_of(params))
         if share is not None and share.samples:
@@ -235,7 +221,7 @@ class Freezer:
         return Frozen(fragment.view, params), measured
 
     def _copy_and_offer(self, fragment: Fragment, proposal: _Proposal) -> Callable[[], None]:
-        """On the freezing thread; what is left to do is for the training thread."""
+        """Runs on the freezing thread; returns what is left for the training thread."""
         copy, measured = self._copy(fragment, proposal)
         offer = partial(self._offer, fragment, proposal, copy, measured)
         if not measured.finite:
@@ -244,7 +230,7 @@ class Freezer:
         return lambda: None
 
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
-        """Hands the frozen parameters over; if they are not finite, gives them up. (Freezing thread if they are.)"""
+        """Offers the frozen parameters; if they are not finite, gives them up. (Freezing thread if they are.)"""
         contribution, start = proposal.contribution, proposal.start
         if measured.finite:
             norm = measured.norm if math.isfinite(measured.norm) else 0.0

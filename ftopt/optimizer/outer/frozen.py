@@ -1,7 +1,7 @@
 """The parameters of a contribution, as they were when it was frozen (FREEZE): a copy, or the parameters in place.
 
 While the training thread waits for a round nothing changes the parameters, so the round is computed from them where
-they are, and nobody needs a copy. Before the training thread goes on it calls `Frozen.thaw`.
+they are, without a copy. Before the training thread goes on it calls `Frozen.thaw`.
 
 On a GPU they may be still being computed, or copied, when the training thread hands them over: each reader's stream
 waits for that.
@@ -23,12 +23,11 @@ from ftopt.streams import Point, finish, follow, reached
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What a payload depends on that only the round tells; mostly it is what it was in the round before.
+    """What a payload depends on that only the round determines; it is mostly as in the round before.
 
     Args:
-        share: by which it is multiplied; None: by nothing.
-        alone: as in `ftopt.methods.ReplicaView`.
-        averages: as in `ftopt.methods.ReplicaView`.
+        share: by which the payload is multiplied; None: by nothing.
+        alone, averages: as in `ftopt.methods.ReplicaView`.
     """
 
     share: float | None = None
@@ -39,42 +38,32 @@ class Assumed:
 class Frozen:
     """Frozen parameters. Any thread, but for `thaw`.
 
-    Args:
-        view: the parameters.
-        copy: of them, flat fp32. None: they are read in place, until `thaw`.
+    Attributes:
+        copy: of the parameters, flat fp32. None: they are read in place, until `thaw`.
+        point: from there on they, and all that there was when they were frozen, are complete.
     """
 
     def __init__(self, view: FlatView, copy: Tensor | None = None) -> None:
         self._view = view
-        self._copy = copy
+        self.copy = copy
         self._gone = False
         self._lock = threading.Lock()
         self._ready: tuple[Assumed, Tensor] | None = None
-        self._point = reached(view.device)
-
-    @property
-    def point(self) -> Point:
-        """From there on they, and all that there was when they were frozen, are complete."""
-        return self._point
-
-    @property
-    def copy(self) -> Tensor | None:
-        """Flat fp32; None while they are in place."""
-        return self._copy
+        self.point: Point = reached(view.device)
 
     def flat(self) -> Tensor:
         """The copy; must be there."""
-        assert self._copy is not None, "parameters that are frozen in place are read in parts"
-        follow(self._view.device, self._point)
-        return self._copy
+        assert self.copy is not None, "parameters that are frozen in place are read in parts"
+        follow(self._view.device, self.point)
+        return self.copy
 
     def offer(self, assumed: Assumed, payload: Tensor) -> None:
-        """A payload that has been computed when they were frozen."""
-        self._point = reached(self._view.device)
+        """Keeps a payload that was computed when the parameters were frozen."""
+        self.point = reached(self._view.device)
         self._ready = assumed, payload
 
     def take(self, assumed: Assumed) -> Tensor | None:
-        """That payload, once, if it was computed for the same; what had no share yet gets it."""
+        """Returns that payload, once, if it was computed for the same; applies a share that it lacks."""
         (found, payload), self._ready = self._ready or (None, None), None
         if payload is None or found is None or (found.alone, found.averages) != (assumed.alone, assumed.averages):
             return None
@@ -84,15 +73,15 @@ class Frozen:
 
     @contextmanager
     def parts(self, size: int) -> Iterator[Iterable[tuple[Tensor, slice]]]:
-        """All of it in parts of at most ``size`` elements, and where each lies in a flat tensor. `thaw` waits.
+        """The parameters in parts of at most ``size`` elements, and where each lies in a flat tensor; `thaw` waits.
 
         Raises:
             InterruptedError: the training thread has gone on: the round that this was for is over.
         """
         with self._lock:
-            follow(self._view.device, self._point)
-            if self._copy is not None:
-                yield flat_parts(self._copy, size)
+            follow(self._view.device, self.point)
+            if self.copy is not None:
+                yield flat_parts(self.copy, size)
             elif self._gone:
                 raise InterruptedError("the contribution is decided: its parameters have moved on")
             else:
@@ -102,16 +91,12 @@ class Frozen:
                     finish(self._view.device)
 
     def thaw(self, *, keep: bool) -> None:
-        """The parameters are about to change. Training thread.
-
-        Args:
-            keep: the contribution is not decided: a copy stays.
-        """
+        """Lets the parameters change. Training thread. ``keep``: the contribution is undecided, so a copy stays."""
         with self._lock:
-            if self._copy is None and not self._gone:
+            if self.copy is None and not self._gone:
                 kept = self._view.read(self._view.empty()) if keep else None
-                self._point = reached(self._view.device)
-                self._copy, self._gone = kept, not keep
+                self.point = reached(self._view.device)
+                self.copy, self._gone = kept, not keep
 
 
 def flat_parts(flat: Tensor, size: int) -> Iterable[tuple[Tensor, slice]]:

@@ -22,22 +22,18 @@ from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import publish
 from ftopt.sync.group import Committed, ReplicaGroup
 
+_LOCK_S = 1.0
+
 
 class GradientFragment(Fragment):
     """Gradients as a fragment.
 
     Args:
-        view: the gradients.
-        method: what is computed for them.
-        trigger_metrics: measures what the trigger uses.
-        state: the initial committed state.
-        counters: of the replica.
-        inner: the inner optimizers.
         live: the model and the inner state, where they are the committed state.
-        group: who takes part. With a global batch a sum of gradients belongs to one version alone.
+        group: with a global batch a sum of gradients belongs to one version alone.
 
     Attributes:
-        stepped: the state whose gradient the inner optimizers have taken; written under the lock of ``live``.
+        stepped: the state whose gradient the inner optimizers have used; written under the lock of ``live``.
     """
 
     view: GradientView
@@ -57,30 +53,24 @@ class GradientFragment(Fragment):
     ) -> None:
         super().__init__(view, method, trigger_metrics, state, counters)
         self.carries_over = group.global_batch is None
-        self.live = live
-        self.stepped = state
-        self._inner = inner
-        self._group = group
-
-    def clear(self) -> None:
-        """The gradients that wait for a round are void."""
-        self.view.write(self.start)
+        self.live, self.stepped = live, state
+        self._inner, self._group = inner, group
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
         """The model and inner state as they are, where they are the committed state.
 
         Raises:
-            LookupError: an inner step that is being applied lasts too long to wait for.
+            LookupError: an inner step that is being applied lasts longer than a second.
         """
         live = self.live
         if live is None:
             return super().serve()
-        if not live.hold():
+        if not live.lock.acquire(timeout=_LOCK_S):
             raise LookupError("an inner step is being applied")
         try:
             state = self.state
             if state.live is not None and self.stepped is not state:  # the model here is still of another version
-                return state.digest, dict(state.live.tensors)
+                return state.digest, dict(state.live)
             return live.serve(None if self.stepped is state else state.outer[GRADIENT])
         finally:
             live.lock.release()
@@ -97,7 +87,7 @@ class GradientFragment(Fragment):
         gradient: Tensor | None = state.outer[GRADIENT]
         with self.live.lock if self.live is not None else nullcontext():
             if state.fetched:
-                gradient = state.live.gradient if state.live is not None else None
+                gradient = state.live.get(GRADIENT) if state.live is not None else None
                 if self.live is not None and state.live is not None:
                     self.live.put(state.live)
             if gradient is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,24 +22,13 @@ from ftopt.optimizer.tensors.pieces import piece_of
 from ftopt.sync.group import AttemptView, Collective, Summed, bits, floats
 
 
+@dataclass(frozen=True, slots=True)
 class Mean:
-    """The weighted mean of the members' payloads. Reducer thread.
+    """The weighted mean of the members' payloads. Reducer thread. ``beta``: of the error feedback; 0: none."""
 
-    Args:
-        codec: wire precision.
-        beta: of the error feedback; 0: none.
-        memory: for flat tensors.
-    """
-
-    def __init__(self, codec: Codec, beta: float, memory: Memory) -> None:
-        self._codec = codec
-        self._beta = beta
-        self._memory = memory
-
-    @property
-    def lossy(self) -> bool:
-        """Whether payloads go through a codec that rounds."""
-        return not self._codec.exact
+    codec: Codec
+    beta: float
+    memory: Memory
 
     def reduce(
         self,
@@ -50,18 +39,28 @@ class Mean:
         collective: Collective,
         begin: Callable[[Tensor, Round], Summed | None],
     ) -> tuple[Tensor, Round]:
-        """The mean, flat fp32, and what all members know alike of the round.
+        """Returns the mean, flat fp32, and what all members know alike of the round.
 
-        ``begin`` is given what is going to be the mean; what it returns is told, while the rest is on the wire, which
-        elements of it are there.
+        ``begin`` gets the memory of the mean; what it returns is called with the elements that have arrived, while the
+        rest is on the wire.
         """
-        method, view = fragment.method, fragment.view
-        own = self._replica_view(attempt, fragment, state, snapshot)
+        method, view, frozen = fragment.method, fragment.view, snapshot.params
+        own = ReplicaView(
+            anchor=state.anchor,
+            start=snapshot.start,
+            params=frozen.flat() if frozen.copy is not None else state.anchor.new_empty(0),
+            layout=view.layout,
+            steps=snapshot.contribution.steps,
+            lr=snapshot.lr,
+            alone=attempt.contributors == 1,
+            lossy=not self.codec.exact,
+            averages=attempt.inner_step < method.average_until_step,
+        )
         scalars = method.scalars(of(own, slice(0, view.trained)) if reads_tensors(method) else own)
         at, shares = self._round(attempt, collective, own, scalars)
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not own.alone else None
         fragment.assume(Assumed(None if own.lossy else share, own.alone, own.averages))
-        work = self._payload(attempt, fragment, own, snapshot.params)
+        work = self._payload(attempt, fragment, own, frozen)
         exact, summed = work, begin(work, at)
         if own.lossy:
             trained = part(work, slice(0, view.trained))
@@ -74,30 +73,15 @@ class Mean:
             collective.all_reduce_(exact, summed if exact is work else None)
         if fragment.trigger_metrics.learns:
             distance = fragment.trigger_metrics.distance(method, own, work) if attempt.weight > 0 else None
-            told = replace(snapshot.seen, weight=attempt.weight, distance=distance)
-            found = [seen_of(floats(row)) for row in collective.exchange(bits(pack(told)))]
+            sent = replace(snapshot.seen, weight=attempt.weight, distance=distance)
+            found = [seen_of(floats(row)) for row in collective.exchange(bits(pack(sent)))]
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))
         return work, at
-
-    def _replica_view(self, attempt: AttemptView, fragment: Fragment, state: State, snapshot: Snapshot) -> ReplicaView:
-        """This replica's own side of the round."""
-        frozen = snapshot.params
-        return ReplicaView(
-            anchor=state.anchor,
-            start=snapshot.start,
-            params=frozen.flat() if frozen.copy is not None else state.anchor.new_empty(0),
-            layout=fragment.view.layout,
-            steps=snapshot.contribution.steps,
-            lr=snapshot.lr,
-            alone=attempt.contributors == 1,
-            lossy=self.lossy,
-            averages=attempt.inner_step < fragment.method.average_until_step,
-        )
 
     def _round(
         self, attempt: AttemptView, collective: Collective, own: ReplicaView, scalars: Sequence[float]
     ) -> tuple[Round, list[float]]:
-        """What all members know alike of the round, and the shares of all, if anybody needs them."""
+        """What all members know alike of the round, and all their shares, if they are needed."""
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, own.layout, lossy=own.lossy)
         shares = list[float]()
         if scalars or own.lossy:
@@ -108,12 +92,12 @@ class Mean:
         return at, shares
 
     def _payload(self, attempt: AttemptView, fragment: Fragment, own: ReplicaView, frozen: Frozen) -> Tensor:
-        """What this replica sends; it may have been computed when the parameters were frozen."""
+        """This replica's payload; it may have been computed when the parameters were frozen."""
         method, view, assumed = fragment.method, fragment.view, fragment.assumed
         work = frozen.take(assumed) if attempt.weight > 0 else None
         if work is not None:
             return work
-        work = self._memory.take(view.numel, view.device)
+        work = self.memory.take(view.numel, view.device)
         if attempt.weight <= 0:
             return work.zero_()
         if in_pieces(fragment):
@@ -133,19 +117,19 @@ class Mean:
         units: str,
         summed: Summed | None,
     ) -> None:
-        """The mean through the codec. With error feedback: what was left out so far goes along, and what is left out
-        now is kept for the next round in which this one is counted."""
-        if not self._beta:
-            collective.mean_encoded_(payload, self._codec, shares, summed=summed)
+        """Computes the mean through the codec. With error feedback, adds what was left out so far, and keeps what is
+        left out now until this contribution is counted."""
+        if not self.beta:
+            collective.mean_encoded_(payload, self.codec, shares, summed=summed)
             return
         before = fragment.residuals.get(units) or Residual(None, (0, payload.new_empty(0)))
         after, feedback = before.own, None
         if attempt.weight > 0:
-            after = self._memory.take(payload.numel(), payload.device)
-            feedback = Feedback(self._codec, before.own, self._beta, after)
+            after = self.memory.take(payload.numel(), payload.device)
+            feedback = Feedback(self.codec, before.own, self.beta, after)
         first, values = before.owed
-        paid = first, values if self._beta == 1.0 else values * self._beta
-        owed = collective.mean_encoded_(payload, self._codec, shares, paid, feedback, summed)
+        paid = first, values if self.beta == 1.0 else values * self.beta
+        owed = collective.mean_encoded_(payload, self.codec, shares, paid, feedback, summed)
         if owed is not None:
             fragment.leave_out(units, Residual(after, owed))
 

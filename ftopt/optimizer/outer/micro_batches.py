@@ -21,23 +21,19 @@ class MicroBatches:
         g = sum_m (n_m / N) * (1 / n_m) * sum_u n_u g_u        n_u samples in the unit u, n_m in the replica's units
 
     Args:
-        outer: the outer step.
-        inner: the inner optimizers.
-        group: who takes part.
-        counted: takes what the user has counted since the last step: ``tokens`` and ``samples``.
+        counted: returns, and resets, what the user has counted since the last step: ``tokens`` and ``samples``.
     """
 
     def __init__(
         self, outer: OuterStep, inner: Inner, group: ReplicaGroup, counted: Callable[[], dict[str, int]]
     ) -> None:
-        self._outer = outer
-        self._inner = inner
-        self._group = group
-        self._counted = counted
+        assert outer.gradients is not None
+        self._outer, self._fragment = outer, outer.gradients
+        self._inner, self._group, self._counted = inner, group, counted
 
     @property
     def version(self) -> int:
-        return self._outer.fragments[0].applied.meta.version + 1
+        return self._fragment.applied.meta.version + 1
 
     @property
     def whole(self) -> bool:
@@ -55,23 +51,21 @@ class MicroBatches:
 
     def add(self, unit: int, samples: int, *, mine: bool) -> None:
         if mine:
-            self._outer.accumulate(float(samples))
+            self._fragment.view.add(float(samples))
         self.clear()
         data = {"unit": unit, "samples": samples, "kept": mine}
         self._group.emit("micro_batch", version=self.version, inner_step=self._outer.inner_step(), data=data)
 
     def empty(self) -> None:
-        assert self._outer.gradients is not None
-        self._outer.gradients.clear()
+        self._fragment.view.write(self._fragment.start)
 
     def offer(self, plan: int, units: tuple[tuple[int, int], ...], samples: int) -> None:
-        if not self._outer.fragments[0].pending_steps:  # otherwise it is the same step, with more in it
+        if not self._fragment.pending_steps:  # otherwise it is the same step, with more in it
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
             counted = self._counted()
             self._outer.count(self._inner.largest_lr, None, None, tokens=counted["tokens"])
-            self._group.emit(
-                "stepped", inner_step=self._outer.inner_step(), data=counted if any(counted.values()) else None
-            )
+            data = counted if any(counted.values()) else None
+            self._group.emit("stepped", inner_step=self._outer.inner_step(), data=data)
         self._outer.propose_share(ShareOffer(plan, units, samples), lr=self._inner.largest_lr())
 
     def report(self, state: str, *, unit_s: float) -> None:

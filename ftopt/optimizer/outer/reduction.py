@@ -27,30 +27,24 @@ from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Summed
 class Reduction:
     """The `Host` of a replica's group: what its reducer and network threads do with the fragments.
 
-    It shares the fragments and the counters with the training thread, and changes a fragment only by its methods.
-
     Attributes:
         lossy: payloads go through a codec that rounds.
-        reduced: of a mean that is all there, what no outer step has been made of yet; while the event
-            ``reduce.after`` is emitted.
+        reduced: of a mean that has arrived, the part without an outer step yet; while the event ``reduce.after`` is
+            emitted.
     """
 
     def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._fragments = shared.fragments
-        self._group = shared.group
+        self._shared, self._fragments, self._group = shared, shared.fragments, shared.group
         self._committed_memory = shared.committed_memory
         self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
-        self.lossy = self._mean.lossy
+        self.lossy = not shared.group.codec.exact
         self.reduced: Tensor | None = None
 
     def standing(self) -> tuple[int, float]:
-        """For the group: the inner step, and the seconds that one takes.
-
-        A newer state counts when it is applied: a training thread that hangs must not seem to move when others do.
-        """
+        """For the group: the inner step, and the seconds that one takes. A newer state counts when it is applied: a
+        training thread that hangs must not seem to move when others do."""
         return self._fragments[0].applied_inner_step(), self._shared.counters.step_s
 
     # Steps 3 and 4, on the reducer thread.
@@ -85,7 +79,7 @@ class Reduction:
     ) -> Result:
         """The reduction, the outer step and the digests."""
         if self._tried.get(fragment.index) == attempt.version and attempt.size > 1:
-            self._look_over(state)
+            self._check_damage(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
             method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
@@ -125,8 +119,8 @@ class Reduction:
         anchor, outer = self._committed_memory.place(anchor), place_all(outer, self._committed_memory)
         return Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
 
-    def _look_over(self, state: State) -> None:
-        """Before a retry of what had been prepared: if the digests have differed, it may be this replica's fault."""
+    def _check_damage(self, state: State) -> None:
+        """Checks before a retry of what had been prepared: digests may have differed because of this replica."""
         if blocks := state.damage():
             at = state.meta
             self._group.emit("damaged", fragment=at.fragment, version=at.version, data={"blocks": blocks[:8]})
@@ -135,11 +129,12 @@ class Reduction:
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not touched.
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
-        """The result of ``attempt`` is the committed state now; the training thread applies it at its next boundary."""
+        """Makes the result of ``attempt`` the committed state, which the training thread applies at its next
+        boundary."""
         self._fragments[attempt.fragment].commit(attempt, committed)
 
     def discard(self, fragment: int) -> None:
-        """The attempt came to nothing: its result goes, the contribution stays (FREEZE)."""
+        """Drops the result of a failed attempt; the contribution stays (FREEZE)."""
         self._fragments[fragment].discard_result()
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
@@ -151,7 +146,7 @@ class Reduction:
         return self._fragments[fragment].serve()
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
-        """A fetched state becomes the committed one; pending work is rebased onto it, or dropped if ``reset``.
+        """Makes a fetched state the committed one; pending work is rebased onto it, or dropped if ``reset``.
 
         Raises:
             ValueError: it is damaged or not of this model; nothing has changed.

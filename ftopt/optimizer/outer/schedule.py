@@ -21,12 +21,11 @@ class SyncSchedule:
     """When each fragment of a replica is due."""
 
     def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._group = shared.group
+        self._shared, self._group = shared, shared.group
 
     def due(self, fragment: Fragment) -> Due:
-        """Asks the method. What its trigger wants is measured only while nothing is outstanding: later it would include
-        work that is on its way already."""
+        """Asks the method. What its trigger uses is measured only while nothing is outstanding: otherwise it would
+        include work that is proposed already."""
         if self._shared.counters.local_steps < fragment.ask_from:
             return Due.NO
         progress = self.progress(fragment)
@@ -52,8 +51,8 @@ class SyncSchedule:
         )
 
     def restart(self, fragment: Fragment, *, anew: bool, behind: int = 0) -> None:
-        """Triggers count from ``behind`` steps ago. ``anew``: no proposal of this replica sets the phase, so the job's
-        step does."""
+        """Lets triggers count from ``behind`` steps ago. ``anew``: the phase follows from the job's inner step, not
+        from a proposal of this replica."""
         step = self._steps(fragment) - behind
         if anew:
             count, inner_step = len(self._shared.fragments), self._shared.inner_step()
@@ -70,12 +69,12 @@ class SyncSchedule:
         return until > 0 and self._shared.inner_step() <= until
 
     def _steps(self, fragment: Fragment) -> int:
-        """What triggers count by: this replica's inner steps. Beside gradients, which keep replicas in step, the job's:
-        a replica that waited for an average that the others are not due for would hold up their gradients."""
+        """What triggers count: this replica's inner steps. With gradients, which keep replicas in step, the job's: a
+        replica that waits for an average that the others are not due for would hold up their gradients."""
         return self._shared.inner_step() if fragment.by_job else self._shared.counters.local_steps
 
     def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
-        """Tells the others, if the trigger goes by them; what is known of them."""
+        """Sends the others this replica's reading, if the trigger uses theirs; returns the means."""
         index, version = fragment.index, fragment.applied.meta.version
         reading = fragment.trigger_metrics.reading(own, index, version) if fragment.timing.shares else None
         if reading is None:

@@ -16,10 +16,8 @@ class Shared:
     """The state that the threads share, `Fragment`s and `Counters`, and what surrounds it.
 
     Args:
-        group: who takes part.
         clock: seconds, monotonic.
-        memory: for flat tensors.
-        committed_memory: where committed states lie.
+        memory: for flat tensors; ``committed_memory``: for those of committed states.
     """
 
     group: ReplicaGroup

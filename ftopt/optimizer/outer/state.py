@@ -12,7 +12,6 @@ from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Frozen
 from ftopt.optimizer.tensors.digest import damage, digest_and_sums
-from ftopt.optimizer.tensors.gradients import Fetched
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed, Contribution
 
@@ -30,7 +29,8 @@ class State:
         digest: of `tensors`.
         sums: of the blocks of `tensors`, as they were when the digest was taken.
         fetched: it came from a peer.
-        live: of a fragment of gradients, the model and inner state that came with it.
+        live: of a fragment of gradients, the peer's model and inner state, and the agreed gradient unless it was
+            applied there (see `Live`).
         made: the attempt that made it, if this replica took part.
     """
 
@@ -40,11 +40,11 @@ class State:
     digest: str
     sums: Mapping[str, Tensor]
     fetched: bool = False
-    live: Fetched | None = None
+    live: Mapping[str, Tensor] | None = None
     made: AttemptView | None = None
 
     def damage(self) -> list[str]:
-        """The blocks whose memory has changed since: ``name[start:stop]`` in elements. None must."""
+        """The blocks whose memory has changed since, which must not happen: ``name[start:stop]`` in elements."""
         found = [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
         return [f"{name}[{part.start}:{part.stop}]" for name, part in found]
 
@@ -71,10 +71,9 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
     """A fetched state as a `State` on the devices of ``held``.
 
     Args:
-        held: the fragment's state as it is, for names and shapes.
-        meta: of the fetched one.
-        claimed: its digest, as the source says.
-        tensors: kept: where they are on their device already they are not copied, and nobody may change them.
+        held: the fragment's present state, for names and shapes.
+        meta, claimed: of the fetched state; its digest is what the source claims.
+        tensors: kept, and must not change: those on their device already are not copied.
 
     Raises:
         ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
@@ -101,16 +100,14 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A frozen contribution: what the protocol knows of it, and the tensors to compute its payload from.
+    """A frozen contribution, and the tensors to compute its payload from.
 
     Args:
-        contribution: as proposed.
         params: the parameters at ``contribution.last_step``.
         start: ``cast(anchor)`` that they started from.
-        tokens: all tokens counted by then.
+        tokens: all tokens counted by then; ``totals`` likewise.
         lr: the inner optimizer's largest rate.
-        totals: the sums for triggers by then.
-        seen: what the other members learn for their triggers.
+        seen: what the other members get for their triggers.
     """
 
     contribution: Contribution
@@ -141,8 +138,7 @@ class Base:
         params: what it is measured from, flat fp32: at every step boundary the parameters differ from it by exactly
             the work of the steps ``step + 1 .. local_steps``.
         step: the last inner step that is counted or dropped.
-        tokens: all tokens counted by then.
-        totals: the sums for triggers by then.
+        tokens: all tokens counted by then; ``totals`` likewise.
         version: of the committed state when the oldest pending step was taken.
     """
 

@@ -50,18 +50,14 @@ class OuterStep:
     """One replica's outer steps, as its training thread takes them.
 
     Args:
-        views: the fragments' parameters, one view a fragment. Their present values are the initial anchor.
-        method: what is computed.
-        group: who takes part.
+        views: one for each fragment. Their present values are the initial anchor.
         inner: the inner optimizers and their model, for a method that exchanges gradients.
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
 
     Attributes:
-        shared: what its parts share; ``counters`` and ``fragments`` are in it.
-        schedule, freezer, reduction: its parts.
-        gradients: the fragment of gradients, if the method exchanges them: a backward pass is then followed by
-            `accumulate`, and not by a step of the inner optimizers.
+        gradients: the fragment of gradients, if the method exchanges them: they are then added up after a backward
+            pass, and the inner optimizers take no step.
         live: the model and the inner state, where they are part of the committed state.
         doing: the last `report`.
     """
@@ -78,8 +74,7 @@ class OuterStep:
     ) -> None:
         room = Memory()
         shared = Shared(group=group, clock=clock, memory=room, committed_memory=memory or room)
-        self.shared = shared
-        self.counters = shared.counters
+        self.shared, self.counters = shared, shared.counters
         self.fragments = found = shared.fragments
         self.gradients: GradientFragment | None = None
         self.live: Live | None = None
@@ -90,7 +85,7 @@ class OuterStep:
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses)
         if method.gradients is not None and inner is not None:
             self.live = Live(inner[1], inner[0]) if not views else None
-            self.gradients = self._of_gradients(method.gradients, *inner)
+            self.gradients = self._gradient_fragment(method.gradients, *inner)
             found.append(self.gradients)
         by_job = self.gradients is not None
         for view in views:
@@ -104,12 +99,10 @@ class OuterStep:
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
 
-    def _of_gradients(self, method: Method, inner: Inner, model: nn.Module) -> GradientFragment:
-        view = GradientView(model)
-        metrics, state = self._initial(view, method, 0, None if self.live is None else self.live.digest())
-        return GradientFragment(
-            view, method, metrics, state, self.counters, inner=inner, live=self.live, group=self._group
-        )
+    def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module) -> GradientFragment:
+        view, live = GradientView(model), self.live
+        metrics, state = self._initial(view, method, 0, None if live is None else live.digest())
+        return GradientFragment(view, method, metrics, state, self.counters, inner=inner, live=live, group=self._group)
 
     def _initial(
         self, view: FlatView, method: Method, index: int, claimed: str | None = None
@@ -126,10 +119,7 @@ class OuterStep:
 
     def start(self) -> bool:
         """Connects; afterwards the parameters are the committed ones, with this replica's pending work if it has any.
-
-        Returns:
-            True when they came from another replica and are not what they were.
-        """
+        True when they came from another replica and are not what they were."""
         initial = [fragment.state.digest for fragment in self.fragments]
         for meta in self._group.start(self.reduction, self.fingerprint()):
             if not self.counters.resumed:  # who is knows where it stands, and its reducer may be at work on that state
@@ -145,8 +135,7 @@ class OuterStep:
         views = [fragment.view.describe() for fragment in self.fragments]
         if len(views) > _DESCRIBED:
             views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
-        lines = {"model": "; ".join(views)}
-        lines["method"] = self._method.name
+        lines = {"model": "; ".join(views), "method": self._method.name}
         lines |= {f"method.{name}": value for name, value in settings_of(self._method).items()}
         initial = self.fragments[0].state.digest
         if len(self.fragments) > 1:
@@ -155,7 +144,7 @@ class OuterStep:
         return Fingerprint(lines=lines, initial=initial, fragments=len(self.fragments), period=period)
 
     def anchor_digest(self) -> str:
-        """Of the committed state of all fragments; of a model that is itself the committed state, of that."""
+        """The digest of all fragments' committed states, or of the model where that is the committed state."""
         if self.live is not None:
             return self.live.digest()
         if len(self.fragments) == 1:
@@ -164,7 +153,7 @@ class OuterStep:
         return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
 
     def pending_by_fragment(self) -> tuple[int, ...]:
-        """Inner steps of this replica that no committed state of each fragment has counted."""
+        """For each fragment, the inner steps of this replica that its committed state has not counted."""
         return tuple(fragment.pending_steps for fragment in self.fragments)
 
     def inner_step(self) -> int:
@@ -178,27 +167,10 @@ class OuterStep:
 
     # An inner step, and steps 1, 2 and 6 behind it. Training thread.
 
-    def accumulate(self, times: float = 1.0) -> None:
-        """Adds the gradients at hand, ``times`` as they are, to those that wait for a round."""
-        assert self.gradients is not None
-        self.gradients.view.add(times)
-
     def count(
-        self,
-        largest_lr: Callable[[], float],
-        loss: float | Tensor | None,
-        step_s: float | None,
-        *,
-        tokens: int,
+        self, largest_lr: Callable[[], float], loss: float | Tensor | None, step_s: float | None, *, tokens: int
     ) -> None:
-        """An inner step has been taken.
-
-        Args:
-            largest_lr: the inner optimizer's.
-            loss: the step's, when it is known.
-            step_s: seconds from the end of the one before, when nothing else was done in between.
-            tokens: in the step.
-        """
+        """Counts an inner step; see `Counters.count_step`."""
         self.counters.count_step(tokens, step_s)
         if self._group.units is not None:
             self._group.units.use()
@@ -206,14 +178,7 @@ class OuterStep:
             self.counters.add_to_totals(largest_lr(), loss if self._uses_loss else None, step_s)
 
     def boundary(self, largest_lr: Callable[[], float]) -> bool:
-        """What is to be done after an inner step: apply, propose, wait, apply. Usually nothing.
-
-        Args:
-            largest_lr: the inner optimizer's.
-
-        Returns:
-            True when anything was done.
-        """
+        """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual."""
         acted = False
         step, called_in = self.counters.local_steps, self._group.called_in
         try:
@@ -272,33 +237,23 @@ class OuterStep:
 
     # What the training thread does out of turn.
 
-    def join(self) -> None:
-        """Waits until what was being frozen is frozen and offered: the parameters may change."""
-        if self.freezer.under_way or self.freezer.in_place:
-            self.freezer.join()
-
     def apply(self) -> bool:
         """Applies whatever newer committed states there are (step 6); True when there was one."""
-        self.join()
-        applied = False
-        for fragment in self.fragments:
-            applied |= self._applier.apply(fragment, early=True)
-        return applied
+        self.freezer.join()
+        applied = [self._applier.apply(fragment, early=True) for fragment in self.fragments]
+        return any(applied)
 
     def settle(self) -> bool:
         """Waits for what is outstanding or being fetched, and applies it; False when something stays undecided."""
-        self.join()
+        self.freezer.join()
         decided = [self._wait(fragment.index) for fragment in self.fragments]
         decided.append(self._group.catch_up())
         self.apply()
         return all(decided)
 
     def sync(self, *, lr: float) -> bool:
-        """A round of each fragment now, with whatever steps there are; waits for what is outstanding first.
-
-        Returns:
-            False when a contribution is still undecided: the replica is cut off or alone, and trains on.
-        """
+        """Holds a round of each fragment now, with whatever steps there are; waits for what is outstanding first.
+        False when a contribution is still undecided: the replica is cut off or alone, and trains on."""
         if not self.settle():
             return False
         try:
@@ -312,14 +267,9 @@ class OuterStep:
         return all(decided) and (not proposed or self.settle())
 
     def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
-        """Proposes the pending steps of a fragment if there are any and nothing is outstanding.
-
-        Args:
-            index: the fragment's.
-            lr: the inner optimizer's.
-            spent: also without steps, if units have been used by steps that were given up: nobody else uses them.
-        """
-        self.join()
+        """Proposes the pending steps of a fragment if there are any and nothing is outstanding. ``spent``: also without
+        steps, if units have been used by steps that were given up: nobody else uses them."""
+        self.freezer.join()
         return self._propose_pending(self.fragments[index], lr, spent=spent)
 
     def _propose_pending(self, fragment: Fragment, lr: float, *, spent: bool = False, waits: bool = False) -> bool:
@@ -330,7 +280,7 @@ class OuterStep:
         if not (fragment.pending_steps or self._group.called_in(index) or rest):
             return False
         self.freezer.propose(fragment, lr, waits=waits)
-        self.freezer.finish_copies()  # no pass follows to do it behind, and who leaves next must have offered it
+        self.freezer.thread.join()  # no pass follows during which to copy, and a replica that leaves must have offered
         return True
 
     # A global batch.
@@ -340,7 +290,7 @@ class OuterStep:
         self.freezer.propose(self.fragments[0], lr, share=share)
 
     def is_whole(self) -> bool:
-        """Whether the global batch is committed and not applied yet. A sound copy of what was damaged here is."""
+        """Whether the global batch is committed and not applied yet; applies a sound copy of what was damaged here."""
         fragment = self.fragments[0]
         if fragment.state is not fragment.applied and fragment.state.meta.version == fragment.applied.meta.version:
             self._applier.apply(fragment)

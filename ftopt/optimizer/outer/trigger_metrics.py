@@ -1,4 +1,4 @@
-"""What triggers want to know of one fragment: norms, the direction of the last outer step, what members agreed on.
+"""What triggers use of one fragment: norms, the direction of the last outer step, what members agreed on.
 
 Sums of squares are fp64 over fp32 differences: where the replicas' common movement is large, their divergence is the
 small difference of two large numbers, and fp32 would not leave a digit of it.
@@ -18,8 +18,7 @@ from ftopt.methods.triggers import AT_ROUNDS, MeanMeasurements, Measurement, Mea
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.tensors.buffers import of
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.sync.group import Means as Told
-from ftopt.sync.group import Reading
+from ftopt.sync.group import Means, Reading
 
 AGREED = "agreed"
 """The outer state's name for `RoundStats`: fp64, one number a field."""
@@ -42,42 +41,35 @@ class TriggerMetrics:
     """The measurements of one fragment.
 
     Args:
-        view: its parameters.
-        uses: what the method's trigger ever wants; nothing else costs anything.
+        uses: what the method's trigger ever uses; nothing else costs anything.
+
+    Attributes:
+        direction: xi, of the last outer step; None when it is not known. Training thread.
+        learns: members tell each other something at an outer step.
     """
 
     def __init__(self, view: FlatView, uses: Measurement) -> None:
-        self._view = view
-        self._uses = uses
-        self.direction: Tensor | None = None  # xi, of the last outer step; training thread
+        self._view, self._uses = view, uses
+        self.direction: Tensor | None = None
+        self.learns = bool(uses & AT_ROUNDS)
         self._read: tuple[object, RoundStats] = (None, RoundStats())
-
-    @property
-    def learns(self) -> bool:
-        """Whether members tell each other anything at an outer step."""
-        return bool(self._uses & AT_ROUNDS)
 
     # Between two outer steps. Training thread.
 
     def look(self, wanted: Measurement, start: Tensor, out: Tensor) -> Measurements:
-        """What is ``wanted`` of ``u = params - start``.
-
-        Args:
-            start: ``cast(anchor)``.
-            out: flat fp32, overwritten.
-        """
+        """Measures what is ``wanted`` of ``u = params - start``; ``out`` is overwritten. All are flat fp32."""
         u = self._trained(self._view.read(out).sub_(start))
         along = dot(u, self.direction) if Measurement.ALONG in wanted and self.direction is not None else None
         return Measurements(dot(u, u) if Measurement.SQUARE in wanted else None, along)
 
     def reading(self, own: Measurements, fragment: int, version: int) -> Reading | None:
-        """What is told of them to the other replicas; None: nothing."""
+        """The reading that the other replicas get; None: nothing."""
         if own.square is None:
             return None
         return Reading(fragment, version, (own.square,) if own.along is None else (own.square, own.along))
 
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
-        """Another anchor is applied, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
+        """Follows to another anchor, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
         if Measurement.ALONG not in self._uses or not versions:
             return
         self.direction = None
@@ -87,20 +79,16 @@ class TriggerMetrics:
             self.direction = step.div_(norm) if norm > 0 and math.isfinite(norm) else None
 
     def seen(self, steps: int, lr: float, now: StepTotals, base: StepTotals) -> MemberStats:
-        """What a contribution tells the other members, as far as it is known when it is frozen."""
+        """The part of a contribution's stats for the other members that is known when it is frozen."""
         gradient = self._view.gradient_norm() if Measurement.GRADIENT in self._uses else None
         loss = now.mean_loss(base) if Measurement.LOSS in self._uses else None
         pace = now.pace(base) if Measurement.PACE in self._uses else None
         return MemberStats(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
 
-    def restore(self, direction: Tensor | None) -> None:
-        """Puts ``xi`` back; None: it is not known."""
-        self.direction = direction
-
     # At an outer step. Reducer thread.
 
     def distance(self, method: Method, view: ReplicaView, mean: Tensor) -> float | None:
-        """The squared distance between what this replica sends and the mean; None when nobody asks."""
+        """The squared distance between this replica's payload and the mean; None when it is not used."""
         if Measurement.DISTANCE not in self._uses:
             return None
         view, mean = of(view, slice(0, self._view.trained)), self._trained(mean)
@@ -108,15 +96,14 @@ class TriggerMetrics:
         return dot(apart, apart)
 
     def _trained(self, flat: Tensor) -> Tensor:
-        """Without the buffers: they move, but not by anything that diverges."""
-        return flat[: self._view.trained]
+        return flat[: self._view.trained]  # without the buffers: they move, but not by anything that diverges
 
     def first(self) -> dict[str, Tensor]:
-        """What belongs to the outer state at version 0, beside the method's own."""
+        """The part of the outer state at version 0 that is not the method's."""
         return {AGREED: _tensor(RoundStats())} if self.learns else {}
 
     def after(self, outer: Mapping[str, Tensor], seen: tuple[MemberStats, ...]) -> dict[str, Tensor]:
-        """What belongs to the outer state after an outer step in which these were seen."""
+        """That part after an outer step in which these stats were seen."""
         return {AGREED: _tensor(_agreed(outer[AGREED]).after(seen))} if self.learns else {}
 
     def agreed(self, outer: Mapping[str, Tensor]) -> RoundStats:
@@ -128,11 +115,11 @@ class TriggerMetrics:
         return self._read[1]
 
 
-def means_of(told: Told | None, version: int) -> MeanMeasurements | None:
-    """What the replicas have told, if it is of that version."""
-    if told is None or told.version != version or not told.values:
+def means_of(means: Means | None, version: int) -> MeanMeasurements | None:
+    """The means of the replicas' readings, if they are of that version."""
+    if means is None or means.version != version or not means.values:
         return None
-    return MeanMeasurements(told.count, Measurements(*told.values[:2]))
+    return MeanMeasurements(means.count, Measurements(*means.values[:2]))
 
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

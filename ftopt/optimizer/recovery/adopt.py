@@ -1,7 +1,7 @@
-"""Taking in pending work: that of replicas that do not come back, and that of a former life.
+"""Adopting pending work: that of replicas that do not come back, and that of a former life.
 
-Work is added on the committed state as a rebase would move it, and goes out with the next contribution. The counters go
-on so far that every fragment finds room for its steps between what was counted and now.
+Work is added to the committed state as a rebase would move it, and goes out with the next contribution. The counters
+advance so far that every fragment has room for its steps after those that were counted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class PendingWork:
     Args:
         params: its parameters, flat; None: nothing is pending.
         base: what the work is measured from.
-        steps: inner steps in it.
-        tokens: in these.
+        steps: inner steps in it, with so many ``tokens``.
         residuals: what a codec has left out of its payloads.
     """
 
@@ -41,7 +40,7 @@ class PendingWork:
     residuals: Tree | None = None
 
     def delta(self) -> Tensor | None:
-        """By how much it has moved the parameters; None: not at all."""
+        """By how much the work has moved the parameters; None: not at all."""
         return None if self.params is None or self.base is None else self.params - self.base
 
 
@@ -49,9 +48,7 @@ def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_
     """A captured replica's work on a fragment that a version does not count.
 
     Args:
-        view: the fragment's parameters here.
         own: what was captured of the replica.
-        index: of the fragment.
         base: what its work is measured from, unless the version counts what it had frozen.
         counted_step: that replica's last inner step in the version.
     """
@@ -65,8 +62,8 @@ def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_
     return PendingWork(params, base, own["local_steps"] - step, own["tokens"] - tokens, part["residuals"])
 
 
-def take_in(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own: int) -> None:
-    """Puts works onto the committed state.
+def adopt_works(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own: int) -> None:
+    """Adds works to the committed state.
 
     Args:
         outer: of a replica whose fragments stand on that state, with nothing frozen.
@@ -74,19 +71,21 @@ def take_in(outer: OuterStep, works: Sequence[Sequence[PendingWork]], *, own: in
         own: so many of each are this replica's, and in its counters and residuals already.
     """
     others = [found[own:] for found in works]
-    outer.counters.take_in(
-        max(sum(work.steps for work in found) for found in others),
-        max(sum(work.tokens for work in found) for found in others),
-    )
-    counters = outer.counters
+    counters, totals = outer.counters, [_totals(found) for found in others]
+    counters.adopt(max(steps for steps, _ in totals), max(tokens for _, tokens in totals))
     for fragment, found in zip(outer.fragments, works, strict=True):
         fragment.view.write(_moved(fragment, found))
-        step = counters.local_steps - sum(work.steps for work in found)
-        tokens = counters.tokens - sum(work.tokens for work in found)
+        steps, tokens = _totals(found)
+        base = replace(fragment.base, step=counters.local_steps - steps, tokens=counters.tokens - tokens)
         residuals = fragment.residuals
         for work in found[own:]:
             residuals = _with(residuals, fragment.view, work.residuals or {})
-        fragment.restore(Pending(replace(fragment.base, step=step, tokens=tokens), None, residuals))
+        fragment.restore(Pending(base, None, residuals))
+
+
+def _totals(works: Sequence[PendingWork]) -> tuple[int, int]:
+    """Their steps and tokens."""
+    return sum(work.steps for work in works), sum(work.tokens for work in works)
 
 
 def _moved(fragment: Fragment, works: Sequence[PendingWork]) -> Tensor:
@@ -110,16 +109,16 @@ def adopt(
 ) -> None:
     """Moves a restored replica onto the newest versions, with its own pending work and that of ``adopted``.
 
-    Nothing stays frozen: nobody who knew of a contribution under way lives.
+    Nothing stays frozen: no replica lives that knew of a contribution under way.
     """
     works = []
     for fragment, version in zip(outer.fragments, newest, strict=True):
         works.append([_saved_work(fragment.view, each, version) for each in (saved, *adopted)])
         state = state_of(fragment, version, saved.held, newest[0].record).placed(outer.shared.committed_memory)
         if state.meta.version != fragment.state.meta.version:
-            fragment.trigger_metrics.restore(None)
+            fragment.trigger_metrics.direction = None
         fragment.stand_on(state)
-    take_in(outer, works, own=1)
+    adopt_works(outer, works, own=1)
     for fragment in outer.fragments:
         outer.schedule.restart(fragment, anew=True)
 
@@ -131,25 +130,23 @@ def _saved_work(view: FlatView, saved: SavedReplica, newest: CommittedVersion) -
 
 
 def _with(residuals: Mapping[str, Residual], view: FlatView, left: Tree) -> dict[str, Residual]:
-    """Error feedback: what was left out of others' payloads is pending work, too. What they owed of sums is given up,
-    as always when another member answers for a span."""
+    """Adds what was left out of others' payloads, which is pending work, too. What they owed of sums is dropped, as
+    always when another member has to send a span."""
     found = dict(residuals)
     for units, saved in left.items():
         more, here = residual_of(view, saved), found.get(units)
         if more.own is None:
             continue
-        owed = here.owed if here is not None else (0, more.own.new_empty(0))
         own = more.own if here is None or here.own is None else here.own + more.own
-        found[units] = Residual(own, owed)
+        found[units] = Residual(own, here.owed if here is not None else (0, more.own.new_empty(0)))
     return found
 
 
 def state_of(fragment: Fragment, version: CommittedVersion, held: Held, first: Record) -> State:
     """The version as this replica holds it. ValueError: it does not fit the model, or is damaged."""
     record = version.record
-    meta = Committed(
-        record.fragment, record.version, first.inner_step, record.counted_step(*held.incarnation_id), record
-    )  # fmt: skip
+    counted_step = record.counted_step(*held.incarnation_id)
+    meta = Committed(record.fragment, record.version, first.inner_step, counted_step, record)
     return replace(check_fetched(fragment.state, meta, version.digest, version.tensors), fetched=False)
 
 

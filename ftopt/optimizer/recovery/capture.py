@@ -26,7 +26,8 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import Pending, Snapshot, State
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import pack
-from ftopt.optimizer.tensors.flat import FlatView, uncompiled
+from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
@@ -44,7 +45,7 @@ class CommittedVersion:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which outer step a checkpoint was taken at: that of fragment 0 which ``attempt`` made, with so many members."""
+    """The outer step that a checkpoint was taken at: that of fragment 0 made by ``attempt``, with so many members."""
 
     attempt: int
     members: int
@@ -54,13 +55,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class SavedReplica:
-    """One replica.
-
-    Args:
-        held: its membership.
-        committed: one version a fragment, which its parameters are based on.
-        own: all that it alone has: counters, parameters, frozen contributions, inner optimizers, buffers.
-    """
+    """One replica: its membership; the version of each fragment that its parameters are based on; and what it alone
+    has: counters, parameters, frozen contributions, inner optimizers, buffers."""
 
     held: Held
     committed: tuple[CommittedVersion, ...]
@@ -68,7 +64,7 @@ class SavedReplica:
 
 
 def cut_of(outer: OuterStep) -> Cut | None:
-    """Where the replica stands; None where it cannot be saved: it has fetched that version, or starts anew."""
+    """The outer step that the replica could be saved at; None: it has fetched that version, or starts anew."""
     first = outer.fragments[0].applied
     if first.made is None or any(fragment.reset for fragment in outer.fragments):
         return None
@@ -80,20 +76,13 @@ def capture_replica(
     outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup, *, copies: CopyPool
 ) -> SavedReplica:
     """Copies what training changes. Training thread, between two inner steps."""
-    outer.join()
+    outer.freezer.join()
     pending = [fragment.pending() for fragment in outer.fragments]
-    committed = tuple(
-        CommittedVersion(_record(state), state.digest, state.tensors())
-        for state in [fragment.applied for fragment in outer.fragments]
-    )
+    committed = tuple(_version(fragment.applied) for fragment in outer.fragments)
     contributions = tuple(each.snapshot.contribution for each in pending if each.snapshot is not None)
-    held = group.held()
-    held = replace(
-        held,
-        records=tuple(version.record for version in committed),
-        contributions=contributions,
-        used=union(held.used, *(c.ranges for c in contributions)),  # also where it is counted and not applied yet
-    )
+    records, held = tuple(version.record for version in committed), group.held()
+    used = union(held.used, *(c.ranges for c in contributions))  # also where it is counted and not applied yet
+    held = replace(held, records=records, contributions=contributions, used=used)
     now_s = outer.shared.clock()
     own = capture_own(outer, inner, model, pending, copies)
     for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
@@ -124,7 +113,7 @@ def capture_own(
             for fragment, each in zip(outer.fragments, pending, strict=True)
         ],
         "inner": inner_state.capture(inner, model, copies),
-        "buffers": {uncompiled(name): copies.of(buffer) for name, buffer in buffers(model)},
+        "buffers": {name: copies.of(buffer) for name, buffer in buffers(model).items()},
     }
 
 
@@ -142,7 +131,7 @@ def _work_of(fragment: Fragment, pending: Pending, copies: CopyPool, *, to_repla
 
 
 def _rest_of(fragment: Fragment, pending: Pending, now_s: float, copies: CopyPool) -> Tree:
-    """What only a replica that goes on as the same one needs."""
+    """What only the same replica needs to resume."""
     return {
         "base_totals": pending.base.totals._asdict(),
         "base_version": pending.base.version,
@@ -154,9 +143,9 @@ def _rest_of(fragment: Fragment, pending: Pending, now_s: float, copies: CopyPoo
     }
 
 
-def _record(state: State) -> Record:
+def _version(state: State) -> CommittedVersion:
     assert state.meta.record is not None
-    return state.meta.record
+    return CommittedVersion(state.meta.record, state.digest, state.tensors())
 
 
 def _flat(view: FlatView, copies: CopyPool) -> Tensor:
@@ -177,9 +166,3 @@ def _of_snapshot(snapshot: Snapshot, copies: CopyPool) -> Tree:
         "totals": snapshot.totals._asdict(),
         "seen": pack(snapshot.seen),
     }
-
-
-def buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that the model's state dict holds."""
-    kept = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in kept]

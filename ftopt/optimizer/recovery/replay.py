@@ -1,9 +1,9 @@
-"""`recover: replay`: a neighbour keeps a copy of what a replica is, and another process does a dead one's steps again.
+"""`recover: replay`: a neighbour keeps a copy of a replica, and another process does a dead replica's steps again.
 
 The copy is made when the training thread has applied an outer step that the replica was in. In it are the inner
 optimizers' state, buffers, the random number generators, error feedback, and where pending work was left (overlapping
-outer steps, other fragments) that work with the anchor that it is measured from. What is not in it everybody has: the
-committed state. Rates and other values of parameter groups are the loop's, which sets them by the job's inner step.
+outer steps, other fragments) that work with the anchor that it is measured from. The committed state is not in it,
+since all replicas hold that. Rates and other values of parameter groups are set by the loop, by the job's inner step.
 
 With the units in the order in which they were granted that is all that an inner step depends on: the steps are done
 again by training on, bit for bit if the committed state is still the same and the machine is of the same kind.
@@ -24,10 +24,11 @@ from ftopt.methods import Method
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.recovery.adopt import take_in, work_of
-from ftopt.optimizer.recovery.capture import buffers, capture_own
+from ftopt.optimizer.recovery.adopt import adopt_works, work_of
+from ftopt.optimizer.recovery.capture import capture_own
+from ftopt.optimizer.tensors.buffers import buffers
 from ftopt.optimizer.tensors.digest import digest
-from ftopt.optimizer.tensors.flat import FlatView, uncompiled
+from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.rng import get_rng_state, set_rng_state
 from ftopt.sync.group import AdoptedWork, ReplicaGroup
@@ -36,11 +37,10 @@ from ftopt.tree import Tree, flatten, unflatten
 
 @dataclass(frozen=True)
 class Replay:
-    """Steps that are done again.
+    """So many ``steps`` of another incarnation that are done again.
 
     Args:
         of: replica and incarnation that had done them.
-        steps: how many.
         until: the job's inner step when they are done.
         pending: inner steps of each fragment that were adopted as they were.
     """
@@ -53,11 +53,8 @@ class Replay:
 
 @torch.no_grad()
 def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) -> tuple[str, dict[str, Tensor]]:
-    """The copy: a text and tensors. Training thread, between two inner steps; a pass over the inner state.
-
-    Raises:
-        UserError: the inner state holds what cannot be copied; says what.
-    """
+    """The copy: a text and tensors. Training thread, between two inner steps; a pass over the inner state. UserError:
+    the inner state holds what cannot be copied."""
     pending = [fragment.pending() for fragment in outer.fragments]
     own = capture_own(outer, inner, model, pending, copies, to_replay=True)
     tensors: dict[str, Tensor] = {}
@@ -67,20 +64,20 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) 
 
 @torch.no_grad()
 def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: AdoptedWork) -> Replay:
-    """Makes this replica, which has just fetched the committed state, what the copy says. Training thread.
+    """Restores a copy in this replica, which has just fetched the committed state. Training thread.
 
     Raises:
         ValueError: the copy is damaged or of another model; nothing has changed.
     """
     own = _checked(outer, inner, model, inherited)
     parts: list[Tree] = own["fragments"]
-    take_in(outer, [[work_of(f.view, own, f.index, parts[f.index]["base"])] for f in outer.fragments], own=0)
+    adopt_works(outer, [[work_of(f.view, own, f.index, parts[f.index]["base"])] for f in outer.fragments], own=0)
     for fragment, part in zip(outer.fragments, parts, strict=True):
         behind = own["local_steps"] - part["trigger_from_step"]
         outer.schedule.restart(fragment, anew=False, behind=behind)
     inner_state.restore(inner, model, own["inner"], groups=False)
-    for name, buffer in buffers(model):
-        buffer.copy_(own["buffers"][uncompiled(name)])
+    for name, buffer in buffers(model).items():
+        buffer.copy_(own["buffers"][name])
     set_rng_state(own["rng"])
     steps = max(0, inherited.inner_step - int(own["inner_step"]))
     return Replay(inherited.copy.incarnation_id, steps, outer.inner_step() + steps, outer.pending_by_fragment())
@@ -96,7 +93,7 @@ def _checked(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Adopte
         inner_state.check(inner, model, own["inner"])
         pairs = zip(outer.fragments, own["fragments"], strict=True)
         shapes = [_fits(fragment.view, part, own["local_steps"] - part["base_step"]) for fragment, part in pairs]
-        kept = {uncompiled(name): buffer.shape for name, buffer in buffers(model)}
+        kept = {name: buffer.shape for name, buffer in buffers(model).items()}
         if not all(shapes) or kept != {name: buffer.shape for name, buffer in own["buffers"].items()}:
             raise ValueError("its tensors are not of this model")
         if len(copy.versions) != len(outer.fragments) or set(own["rng"]) < {"torch", "python"}:
@@ -113,14 +110,7 @@ def _fits(view: FlatView, part: Tree, steps: int) -> bool:
 
 
 class Replays:
-    """A replica's part in it: it offers copies of itself, or does a dead one's steps again. Training thread.
-
-    Args:
-        inner: its inner optimizers.
-        model: its model.
-        group: who takes part.
-        method: what is computed.
-        clock: seconds, monotonic.
+    """Offers copies of a replica, or does a dead one's steps again. Training thread. ``clock``: seconds, monotonic.
 
     Raises:
         UserError: steps could not be done again.
@@ -141,16 +131,13 @@ class Replays:
                 "optimizer:`, or use sync.recover=drop"
             )
         self.under_way: Replay | None = None
-        self._inner = inner
-        self._model = model
-        self._group = group
-        self._units = group.units
-        self._clock = clock
+        self._inner, self._model, self._clock = inner, model, clock
+        self._group, self._units = group, group.units
         self._began_s = 0.0
         self._copies: CopyPool | None = CopyPool()
 
     def copy(self, outer: OuterStep) -> None:
-        """A round begins: offers a copy of what this replica is."""
+        """Offers a copy of this replica, as a round begins."""
         if self._copies is None:
             return
         began_s = self._clock()
@@ -167,7 +154,7 @@ class Replays:
         self._group.emit("copied", inner_step=outer.inner_step(), data=data)
 
     def inherit(self, outer: OuterStep) -> bool:
-        """At the start: goes on in the place of a replica that has died. False: there is nothing to go on from."""
+        """At the start: takes the place of a replica that has died. False: there is none to adopt."""
         inherited = self._group.adopted_work()
         if inherited is None:
             return False
@@ -186,7 +173,7 @@ class Replays:
         return True
 
     def stepped(self, outer: OuterStep) -> None:
-        """An inner step has been taken; the last one of those that are done again?"""
+        """After an inner step: ends the replay when that was its last one."""
         replay = self.under_way
         if replay is not None and outer.inner_step() >= replay.until:
             self.under_way = None

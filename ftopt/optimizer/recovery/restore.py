@@ -1,7 +1,6 @@
-"""How a replica goes on from a checkpoint: as it was, as an adopter of others, or as one that was not there.
+"""How a replica resumes from a checkpoint: as it was, as an adopter of others, or as one that was not there.
 
-Everything is put in before it connects; to the job it is then one that was away
-(`ftopt.sync.protocol.replica.resumed`).
+It is restored before it connects; to the job it is then one that was away (`ftopt.sync.protocol.replica.resumed`).
 """
 
 from __future__ import annotations
@@ -24,18 +23,19 @@ from ftopt.optimizer.outer.state import Base, Pending, Snapshot
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
-from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica, buffers
-from ftopt.optimizer.tensors.flat import FlatView, uncompiled
+from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
+from ftopt.optimizer.tensors.buffers import buffers
+from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What one replica goes on from.
+    """What one replica resumes from.
 
     Args:
-        saved: itself; `newcomer` makes one that was not there.
+        saved: the replica itself; `newcomer` makes one that was not there.
         adopted: replicas that do not come back and whose pending work this one adopts.
         newest: the newest version of each fragment in the checkpoint.
         lines: the fingerprint of the job that wrote the checkpoint.
@@ -53,11 +53,8 @@ class Resume:
 
     @property
     def held(self) -> Held:
-        """What the group goes on from.
-
-        An adopter stands on the newest versions, nothing of it is under way, and the units of the others' pending steps
-        are its own (ADOPT).
-        """
+        """What the group resumes from. An adopter stands on the newest versions, nothing of it is under way, and the
+        units of the others' pending steps are its own (ADOPT)."""
         held = self.saved.held
         if not self.adopted:
             return held
@@ -66,23 +63,18 @@ class Resume:
 
 
 class Fallback(Protocol):
-    """Checkpoints to fall back on when nobody holds the job's state any more."""
+    """Checkpoints to fall back on when no replica holds the job's state any more."""
 
     def newest(self) -> Position | None:
         """Fragment 0's state in the newest one, its chain "" if that is damaged; None: there is none. Any thread."""
 
     def go_on(self, incarnation: int) -> Resume:
-        """What this replica goes on from, as that incarnation. Raises UserError."""
+        """What this replica resumes from, as that incarnation. Raises UserError."""
 
 
 def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica) -> SavedReplica:
-    """A replica that was not there: the newest state, nothing pending, and a fresh inner state.
-
-    Args:
-        held: its membership.
-        newest: a version a fragment.
-        peer: one that was there; where the inner state belongs to the committed one, it is this one's.
-    """
+    """A replica that was not there: the newest state, nothing pending, and a fresh inner state, or that of ``peer``
+    where the inner state belongs to the committed one. ``held``: its membership; ``newest``: one version a fragment."""
     own: Tree = Counters().capture() | {
         "fragments": [None] * len(newest),
         "inner": peer.own["inner"] if peer.own["model"] is not None else None,
@@ -100,7 +92,7 @@ def start_or_resume(
     resume: Resume | None,
     fallback: Fallback | None,
 ) -> bool:
-    """Starts, from ``resume`` if it is given, or from ``fallback`` if nobody holds the job's state any more.
+    """Starts, from ``resume`` if it is given, or from ``fallback`` if no replica holds the job's state any more.
 
     Returns:
         True when the parameters are not what they were.
@@ -130,7 +122,7 @@ def start_or_resume(
 def _restore_checked(
     outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume, tell: Callable[[Held], None]
 ) -> tuple[int, ...]:
-    """Restores a replica; the inner steps of each fragment that are pending then."""
+    """Restores a replica; returns the pending steps of each fragment."""
     try:
         check_replica(outer, inner, model, resume)
         restore_replica(outer, inner, model, resume)
@@ -173,7 +165,7 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
         except ValueError as error:
             raise Foreign(str(error)) from None
     if own["buffers"] is not None:
-        shapes = {uncompiled(name): tuple(buffer.shape) for name, buffer in buffers(model)}
+        shapes = {name: tuple(buffer.shape) for name, buffer in buffers(model).items()}
         got = {name: tuple(buffer.shape) for name, buffer in own["buffers"].items()}
         if shapes != got:
             wrong = sorted(n for n in shapes.keys() | got.keys() if shapes.get(n) != got.get(n))
@@ -182,7 +174,7 @@ def _check_own(inner: Inner, model: nn.Module, own: Tree) -> None:
 
 @torch.no_grad()
 def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Resume) -> None:
-    """Makes this replica what a checked ``resume`` says, before it starts."""
+    """Restores a checked ``resume``, before the replica starts."""
     saved, own = resume.saved, resume.saved.own
     outer.counters.restore(own)
     first = saved.committed[0].record
@@ -196,8 +188,8 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
             _restore_fragment(fragment, part, outer.shared.clock())
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
-    for name, buffer in buffers(model) if own["buffers"] is not None else []:
-        buffer.copy_(own["buffers"][uncompiled(name)])
+    for name, buffer in buffers(model).items() if own["buffers"] is not None else ():
+        buffer.copy_(own["buffers"][name])
     if own["model"] is not None:
         view = FlatView(model)
         view.write(own["model"].to(view.device))
@@ -206,23 +198,17 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
 
 
 def _restore_fragment(fragment: Fragment, part: Tree, now_s: float) -> None:
-    """Puts back what was captured of a fragment, which stands on the state that it was captured on."""
+    """Restores a fragment, which stands on the state that it was captured on."""
     view, frozen = fragment.view, part["snapshot"]
     totals, snapshot = StepTotals(**part["base_totals"]), None
     base = Base(fragment.start, part["base_step"], part["base_tokens"], totals, part["base_version"])
     if frozen is not None:
-        snapshot = Snapshot(
-            Contribution(**frozen["contribution"]),
-            Frozen(view, frozen["params"].to(view.device, copy=True)),
-            fragment.start,
-            frozen["tokens"],
-            frozen["lr"],
-            StepTotals(**frozen["totals"]),
-            seen_of(frozen["seen"]),
-        )
+        contribution, params = Contribution(**frozen["contribution"]), Frozen(view, on(view, frozen["params"]))
+        totals_then, seen = StepTotals(**frozen["totals"]), seen_of(frozen["seen"])
+        snapshot = Snapshot(contribution, params, fragment.start, frozen["tokens"], frozen["lr"], totals_then, seen)
     residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
     view.write(part["params"].to(view.device))
     fragment.restore(Pending(base, snapshot, residuals))
     fragment.note_snapshot(part["snapshot_step"], part["pace"])
     fragment.restart_trigger(part["trigger_from_step"], now_s - part["trigger_from_ago_s"])
-    fragment.trigger_metrics.restore(on(view, part["direction"]))
+    fragment.trigger_metrics.direction = on(view, part["direction"])

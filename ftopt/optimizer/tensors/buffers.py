@@ -21,6 +21,12 @@ from ftopt.optimizer.tensors.flat import uncompiled
 _PLAIN = LocalSGD(sync_every=1)
 
 
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those that the model's state dict holds, by their names before `torch.compile`."""
+    kept = model.state_dict().keys()
+    return {uncompiled(name): buffer for name, buffer in model.named_buffers() if name in kept}
+
+
 def averaged(model: nn.Module) -> list[str]:
     """Names of the buffers that can be averaged: floating-point ones that the model's state dict holds.
 
@@ -29,15 +35,14 @@ def averaged(model: nn.Module) -> list[str]:
     Raises:
         UserError: one holds NaN or Inf (a mask, say).
     """
-    kept = model.state_dict().keys()
-    found = [(name, b) for name, b in model.named_buffers() if name in kept and b.is_floating_point()]
-    for name, buffer in found:
+    found = {name: buffer for name, buffer in buffers(model).items() if buffer.is_floating_point()}
+    for name, buffer in found.items():
         if not bool(torch.isfinite(buffer).all()):
             raise UserError(
                 f"method.buffers=mean, but buffer {name} holds NaN or Inf, which has no mean; register it with "
                 "persistent=False if training does not change it, or use buffers=local"
             )
-    return [uncompiled(name) for name, _ in found]
+    return list(found)
 
 
 def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -51,7 +56,7 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
         fragments: names of the parameters that train, fragment by fragment.
 
     Raises:
-        UserError: there are no fragments: the replicas exchange gradients and nothing else.
+        UserError: there are no fragments: the replicas exchange gradients alone.
     """
     if names and not fragments:
         raise UserError(
@@ -61,8 +66,7 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
     home = {parameter: f for f, parameters in enumerate(fragments) for parameter in parameters}
     shared: list[list[str]] = [[] for _ in fragments]
     for name in names:
-        around = name
-        found: list[str] = []
+        around, found = name, list[str]()
         while not found:
             around = around.rpartition(".")[0]
             found = [parameter for parameter in home if not around or parameter.startswith(f"{around}.")]
@@ -79,24 +83,16 @@ def payload_with_buffers(method: Method, view: ReplicaView, out: Tensor, *, trai
 
 
 def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
-    """The next anchor of a whole fragment: the parameters that the method has made, and the buffers' mean behind them.
-
-    Args:
-        made: of the parameters; may be a part of ``mean``.
-        anchor: the whole fragment's.
-        mean: of the payloads; overwritten and returned if there are buffers. Else ``made`` is returned.
-        round: which round it is.
-    """
+    """The next anchor of a whole fragment, in ``mean``: the parameters ``made`` by the method, which may be a part of
+    ``mean``, and behind them the buffers' mean. ``anchor``: the whole fragment's present one."""
     trained = made.numel()
-    if trained == mean.numel():
-        return made
     mean[:trained].copy_(made)
     mean[trained:].copy_(_PLAIN.average(anchor[trained:], mean[trained:], replace(round, lossy=False)))
     return mean
 
 
 def keep_between(moved: Tensor, now: Tensor, start: Tensor) -> None:
-    """Rebased buffers, in place: none goes beyond what it was or beyond the anchor's.
+    """Clamps rebased buffers, in place, between their old values and the anchor's.
 
     A running statistic forgets; moved by the whole difference of two anchors a variance could become negative.
     """
@@ -104,7 +100,7 @@ def keep_between(moved: Tensor, now: Tensor, start: Tensor) -> None:
 
 
 def of(view: ReplicaView, where: slice) -> ReplicaView:
-    """A part of a replica's side of the round; the tensors that were the same one are so again."""
+    """A part of a replica's view of the round; tensors that were the same one still are."""
     anchor = part(view.anchor, where)
     start = anchor if view.start is view.anchor else part(view.start, where)
     return replace(view, anchor=anchor, start=start, params=part(view.params, where))

@@ -19,7 +19,7 @@ BLOCK_BYTES = 64 * 1024
 _WORD_BYTES = 8
 _BLOCK_WORDS = BLOCK_BYTES // _WORD_BYTES
 _AT_A_TIME = 8
-"""Blocks of a tensor in a file that are looked at before their pages are let go of."""
+"""Blocks of a tensor in a file that are read before their pages are released."""
 
 
 def blocks_of(tensor: Tensor) -> int:
@@ -28,12 +28,8 @@ def blocks_of(tensor: Tensor) -> int:
 
 
 def block_sums(tensor: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sums of a tensor's blocks: int64, on the CPU, one for each 64 KiB begun.
-
-    Args:
-        tensor: any shape, dtype and device. Not changed; copied only when it is not contiguous.
-        out: where they go, so that nothing is allocated. Default: new memory.
-    """
+    """The sums of a tensor's blocks: int64, on the CPU, one for each 64 KiB begun; in ``out``, so that nothing is
+    allocated, or in new memory. ``tensor`` has any shape, dtype and device; it is copied only when not contiguous."""
     if out is not None and tensor.device.type == "cpu" and _has_whole_blocks(tensor):
         return torch.sum(tensor.detach().view(torch.int64).view(-1, _BLOCK_WORDS), dim=1, out=out)
     found = _block_sums_mapped(tensor) if is_mapped(tensor) else _block_sums(tensor)
@@ -73,23 +69,14 @@ def _block_sums(tensor: Tensor) -> Tensor:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) of named tensors; the order of the mapping does not matter.
-
-    Args:
-        tensors: name -> tensor. Names, dtypes, shapes and bytes all count.
-    """
+    """SHA-256 (hex) of named tensors: of names, dtypes, shapes and bytes, whatever the order of the mapping."""
     return digest_and_sums(tensors)[0]
 
 
 def digest_and_sums(
     tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
 ) -> tuple[str, dict[str, Tensor]]:
-    """`digest`, and each tensor's `block_sums`, with which `damage` can say later what has changed.
-
-    Args:
-        tensors: as for `digest`.
-        known: sums that have been taken already.
-    """
+    """`digest`, and each tensor's `block_sums`, for `damage`. ``known``: sums that have been taken already."""
     sha, sums = hashlib.sha256(), dict(known or {})
     for name in sorted(tensors):
         tensor = tensors[name]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,15 +27,6 @@ _PART = 1 << 17
 """Elements that are written at a time when they come from a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """A run of a flat tensor that holds all parameters of one dtype."""
-
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and parameters that train: tied ones once, frozen ones not, names as before `torch.compile`."""
     for name, parameter in model.named_parameters():
@@ -48,18 +40,14 @@ def uncompiled(name: str) -> str:
 
 
 def parameters(model: nn.Module) -> list[Parameter]:
-    """What a method may know of the parameters that train, to cut them into fragments."""
+    """The parameters that train, as a method sees them to cut them into fragments."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in trainable(model)]
 
 
 def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
-    """Refuses a model and an inner optimizer that do not hold the same parameters.
-
-    Raises:
-        UserError: parameters that train but are in no inner optimizer (named), parameters of the inner
-            optimizer that the model does not have, or a dtype that has no exact place in fp32.
-    """
+    """Refuses parameters that train but are in no inner optimizer, those of inner optimizers that the model does not
+    have, and a dtype that fp32 does not hold exactly (UserError)."""
     optimized = {id(p) for group in groups for p in group["params"] if p.requires_grad}
     named = dict(trainable(model))
     left_out = [name for name, p in named.items() if id(p) not in optimized]
@@ -91,16 +79,14 @@ class FlatView:
     built. A sharded parameter (DTensor) stands for its local shard, whose storage `to_local` aliases.
 
     Args:
-        model: whose trainable parameters are viewed.
-        names: only these. Default: all.
-        buffers: names of the buffers that lie behind them. Default: none.
-        more: further tensors behind these, by name: where each is at the moment. Default: none.
+        names: of the parameters that are viewed. Default: all that train.
+        buffers: names of the buffers that lie behind them.
+        more: further tensors behind these, by name: where each is at the moment.
 
     Attributes:
         names: of all tensors in their order.
         layout: where each parameter lies.
-        trained: elements of the parameters; what lies behind are buffers and more.
-        numel: elements of all.
+        trained: elements of the parameters; ``numel``: of all, with the buffers and more that lie behind.
 
     Raises:
         UserError: a buffer has a dtype that fp32 cannot hold.
@@ -126,17 +112,10 @@ class FlatView:
         self.numel: int = sum(self._sizes)
         self.trained: int = sum(self._sizes[: len(named)])
         self.device: torch.device = tensors[0].device
-        self._spans: list[_Span] = []
-        place = 0
-        layout: list[Span] = []
-        for index, (name, tensor) in enumerate(zip(self.names, tensors, strict=True)):
-            if index < len(named):
-                layout.append(Span(name, place, place + tensor.numel(), embedding[name]))
-            if not self._spans or self._spans[-1].dtype != tensor.dtype:
-                self._spans.append(_Span(tensor.dtype, place, place))
-            place += tensor.numel()
-            self._spans[-1] = _Span(tensor.dtype, self._spans[-1].start, place)
-        self.layout = tuple(layout)
+        places = self.places()
+        self.layout = tuple(replace(s, embedding=embedding[s.name]) for s, _, _ in places[: len(named)])
+        runs = [(dtype, [span for span, _, _ in run]) for dtype, run in groupby(places, key=lambda place: place[2])]
+        self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
 
     def empty(self) -> Tensor:
         """A flat fp32 tensor of the fragment's length, with nothing written to it."""
@@ -172,18 +151,15 @@ class FlatView:
         Returns:
             ``flat`` itself when all parameters are fp32, else a new tensor.
         """
-        if all(span.dtype == torch.float32 for span in self._spans):
-            return flat
-        out = flat.clone()
-        for span in self._spans:
-            if span.dtype != torch.float32:
-                out[span.start : span.stop] = flat[span.start : span.stop].to(span.dtype)
+        out = flat.clone() if self._rounded else flat
+        for dtype, where in self._rounded:
+            out[where] = flat[where].to(dtype)
         return out
 
     @torch.no_grad()
     def gradient_norm(self) -> float | None:
         """The L2 norm of the gradients that the parameters have at present; None when no parameter has any."""
-        gradients = [_local(p.grad).float() for p in self._parameters if p.grad is not None]
+        gradients = [local(p.grad).float() for p in self._parameters if p.grad is not None]
         if not gradients:
             return None
         return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
@@ -206,8 +182,7 @@ class FlatView:
         return spans
 
     def describe(self) -> str:
-        """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on
-        it."""
+        """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on it."""
         lines = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in zip(self.names, self._locals(), strict=True)]
         short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         behind = f", {len(self._behind)} of them beside the parameters" if self._behind else ""
@@ -215,7 +190,7 @@ class FlatView:
 
     def _locals(self) -> list[Tensor]:
         # Looked up each time: `.data` of a parameter, or a whole buffer, may have been replaced since.
-        return [_local(t) for t in (*self._parameters, *(source() for source in self._behind))]
+        return [local(t) for t in (*self._parameters, *(source() for source in self._behind))]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         parts = torch.split(flat, self._sizes)
@@ -237,10 +212,11 @@ def _places(model: nn.Module, buffers: Collection[str]) -> list[Callable[[], Ten
     return [places[name] for name in buffers]
 
 
-def _local(parameter: Tensor) -> Tensor:
-    to_local = getattr(parameter, "to_local", None)
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, else the tensor itself; detached."""
+    to_local = getattr(tensor, "to_local", None)
     with torch.no_grad():
-        return to_local() if to_local is not None else parameter.detach()
+        return to_local() if to_local is not None else tensor.detach()
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:

@@ -1,8 +1,8 @@
-"""Memory of committed states in files: what is resident is what somebody is looking at.
+"""Memory of committed states in files: only what is being read is resident.
 
-Anchor and outer state are looked at for moments, at an outer step. They may lie in memory-mapped files, whose pages are
-let go of behind every sweep: the bytes stay, in the kernel's cache while there is room and on the disk, and pages come
-back when they are looked at. No other memory changes hands this way: `let_go` of a tensor in RAM does nothing.
+Anchor and outer state are read for moments, at an outer step. They may lie in memory-mapped files, whose pages are
+released behind every sweep: the bytes stay, in the kernel's cache while there is room and on the disk, and pages come
+back when they are read. `let_go` of a tensor in RAM does nothing.
 
 A file is unlinked as soon as it is open, so nothing is left behind by a process that is killed. Its blocks on the disk
 are taken when it is made: a disk that is full says so there, and not, by a deadly signal, where a page is written.
@@ -28,7 +28,7 @@ from ftopt.optimizer.tensors.memory import Memory
 _log = logging.getLogger(__name__)
 
 _STRIDE_BYTES = 512 << 10
-"""A sweep leaves so much behind before it lets go of it."""
+"""A sweep releases pages in units of this size."""
 _AROUND_BYTES = 64 << 10
 """Linux brings in pages by so many bytes at a time, from a multiple of it on."""
 
@@ -42,8 +42,7 @@ def is_mapped(tensor: Tensor) -> bool:
 
 
 def let_go(*tensors: Tensor) -> None:
-    """Their pages, those of tensors in files: they need no memory until somebody looks at them. Any thread, any time;
-    nobody's values change."""
+    """Releases the pages of tensors in files until they are read again. Any thread, any time; values do not change."""
     if not _maps:
         return
     for tensor in tensors:
@@ -56,12 +55,8 @@ def let_go(*tensors: Tensor) -> None:
 
 
 def behind(parts: Iterable[tuple[Tensor, slice]], *flats: Tensor) -> Iterable[tuple[Tensor, slice]]:
-    """``parts`` in their order, letting go of ``flats`` behind them.
-
-    Args:
-        parts: each with where it lies in the flat tensors.
-        flats: flat tensors, in files or not.
-    """
+    """``parts`` in their order, each with where it lies in the flat tensors; releases pages of ``flats`` behind
+    them."""
     mapped = [flat for flat in flats if is_mapped(flat)]
     return _behind(parts, mapped) if mapped else parts
 
@@ -86,14 +81,7 @@ def _is_ram(folder: Path) -> bool:
 
 
 class Mapped(Memory):
-    """Flat fp32 tensors in files of one folder.
-
-    Args:
-        folder: on a disk; each file's name is gone when it is open.
-
-    Raises:
-        UserError: there is no such folder, or no file can be made in it.
-    """
+    """Flat fp32 tensors in files of one folder on a disk. UserError: it is no folder, or no file can be made in it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -106,19 +94,14 @@ class Mapped(Memory):
         try:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            raise UserError(
-                f"state_dir={str(folder)!r}: no file can be made in it ({error.strerror}); "
-                "use a folder that this user may write to"
-            ) from None
+            why = f"no file can be made in it ({error.strerror}); use a folder that this user may write to"
+            raise UserError(f"state_dir={str(folder)!r}: {why}") from None
         if _is_ram(folder):
             _log.warning("state_dir=%s is on a tmpfs, which is RAM: nothing is saved; name a folder on a disk", folder)
 
     def check(self, device: torch.device) -> None:
-        """Looks, once the first states are there, whether the next ones will find room.
-
-        Raises:
-            UserError: the disk is too small, or the model is not on the CPU.
-        """
+        """Refuses, once the first states are there, a disk too small for the next, and a model not on the CPU
+        (UserError)."""
         if device.type != "cpu":
             raise UserError(
                 f"state_dir={str(self._folder)!r} with a model on {device}; committed states lie where parameters do: "

@@ -1,8 +1,8 @@
 """Memory of flat tensors that is used again. Fresh memory costs as much as three sweeps over it: the kernel clears it.
 
-A tensor of an outer step may be held by anyone for as long as they like: the committed state, a peer that is being
-served, a checkpoint that is being written, a piece that Gloo has not let go of. So nobody says when memory is free: it
-is, when the last tensor, view or array that looks at it is gone.
+Anything may hold a tensor of an outer step for any time: the committed state, a peer that is being served, a checkpoint
+that is being written, a piece that Gloo still uses. So memory is free when the last tensor, view or array on it is
+gone.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 _KEPT = 3
-"""Blocks that wait to be used: what one outer step of one fragment needs. A block is for sizes near its own."""
+"""Free blocks that are kept: what one outer step of one fragment needs. A block is used for sizes near its own."""
 _NEAR = 1.25
 
 
 class Memory:
-    """Flat fp32 tensors of memory that others have let go of. Any thread."""
+    """Flat fp32 tensors in memory that is used again. Any thread."""
 
     def __init__(self) -> None:
         # Without a lock: memory may be given back in the middle of anything, also of what a lock would guard here. So
-        # nothing goes through it but a list of its keys, during whose making nothing runs.
+        # only a list of its keys is iterated over; nothing else runs while that is made.
         self._free: dict[int, Tensor] = {}
 
     def take(self, numel: int, device: torch.device) -> Tensor:
-        """A flat fp32 tensor with nothing in particular in it."""
+        """A flat fp32 tensor, uninitialized."""
         if device.type != "cpu" or not numel:
             return torch.empty(numel, dtype=torch.float32, device=device)  # the device's own allocator keeps memory
         block = self._near(numel)
@@ -43,18 +43,18 @@ class Memory:
     # made.
 
     def check(self, device: torch.device) -> None:
-        """Whether there will be room, once the first states of a model on ``device`` are there. Raises UserError."""
+        """Refuses a memory without room for the next states, once the first of a model on ``device`` are there."""
 
     def target(self, flat: Tensor) -> Tensor:
-        """Where a committed state goes that could lie in the memory of ``flat``."""
+        """The tensor for a committed state that could lie in the memory of ``flat``."""
         return flat
 
     def place(self, tensor: Tensor) -> Tensor:
-        """A tensor of a committed state, where those lie. Whoever gives it does not look at it again."""
+        """Moves a tensor of a committed state to where those lie; the caller does not use ``tensor`` again."""
         return tensor
 
     def release(self) -> None:
-        """Nobody looks at a committed state for a while. Any thread; if somebody does, nothing is wrong."""
+        """Frees what committed states take while they are not used. Any thread; they can be read all the same."""
 
     def _near(self, numel: int) -> Tensor:
         for key in list(self._free):

@@ -37,9 +37,9 @@ def split(flat: Tensor) -> Sequence[Tensor]:
 
 
 class Measured:
-    """The L2 norm of what it has seen, and whether all of it was finite: the norm says so, unless it overflows.
+    """The L2 norm of all pieces seen, and whether they were finite: the norm says so, unless it overflows.
 
-    On a CUDA device the norms stay there, in fp64, until somebody asks: each look waits for the device.
+    On a CUDA device the norms stay there, in fp64, until they are asked for, which waits for the device.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Measured:
 
     @property
     def finite(self) -> bool:
-        """Whether all of it was."""
+        """Whether all pieces were."""
         self._look()
         return self._finite
 
@@ -88,11 +88,7 @@ def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
 
 def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share: float | None) -> Measured:
     """``out <- share * payload``, of an elementwise method; ``share`` None: the payload. Measures ``start - params``.
-
-    Args:
-        view: but for its ``params``, which are not looked at.
-        parts: the parameters.
-    """
+    The parameters are ``parts``, not ``view.params``."""
     measured, displaces = Measured(), type(method).payload is Method.payload
     alike = view.start is view.anchor
     for part, where in behind(parts, view.anchor, view.start):
@@ -110,25 +106,17 @@ def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share:
 
 
 class Steps:
-    """`Method.outer_step` of an elementwise method, a piece at a time, in the order in which the mean comes in.
+    """`Method.outer_step` of an elementwise method, a piece at a time, in the order in which the mean arrives.
 
     Args:
-        method: the method.
         anchor: the present one.
         state: the present outer state, the method's own.
         mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
-        round: what is known of the round.
         memory: for the next state.
     """
 
     def __init__(
-        self,
-        method: Method,
-        anchor: Tensor,
-        state: Mapping[str, Tensor],
-        mean: Tensor,
-        round: Round,
-        memory: Memory,
+        self, method: Method, anchor: Tensor, state: Mapping[str, Tensor], mean: Tensor, round: Round, memory: Memory
     ) -> None:
         self._method, self._anchor, self._mean, self._round, self._memory = method, anchor, mean, round, memory
         self._scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
@@ -139,7 +127,7 @@ class Steps:
         self._made_anchor = memory.target(mean)
 
     def there(self, start: int, stop: int) -> None:
-        """These elements of the mean are there, for the first time; the pieces that are whole get their step."""
+        """Takes note that these elements of the mean have arrived; steps the pieces that are whole."""
         for number in range(start // self._size, -(-stop // self._size)):
             first = number * self._size
             self._missing[number] -= min(stop, first + self._size) - max(start, first)
@@ -147,17 +135,13 @@ class Steps:
                 self._step(number)
 
     def waiting(self) -> Tensor:
-        """What has come in of the mean, from the last piece on that has had no step."""
+        """The mean from the last piece on that has had no step."""
         last = max((number for number, missing in enumerate(self._missing) if missing), default=len(self._missing))
         return self._mean[last * self._size :]
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, dict[str, Tensor]]]:
-        """The rest, too.
-
-        Returns:
-            The anchor, in the memory of the mean or where committed states lie; the state, in memory of its own; and
-            the `block_sums` of both, taken while they are in the cache.
-        """
+        """Steps the rest. Returns the anchor, in the memory of the mean or where committed states lie; the state, in
+        memory of its own; and the `block_sums` of both, taken while they are in the cache."""
         for number, missing in enumerate(self._missing):
             if missing:
                 self._missing[number] = 0
@@ -189,6 +173,6 @@ class Steps:
 
 
 def _room(flat: Tensor) -> Tensor:
-    """For its `block_sums`: allocated at once, since small blocks between the temporaries of pieces would leave holes
+    """Memory for its `block_sums`, allocated at once: small blocks between the temporaries of pieces would leave holes
     that the next ones do not fit into."""
     return torch.empty(blocks_of(flat), dtype=torch.int64)

@@ -12,21 +12,21 @@ _Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 class CopyPool:
-    """Copies of tensors; after `again` their memory is that of the next copies of the same shapes."""
+    """Copies of tensors; after `recycle` their memory is used for the next copies of the same shapes."""
 
     def __init__(self) -> None:
         self._lent: list[Tensor] = []
         self._free: dict[_Kind, list[Tensor]] = defaultdict(list)
 
     def recycle(self) -> None:
-        """Nobody needs the copies made so far any more. Memory that the last ones did not need is given up."""
+        """Frees the copies made so far for the next ones, and gives back memory that they did not need."""
         self._free.clear()
         for tensor in self._lent:
             self._free[tuple(tensor.shape), tensor.dtype, tensor.device].append(tensor)
         self._lent.clear()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor with nothing in particular in it."""
+        """A tensor, uninitialized."""
         free = self._free[tuple(shape), dtype, device]
         tensor = free.pop() if free else torch.empty(tuple(shape), dtype=dtype, device=device)
         self._lent.append(tensor)

@@ -1,16 +1,30 @@
-"""The views of a model's fragments: which parameters, buffers and moments each holds."""
+"""The views of a model's fragments: which parameters, buffers and moments each holds.
+
+Moments of the inner optimizer are averaged with the parameters for a method that requires it. Like averaged buffers
+they lie behind the parameters in a fragment's flat tensors.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from functools import partial
 
-from ftopt.codecs import Codec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ftopt.codecs import Codec, check_moments_exact
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.buffers import averaged, shared_out
-from ftopt.optimizer.tensors.flat import FlatView, parameters
-from ftopt.optimizer.tensors.moments import moments
+from ftopt.optimizer.tensors.flat import FlatView, parameters, trainable
+
+_MOMENTS = {
+    "SGD": ("momentum_buffer",),
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")),
+    "Muon": ("momentum_buffer",),
+}
 
 
 def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> list[FlatView]:
@@ -25,5 +39,36 @@ def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> li
         raise UserError(f"method {method.name}: {error}") from None
     kept = averaged(model) if method.buffers == "mean" else []
     buffers = shared_out(kept, fragments)
-    more = moments(model, inner, codec) if method.inner_state == "average" else []
+    more = _moments(model, inner, codec) if method.inner_state == "average" else []
     return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
+
+
+def _moments(model: nn.Module, inner: Inner, codec: Codec) -> list[tuple[str, Callable[[], Tensor]]]:
+    """The moments of all parameters that train. One that is not there yet, before the first step, is read as zeros.
+
+    Raises:
+        UserError: an inner optimizer of a class whose moments are not known, or that keeps none;
+        `check_moments_exact`'s.
+    """
+    check_moments_exact(codec)
+    named = {id(p): name for name, p in trainable(model)}
+    found: list[tuple[str, Callable[[], Tensor]]] = []
+    for optimizer in inner.optimizers:
+        kind = type(optimizer).__name__
+        keys = _MOMENTS.get(kind, ())
+        if not keys or (kind == "SGD" and not optimizer.defaults.get("momentum")):
+            raise UserError(
+                f"the method averages moments, but {kind} keeps none that are known; allowed: "
+                f"{', '.join(_MOMENTS)} (SGD with momentum); use inner_state=keep"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in named:
+                    place = named[id(parameter)]
+                    found += [(f"{place}/{key}", partial(_moment, optimizer, parameter, key)) for key in keys]
+    return found
+
+
+def _moment(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
+    value = optimizer.state.get(parameter, {}).get(key)
+    return value if isinstance(value, Tensor) else torch.zeros_like(parameter)

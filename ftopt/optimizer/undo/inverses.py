@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftopt.optimizer.tensors.gradients import local
+from ftopt.optimizer.tensors.flat import local
 
 Values = Mapping[str, Tensor]
 """``param``, ``grad`` and the moments of one tensor, by name; what there was none of is left out."""

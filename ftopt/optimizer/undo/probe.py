@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.tensors.gradients import local
+from ftopt.optimizer.tensors.flat import local
 from ftopt.optimizer.undo.inverses import Rule
 
 _TENSORS, _ELEMENTS = 4, 16

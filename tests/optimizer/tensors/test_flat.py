@@ -41,7 +41,8 @@ def test_casting_copies_nothing_when_all_parameters_are_fp32() -> None:
 def test_parameters_of_one_dtype_lie_together() -> None:
     view = FlatView(_mixed())
     assert view.names == ["1.weight", "1.bias", "0.weight", "0.bias", "2.weight", "2.bias"]
-    assert [(span.start, span.stop) for span in view._spans] == [(0, 8), (8, 26), (26, 32)]
+    assert [dtype for *_, dtype in view.places()] == [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.float16] * 2
+    assert [(where.start, where.stop) for _, where in view._rounded] == [(8, 26), (26, 32)]
 
 
 def test_storage_replaced_after_the_start_is_followed() -> None:
