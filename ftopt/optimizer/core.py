@@ -215,12 +215,11 @@ class Core:
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
-        counters = outer.counters
-        if counters.nonfinite_drops != self._nonfinite_drops:
-            self._nonfinite_drops = counters.nonfinite_drops
+        if outer.counters.nonfinite_drops != self._nonfinite_drops:
+            self._nonfinite_drops = outer.counters.nonfinite_drops
             self.inner.forget_nonfinite_state()
-        if counters.rounds_applied != self._rounds_applied:
-            self._rounds_applied = counters.rounds_applied
+        if outer.counters.rounds_applied != self._rounds_applied:
+            self._rounds_applied = outer.counters.rounds_applied
             if self.method is not None and self.method.inner_state == "reset":
                 self.inner.reset_state()
             if self.replays is not None:
@@ -238,9 +237,8 @@ class Core:
 
     def settle(self) -> bool:
         """Waits for what is proposed; see `OuterOptimizer.settle`."""
-        outer = self.started()
-        decided = outer.settle()
-        self._after_outer_work(outer)
+        decided = self.started().settle()
+        self._after_outer_work(self.started())
         return decided
 
     # Starting and leaving.
@@ -364,10 +362,7 @@ class Core:
 
     def enter_outer(self) -> None:
         """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept aside.
-
-        Raises:
-            RuntimeError: it is there already.
-        """
+        RuntimeError: it is there already."""
         if self._before_outer is not None:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
         self.start()

@@ -58,7 +58,12 @@ def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool =
         for name, values in entry["state"].items():
             parameter = named[name]
             group = groups_of[id(parameter)]
-            optimizer.state[parameter] = {key: _placed(key, value, parameter, group) for key, value in values.items()}
+            optimizer.state[parameter] = {
+                key: value.to(device_of(key, value, parameter, group), copy=True)
+                if isinstance(value, Tensor)
+                else _copy(value, CopyPool())
+                for key, value in values.items()
+            }
     if groups:
         restore_groups(inner, saved)
 
@@ -78,9 +83,3 @@ def _copy(value: Any, copies: CopyPool) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_copy(item, copies) for item in value)
     return value
-
-
-def _placed(key: str, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device_of(key, value, parameter, group), copy=True)
-    return _copy(value, CopyPool())

@@ -81,8 +81,15 @@ def wrap(
     return wrapper
 
 
+def _of_inner(name: str, doc: str) -> Any:
+    def look_up(self: OuterOptimizer) -> Any:
+        return getattr(self._core.inner, name)
+
+    return property(look_up, lambda self, value: setattr(self._core.inner, name, value), doc=doc)
+
+
 class OuterOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose replica meets the others in outer steps. Made by `wrap`.
+    """A `torch.optim.Optimizer` whose replica takes part in outer steps. Made by `wrap`.
 
     ``step()`` is the inner optimizer's step and, when the method says so, an outer step behind it. Everything
     else of an optimizer (groups, state, rates, hooks, state dicts) is the inner one's.
@@ -102,32 +109,9 @@ class OuterOptimizer(Optimizer):
 
     # What a torch.optim.Optimizer has, delegated.
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, the very dicts."""
-        return self._core.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._core.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # Without a type: several inner optimizers' is no defaultdict.
-        """The inner optimizer's state; the fp32 anchor is not in it."""
-        return self._core.inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._core.inner.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The inner optimizer's defaults (of several: the first one's)."""
-        return self._core.inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self._core.inner.defaults = defaults
+    param_groups: list[dict[str, Any]] = _of_inner("param_groups", "The inner optimizer's groups, the very dicts.")
+    state: Any = _of_inner("state", "The inner optimizer's state; the fp32 anchor is not in it.")
+    defaults: dict[str, Any] = _of_inner("defaults", "The inner optimizer's defaults (of several: the first one's).")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"inner": self._core.inner.optimizers, "undo": self._core.last is not None}
@@ -142,7 +126,7 @@ class OuterOptimizer(Optimizer):
         return f"OuterOptimizer({where}, inner={inner})"
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One inner step; then, if it is time, this replica's part in an outer step.
+        """Takes one inner step; then, if it is time, takes part in an outer step.
 
         The first step joins the job unless ``with optimizer:`` has. If that brought parameters from another replica,
         the gradient at hand belongs to other parameters and is not applied (with a closure it is computed anew).
@@ -161,7 +145,7 @@ class OuterOptimizer(Optimizer):
             return _step_with_hooks(self, closure)
         return self._core.step(closure)
 
-    # Torch would wrap it to run the hooks, and to name it to the profiler, at twice the cost of all that is done here.
+    # Torch would wrap it, for the hooks and the profiler, at twice the cost of all that is done here.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -258,7 +242,7 @@ class OuterOptimizer(Optimizer):
 
     @property
     def pending_steps(self) -> int:
-        """Inner steps of this replica that are in no committed state yet."""
+        """Inner steps of this replica that no committed state contains yet."""
         return 0 if self._core.outer is None else self._core.outer.fragments[0].pending_steps
 
     @property
@@ -281,7 +265,7 @@ class OuterOptimizer(Optimizer):
         """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas."""
         return self._core.started().anchor_digest()
 
-    # What a training loop may say.
+    # For training loops.
 
     def sync(self) -> bool:
         """Proposes a round now, with the steps at hand, and waits for it.
@@ -354,14 +338,14 @@ class OuterOptimizer(Optimizer):
         finally:
             self._core.exit_outer()
 
-    # Coming and leaving.
+    # Joining and leaving.
 
     def close(self, *, flush: bool = True, timeout_s: float = 30.0) -> None:
         """Leaves the job in good order. Idempotent.
 
         Args:
             flush: propose the pending steps once, and wait until they are decided.
-            timeout_s: for at most so many seconds, in all.
+            timeout_s: seconds to wait at most, in all.
         """
         self._core.close(flush=flush, timeout_s=timeout_s)
 

@@ -27,10 +27,7 @@ class Applier:
 
     def apply(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Applies newer committed states; one that counts this replica's snapshot ``tau`` steps after that, or early.
-
-        Returns:
-            False when there is none, or one that has to wait.
-        """
+        False when there is none, or one that has to wait."""
         if fragment.state is fragment.applied:
             return False
         tau = self._schedule.tau(fragment)
@@ -62,7 +59,7 @@ class Applier:
             fragment.view.write(now.mul_(alpha).add_(torch.mul(start, 1 - alpha)))
             self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
         elif counted or version != before.meta.version:
-            unknown = self._unknown(fragment, base.params) if state.fetched else []
+            unknown = self._damaged(fragment, base.params) if state.fetched else []
             if not rebase_(fragment.view, base.params, start, unknown):
                 self.drop(fragment, start, "nonfinite")
         # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
@@ -84,7 +81,7 @@ class Applier:
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
 
-    def _unknown(self, fragment: Fragment, base: Tensor) -> list[slice]:
+    def _damaged(self, fragment: Fragment, base: Tensor) -> list[slice]:
         """Where ``base`` is damaged, so that the pending work is unknown."""
         applied = fragment.applied
         found = damage(base, applied.sums["anchor"]) if base is applied.anchor else []

@@ -31,7 +31,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
-from ftopt.optimizer.outer.state import Base, Pending, Result, Snapshot, State, check_fetched
+from ftopt.optimizer.outer.state import Base, Pending, Snapshot, State, check_fetched
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
@@ -79,7 +79,7 @@ class Fragment:
         self.start = view.cast(state.anchor)
         self.base = Base(self.start, 0, 0, counters.totals, state.meta.version)
         self.snapshot: Snapshot | None = None
-        self.result: Result | None = None
+        self.result: State | None = None
         self.residuals: Mapping[str, Residual] = {}
         self.reset = False
         self.assumed = Assumed()
@@ -130,11 +130,11 @@ class Fragment:
             return self.snapshot is not None and self.snapshot.params is frozen
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
-        """The committed state for a peer: digest and tensors. Raises LookupError when there is none at the moment."""
+        """The committed state for a peer: digest and tensors. LookupError: there is none at the moment."""
         return self.state.digest, self.state.tensors()
 
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> State:
-        """A peer's answer as a state, in ``memory``. Raises ValueError: it is damaged, or not of this model."""
+        """A peer's answer as a state, in ``memory``. ValueError: it is damaged, or not of this model."""
         return check_fetched(self.state, committed, digest, tensors).placed(memory)
 
     def _pending(self) -> Pending:
@@ -160,39 +160,39 @@ class Fragment:
             if self.snapshot is not None:
                 self._left_out = {**self.residuals, units: residual}
 
-    def prepare(self, result: Result, on: State) -> None:
+    def prepare(self, result: State, on: State) -> None:
         """Keeps the result that was computed from ``on``, unless a newer state has come."""
         with self._lock:
             if self.state is on:
                 self.result = result
 
     def discard_result(self) -> None:
-        """The attempt came to nothing: its result goes, the snapshot stays (FREEZE)."""
+        """Drops the result of a failed attempt; the snapshot stays (FREEZE)."""
         with self._lock:
             self.result = None
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
-        """The result of ``attempt`` becomes the committed state."""
+        """Makes the result of ``attempt`` the committed state."""
         with self._lock:
             result = self.result
-            if result is None or result.attempt != attempt.attempt:
+            if result is None or result.made is None or result.made.attempt != attempt.attempt:
                 assert self.state.meta.version >= committed.version, "a commit without its result"
                 return
-            self._advance(State(committed, result.anchor, result.outer, result.digest, result.sums, made=attempt))
+            self._advance(replace(result, meta=committed, made=attempt))
 
     def install(self, state: State, *, reset: bool) -> None:
-        """A fetched state becomes the committed one."""
+        """Makes a fetched state the committed one."""
         with self._lock:
             self._advance(state)
             self.reset = self.reset or reset
 
     def _advance(self, state: State) -> None:
-        """A newer state decides the snapshot: it is counted and becomes the base, or it is not."""
+        """Replaces the state, which decides the snapshot: it is counted and becomes the base, or it is not."""
         if self.state is self.applied:
             self._before = self._pending()
         snapshot, self.snapshot, self.result = self.snapshot, None, None
         if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
-            # In place: the training thread waits, nothing is pending, and nobody looks at what it is measured from.
+            # In place: the training thread waits, nothing is pending, and what it is measured from is not read.
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             step, version = snapshot.contribution.last_step, state.meta.version
             self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
@@ -211,12 +211,12 @@ class Fragment:
             return True
 
     def note_snapshot(self, step: int, pace: float | None = None) -> None:
-        """The last snapshot is that of ``step``; its result is applied ``delay`` steps later."""
+        """Notes that the last snapshot is of ``step``; its result is applied ``delay`` steps later."""
         self.snapshot_step, self.apply_step = step, step + self.overlap.delay
         self.pace = pace or self.pace
 
     def restart_trigger(self, step: int, now_s: float) -> None:
-        """Triggers count from this step and this second on."""
+        """Lets triggers count from this step and this second on."""
         self.trigger_from_step, self.trigger_from_s = step, now_s
         self.ask_from = 0 if self._period is None else step + self._period
 
@@ -229,7 +229,7 @@ class Fragment:
                 self.base = replace(self.base, tokens=counters.tokens, totals=counters.totals)
 
     def apply(self, state: State, start: Tensor, *, nothing_pending: bool) -> None:
-        """The parameters are based on ``state`` now; ``start`` is its anchor, cast."""
+        """Bases the parameters on ``state``; ``start`` is its anchor, cast."""
         version = state.meta.version if nothing_pending else self.base.version
         self.start = start
         with self._lock:
@@ -241,22 +241,22 @@ class Fragment:
     def follow(self, state: State) -> None:
         """Does what else a state that is being applied requires; here nothing."""
 
-    # At the start. Training thread, before others look, unless said otherwise.
+    # At the start. Training thread, before other threads read, unless said otherwise.
 
     def start_at(self, meta: Committed) -> None:
-        """The initial state is that of ``meta``, unless the reducer is at work on another. Any thread."""
+        """Gives the initial state its ``meta``, unless the reducer is at work on another. Any thread."""
         with self._lock:
             if self.state is self.applied:
                 self.state = self.applied = replace(self.state, meta=meta)
 
     def stand_on(self, state: State) -> None:
-        """``state`` is the committed one and the one that the parameters are based on; nothing is frozen."""
+        """Makes ``state`` the committed one and the one that the parameters are based on; nothing is frozen."""
         self.state = self.applied = state
         self.start = self.view.cast(state.anchor)
         self.base, self.snapshot = replace(self.base, params=self.start), None
 
     def restore(self, pending: Pending) -> None:
-        """Takes the place of what was pending; the parameters hold that work already. Any thread."""
+        """Replaces what was pending; the parameters hold that work already. Any thread."""
         with self._lock:
             self.base, self.snapshot, self.residuals = pending.base, pending.snapshot, pending.residuals
             if self._before is not None:

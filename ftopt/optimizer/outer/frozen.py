@@ -74,10 +74,7 @@ class Frozen:
     @contextmanager
     def parts(self, size: int) -> Iterator[Iterable[tuple[Tensor, slice]]]:
         """The parameters in parts of at most ``size`` elements, and where each lies in a flat tensor; `thaw` waits.
-
-        Raises:
-            InterruptedError: the training thread has gone on: the round that this was for is over.
-        """
+        InterruptedError: the training thread has gone on: the round that this was for is over."""
         with self._lock:
             follow(self._view.device, self.point)
             if self.copy is not None:

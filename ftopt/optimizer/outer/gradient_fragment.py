@@ -57,11 +57,8 @@ class GradientFragment(Fragment):
         self._inner, self._group = inner, group
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
-        """The model and inner state as they are, where they are the committed state.
-
-        Raises:
-            LookupError: an inner step that is being applied lasts longer than a second.
-        """
+        """The model and inner state as they are, where they are the committed state. LookupError: an inner step that is
+        being applied lasts longer than a second."""
         live = self.live
         if live is None:
             return super().serve()

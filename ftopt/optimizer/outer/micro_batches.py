@@ -66,7 +66,8 @@ class MicroBatches:
             self._outer.count(self._inner.largest_lr, None, None, tokens=counted["tokens"])
             data = counted if any(counted.values()) else None
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=data)
-        self._outer.propose_share(ShareOffer(plan, units, samples), lr=self._inner.largest_lr())
+        share = ShareOffer(plan, units, samples)
+        self._outer.freezer.propose(self._fragment, self._inner.largest_lr(), share=share)
 
     def report(self, state: str, *, unit_s: float) -> None:
         self._outer.counters.set_step_s(unit_s)
@@ -74,11 +75,8 @@ class MicroBatches:
 
 
 def check_averages_gradients(method: Method) -> None:
-    """Refuses a method that cannot be used in a job with a global batch.
-
-    Raises:
-        UserError: it does more than to average gradients before each step.
-    """
+    """Refuses a method that cannot be used in a job with a global batch. UserError: it does more than to average
+    gradients before each step."""
     if method.gradients is not method or method.sync_every != 1:
         raise UserError(
             f"method {method.name} with sync_every={method.sync_every} in a job with a global batch; that is for a "

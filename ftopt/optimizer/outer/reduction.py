@@ -15,7 +15,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import Result, Snapshot, State, name_tensors, place_all
+from ftopt.optimizer.outer.state import Snapshot, State, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import methods_own
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import joined, part
@@ -76,19 +76,19 @@ class Reduction:
 
     def _result(
         self, attempt: AttemptView, collective: Collective, fragment: Fragment, state: State, snapshot: Snapshot
-    ) -> Result:
+    ) -> State:
         """The reduction, the outer step and the digests."""
         if self._tried.get(fragment.index) == attempt.version and attempt.size > 1:
             self._check_damage(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
             method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
-            averages = attempt.inner_step < method.average_until_step
+            averages, metrics = attempt.inner_step < method.average_until_step, fragment.trigger_metrics
             steps: list[pieces.Steps] = []
 
             def begin(mean: Tensor, at: Round) -> Summed | None:
-                if averages or not _can_begin_early(fragment):
-                    return None
+                if averages or method.aggregation is not None or not in_pieces(fragment) or metrics.learns:
+                    return None  # the step needs the whole mean
                 steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, memory))
                 return steps[0].there
 
@@ -113,11 +113,12 @@ class Reduction:
             if anchor.numel() < work.numel():
                 anchor = joined(anchor, state.anchor, work, at)
                 sums.pop("anchor", None)
-            outer = {**outer, **fragment.trigger_metrics.after(state.outer, at.seen)}
+            outer = {**outer, **metrics.after(state.outer, at.seen)}
         elif not fragment.carries_over:  # nothing finite in the whole batch
             outer = fragment.method.init(anchor)
         anchor, outer = self._committed_memory.place(anchor), place_all(outer, self._committed_memory)
-        return Result(attempt.attempt, anchor, outer, *digest_and_sums(name_tensors(anchor, outer), sums))
+        digest, sums = digest_and_sums(name_tensors(anchor, outer), sums)
+        return State(state.meta, anchor, outer, digest, sums, made=attempt)
 
     def _check_damage(self, state: State) -> None:
         """Checks before a retry of what had been prepared: digests may have differed because of this replica."""
@@ -138,26 +139,15 @@ class Reduction:
         self._fragments[fragment].discard_result()
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
-        """The committed state, for a peer: digest and tensors, which never change.
-
-        Raises:
-            LookupError: it cannot be served at the moment.
-        """
+        """The committed state, for a peer: digest and tensors, which never change. LookupError: it cannot be served at
+        the moment."""
         return self._fragments[fragment].serve()
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """Makes a fetched state the committed one; pending work is rebased onto it, or dropped if ``reset``.
-
-        Raises:
-            ValueError: it is damaged or not of this model; nothing has changed.
-        """
+        ValueError: it is damaged or not of this model; nothing has changed."""
         fragment = self._fragments[committed.fragment]
         device = fragment.view.device
         with self._installing.after(reached(device), device):
             state = fragment.check(committed, digest, tensors, self._committed_memory)
         fragment.install(state, reset=reset)
-
-
-def _can_begin_early(fragment: Fragment) -> bool:
-    """Whether its outer step can begin when the first elements of the mean are there."""
-    return fragment.method.aggregation is None and in_pieces(fragment) and not fragment.trigger_metrics.learns

@@ -16,9 +16,7 @@ def outer_step(
 
     The shares are gathered as sums of tensors that are zero elsewhere: exact, and it needs nothing else of a transport.
     It moves twice what a gather would, ``2 (n-1)/n`` of the anchor and of each tensor of the outer state.
-
-    Raises:
-        ConnectionError, TimeoutError, InterruptedError: as ``collective`` raises them.
+    ConnectionError, TimeoutError, InterruptedError: as ``collective`` raises them.
     """
     if not method.execution.sharded or collective.size == 1:
         return method.outer_step(anchor, state, gradient, round)

@@ -23,7 +23,8 @@ class State:
     """A fragment's committed state. Peers may be reading it at any time.
 
     Args:
-        meta: version, committed inner step, this replica's counted step.
+        meta: version, committed inner step, this replica's counted step. Of the state before until an attempt is
+            decided.
         anchor: flat fp32.
         outer: the outer optimizer's state, flat fp32 tensors.
         digest: of `tensors`.
@@ -117,17 +118,6 @@ class Snapshot:
     lr: float
     totals: StepTotals
     seen: MemberStats
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one attempt made, until it is decided."""
-
-    attempt: int
-    anchor: Tensor
-    outer: Mapping[str, Tensor]
-    digest: str
-    sums: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

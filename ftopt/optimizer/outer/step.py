@@ -28,7 +28,7 @@ from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.apply import Applier
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.freeze import Freezer, ShareOffer
+from ftopt.optimizer.outer.freeze import Freezer
 from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
@@ -282,12 +282,6 @@ class OuterStep:
         self.freezer.propose(fragment, lr, waits=waits)
         self.freezer.thread.join()  # no pass follows during which to copy, and a replica that leaves must have offered
         return True
-
-    # A global batch.
-
-    def propose_share(self, share: ShareOffer, *, lr: float) -> None:
-        """Offers the gradients that are added up as a share of the global batch."""
-        self.freezer.propose(self.fragments[0], lr, share=share)
 
     def is_whole(self) -> bool:
         """Whether the global batch is committed and not applied yet; applies a sound copy of what was damaged here."""

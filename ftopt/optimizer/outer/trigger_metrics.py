@@ -100,7 +100,7 @@ class TriggerMetrics:
 
     def first(self) -> dict[str, Tensor]:
         """The part of the outer state at version 0 that is not the method's."""
-        return {AGREED: _tensor(RoundStats())} if self.learns else {}
+        return {AGREED: _tensor(_NOTHING)} if self.learns else {}
 
     def after(self, outer: Mapping[str, Tensor], seen: tuple[MemberStats, ...]) -> dict[str, Tensor]:
         """That part after an outer step in which these stats were seen."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import Pending, Snapshot, State
 from ftopt.optimizer.outer.step import OuterStep
@@ -86,7 +85,15 @@ def capture_replica(
     now_s = outer.shared.clock()
     own = capture_own(outer, inner, model, pending, copies)
     for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
-        part |= _rest_of(fragment, each, now_s, copies)
+        part |= {  # what only the same replica needs to resume
+            "base_totals": each.base.totals._asdict(),
+            "base_version": each.base.version,
+            "direction": fragment.trigger_metrics.direction,
+            "trigger_from_ago_s": now_s - fragment.trigger_from_s,
+            "snapshot_step": fragment.snapshot_step,
+            "pace": fragment.pace,
+            "snapshot": None if each.snapshot is None else _of_snapshot(each.snapshot, copies),
+        }
     own["model"] = _flat(FlatView(model), copies) if outer.live is not None else None
     for device in {fragment.view.device for fragment in outer.fragments}:
         publish(device)
@@ -125,22 +132,12 @@ def _work_of(fragment: Fragment, pending: Pending, copies: CopyPool, *, to_repla
         "params": _flat(fragment.view, copies) if works else None,
         "base_step": base.step,
         "base_tokens": base.tokens,
-        "residuals": {units: _of_residual(left) for units, left in pending.residuals.items()},
+        "residuals": {
+            units: {"own": left.own, "first": left.owed[0], "owed": left.owed[1]}
+            for units, left in pending.residuals.items()
+        },
         "trigger_from_step": fragment.trigger_from_step,
     } | ({"base": fragment.start if works else None} if to_replay else {})
-
-
-def _rest_of(fragment: Fragment, pending: Pending, now_s: float, copies: CopyPool) -> Tree:
-    """What only the same replica needs to resume."""
-    return {
-        "base_totals": pending.base.totals._asdict(),
-        "base_version": pending.base.version,
-        "direction": fragment.trigger_metrics.direction,
-        "trigger_from_ago_s": now_s - fragment.trigger_from_s,
-        "snapshot_step": fragment.snapshot_step,
-        "pace": fragment.pace,
-        "snapshot": None if pending.snapshot is None else _of_snapshot(pending.snapshot, copies),
-    }
 
 
 def _version(state: State) -> CommittedVersion:
@@ -150,11 +147,6 @@ def _version(state: State) -> CommittedVersion:
 
 def _flat(view: FlatView, copies: CopyPool) -> Tensor:
     return view.read(copies.empty((view.numel,), torch.float32, view.device))
-
-
-def _of_residual(residual: Residual) -> Tree:
-    first, values = residual.owed
-    return {"own": residual.own, "first": first, "owed": values}
 
 
 def _of_snapshot(snapshot: Snapshot, copies: CopyPool) -> Tree:

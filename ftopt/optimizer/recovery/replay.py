@@ -64,11 +64,8 @@ def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) 
 
 @torch.no_grad()
 def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: AdoptedWork) -> Replay:
-    """Restores a copy in this replica, which has just fetched the committed state. Training thread.
-
-    Raises:
-        ValueError: the copy is damaged or of another model; nothing has changed.
-    """
+    """Restores a copy in this replica, which has just fetched the committed state. Training thread. ValueError: the
+    copy is damaged or of another model; nothing has changed."""
     own = _checked(outer, inner, model, inherited)
     parts: list[Tree] = own["fragments"]
     adopt_works(outer, [[work_of(f.view, own, f.index, parts[f.index]["base"])] for f in outer.fragments], own=0)
@@ -111,10 +108,7 @@ def _fits(view: FlatView, part: Tree, steps: int) -> bool:
 
 class Replays:
     """Offers copies of a replica, or does a dead one's steps again. Training thread. ``clock``: seconds, monotonic.
-
-    Raises:
-        UserError: steps could not be done again.
-    """
+    UserError: steps could not be done again."""
 
     def __init__(
         self, inner: Inner, model: nn.Module, group: ReplicaGroup, method: Method, *, clock: Callable[[], float]

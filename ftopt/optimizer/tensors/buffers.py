@@ -31,9 +31,7 @@ def averaged(model: nn.Module) -> list[str]:
     """Names of the buffers that can be averaged: floating-point ones that the model's state dict holds.
 
     Counters (BatchNorm's ``num_batches_tracked``) and buffers registered with ``persistent=False`` stay local.
-
-    Raises:
-        UserError: one holds NaN or Inf (a mask, say).
+    UserError: one holds NaN or Inf (a mask, say).
     """
     found = {name: buffer for name, buffer in buffers(model).items() if buffer.is_floating_point()}
     for name, buffer in found.items():

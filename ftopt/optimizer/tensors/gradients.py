@@ -23,7 +23,7 @@ _PARAMS, _INNER, _NUMBER = "params", "inner.", "number."
 
 
 class GradientView(FlatView):
-    """Minus the sum of the gradients of the model's parameters that train, flat fp32."""
+    """Minus the sum of the gradients of the model's parameters that train, flat fp32: what `read` and `write` mean."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -46,29 +46,23 @@ class GradientView(FlatView):
                 parameter.grad = part.to(parameter.dtype, copy=True)
 
     def read(self, out: Tensor) -> Tensor:
-        """Copies the sum."""
         return out.copy_(self._sum)
 
     def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """The sum in parts."""
         for part in torch.split(self._sum, size):
             start = part.storage_offset()
             yield part, slice(start, start + part.numel())
 
     def write(self, flat: Tensor) -> None:
-        """Sets the sum."""
         self._sum.copy_(flat)
 
     def cast(self, flat: Tensor) -> Tensor:
-        """Sums are fp32 whatever the parameters are."""
-        return flat
+        return flat  # sums are fp32 whatever the parameters are
 
     def clones(self) -> list[Tensor]:
-        """A copy of the sum."""
         return [self._sum.clone()]
 
     def restore(self, clones: Sequence[Tensor]) -> None:
-        """Puts it back."""
         self._sum.copy_(clones[0])
 
 
@@ -104,11 +98,7 @@ class Live:
         return digest(tensors), tensors
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A peer's answer, in memory of its own.
-
-        Raises:
-            ValueError: it is damaged, or not of this model.
-        """
+        """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""
         params = tensors.get(_PARAMS)
         if params is None or params.dtype != torch.float32 or tuple(params.shape) != (self._view.numel,):
             raise ValueError("the fetched model does not fit this one; give all replicas the same model")

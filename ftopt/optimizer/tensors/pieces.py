@@ -7,7 +7,7 @@ gives the same bits either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,11 +29,6 @@ cost a tenth of the time."""
 def piece_of(flat: Tensor) -> int:
     """Elements of a piece of it."""
     return _ON_CPU if flat.device.type == "cpu" else _ELSEWHERE
-
-
-def split(flat: Tensor) -> Sequence[Tensor]:
-    """Its pieces, as views."""
-    return torch.split(flat, piece_of(flat))
 
 
 class Measured:
@@ -123,7 +118,8 @@ class Steps:
         self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
         self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
         self._size = piece_of(mean)
-        self._missing = [piece.numel() for piece in split(mean)]  # elements of each piece; 0: its step is done
+        # Of each piece the elements that are missing; 0: its step is done.
+        self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
         self._made_anchor = memory.target(mean)
 
     def there(self, start: int, stop: int) -> None:

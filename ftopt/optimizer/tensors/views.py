@@ -28,11 +28,8 @@ _MOMENTS = {
 
 
 def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> list[FlatView]:
-    """One view a fragment, in the method's order.
-
-    Raises:
-        UserError: the method cannot partition this model, or buffers or moments cannot be averaged.
-    """
+    """One view a fragment, in the method's order. UserError: the method cannot partition this model, or buffers or
+    moments cannot be averaged."""
     try:
         fragments = method.partition(parameters(model))
     except ValueError as error:

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from ftopt.errors import UserError
 from ftopt.optimizer.undo.inverses import AdamRule, Operations, Rule, SgdRule, chunks, wide
 from ftopt.optimizer.undo.probe import kind_of, took_place
-from ftopt.optimizer.undo.record import GroupRecord, ParameterRecord, check_invertible, recorder_of
+from ftopt.optimizer.undo.record import RECORDERS, GroupRecord, ParameterRecord, check_invertible
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,7 @@ class ParameterStep:
     """One parameter's part of the step.
 
     Args:
-        optimizer: the optimizer that took it.
         name: the parameter's, for messages.
-        parameter: with its gradient.
         rule: its group's settings in the step.
         done: which operations of the step were applied to it and to its moments.
         counted: by how much its step count went up.
@@ -42,7 +40,7 @@ class ParameterStep:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The parameter's."""
+        """The parameter's state."""
         found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
         return found
 
@@ -60,7 +58,7 @@ class ParameterStep:
 def last_step(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
     """What the optimizer's last step did to each parameter that has a gradient, and whether it is complete."""
     check_invertible(optimizer, "undo_step")
-    recorder = recorder_of(optimizer)
+    recorder = RECORDERS.get(optimizer)
     if recorder is None:
         return _by_state(optimizer)
     if recorder.record is None:
@@ -153,7 +151,7 @@ def _has_moments(noted: ParameterRecord, rule: Rule) -> bool:
 
 
 def _by_state(optimizer: Optimizer) -> tuple[list[ParameterStep], bool]:
-    """Without a record: takes the gradients and settings at hand for the step's; the state tells what was stepped."""
+    """Without a record: assumes that the gradients and settings are the step's; the state tells what was stepped."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise UserError(
             "undo_step: a scheduler changes this optimizer's learning rate, and the step's is not recorded; call "

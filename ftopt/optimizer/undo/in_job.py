@@ -14,16 +14,11 @@ from ftopt.sync.group import Committed, ReplicaGroup
 
 
 class LastStep:
-    """The last inner step, and the outer step's counters before it.
-
-    Args:
-        optimizers: the inner ones.
+    """The last inner step, and the outer step's counters before it. UserError: steps of these inner optimizers cannot
+    be undone.
 
     Attributes:
         counted: the step has been taken and counted; False: it has raised; None: there is none to be undone.
-
-    Raises:
-        UserError: steps of these optimizers cannot be undone.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -35,7 +30,7 @@ class LastStep:
         self._applied: list[Committed] = []  # what each fragment's parameters are based on
 
     def begin(self, outer: OuterStep) -> None:
-        """A step begins."""
+        """Notes what there is before a step."""
         for recorder in self._recorders:
             recorder.steps = 0
         self._applied = [fragment.applied.meta for fragment in outer.fragments]  # not the states: they would live on
@@ -43,11 +38,7 @@ class LastStep:
         self.counted = False
 
     def undo(self, outer: OuterStep, group: ReplicaGroup) -> Undone:
-        """Takes the step back, and out of the outer step's counters.
-
-        Raises:
-            UserError: it cannot be undone; nothing has changed.
-        """
+        """Undoes the step, and takes it out of the outer step's counters. UserError: nothing has changed."""
         counted = self._check(outer)
         undone = revert(self._optimizers, [recorder.steps == 1 for recorder in self._recorders])
         self.counted = None

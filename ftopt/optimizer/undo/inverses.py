@@ -24,12 +24,12 @@ under Nesterov, else 1.
 A step that raised may have applied some of its operations to a tensor and not the others. Torch applies them in a
 fixed order, so that their number (`Operations`) says which.
 
-A rule holds one parameter group's settings in the step. ``moments`` are the names of the tensors in a parameter's
-state, ``whole`` the operations of a complete step, ``why_not()`` why no step with these settings can be undone (None
-when it can). ``before(now, done, t=, first=)`` computes the values before the step: ``now`` are those after it, in the
-precision to compute in, ``done`` the operations applied, ``t`` the step count after it; ``first``: there were no
-moments before, and none are returned. ``fits(now, before, unit)``: whether the step can have led from ``before`` to
-``now``, with the dtype's unit roundoff.
+A rule holds one parameter group's settings in the step, from `of`. ``moments`` are the names of the tensors in a
+parameter's state, ``whole`` the operations of a complete step, ``why_not()`` why no step with these settings can be
+undone (None when it can). ``before(now, done, t=, first=)`` computes the values before the step: ``now`` are those
+after it, in the precision to compute in, ``done`` the operations applied, ``t`` the step count after it; ``first``:
+there were no moments before, and none are returned. ``fits(now, before, unit)``: whether the step can have led from
+``before`` to ``now``, with the dtype's unit roundoff.
 
 Source: SWIFT, arXiv 2302.06173, section 4; extended by what torch.optim does (dampening, Nesterov, maximize,
 first steps), and by steps that raise half-way.
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from torch import Tensor
 from ftopt.optimizer.tensors.flat import local
 
 Values = Mapping[str, Tensor]
-"""``param``, ``grad`` and the moments of one tensor, by name; what there was none of is left out."""
+"""``param``, ``grad`` and those moments of one tensor that there are, by name."""
 Operations = Mapping[str, int]
 """How many of the step's operations were applied to ``param`` and to each moment."""
 
@@ -72,13 +72,11 @@ class SgdRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> SgdRule:
-        """Of a parameter group."""
         lr, momentum, dampening, decay = (float(group[n]) for n in ("lr", "momentum", "dampening", "weight_decay"))
         return cls(lr, momentum, dampening, decay, bool(group["nesterov"]), bool(group["maximize"]))
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The buffer, if there is momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
@@ -87,7 +85,6 @@ class SgdRule:
         return {"param": 1} | ({"momentum_buffer": 2} if self.momentum else {})
 
     def why_not(self) -> str | None:
-        """Too much weight decay, or too little momentum."""
         if 0 < abs(self.momentum) < _LEAST_DECAY:
             return f"momentum={self.momentum} leaves too little of the buffer before; {_LEAST_DECAY} or more, or 0"
         return _too_much_decay(self.lr * self._factor, self.weight_decay)
@@ -97,7 +94,6 @@ class SgdRule:
         return 1 + self.momentum if self.nesterov else 1.0
 
     def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
-        """See the module."""
         p, g, b = now["param"], _signed(now, self.maximize), now.get("momentum_buffer")
         if done["param"]:
             if first or not self.momentum:
@@ -113,7 +109,7 @@ class SgdRule:
         return {"param": p, "momentum_buffer": b / self.momentum if done["momentum_buffer"] else b}
 
     def fits(self, now: Values, before: Values, unit: float) -> bool:
-        """Nothing contradicts it but what is not finite."""
+        """False only for values that are not finite."""
         return _finite(now, before)
 
     def looks_first(self, now: Values, unit: float) -> bool:
@@ -139,16 +135,12 @@ class AdamRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamRule:
-        """Of a parameter group."""
         lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
         decoupled, maximize, amsgrad = (bool(group[n]) for n in ("decoupled_weight_decay", "maximize", "amsgrad"))
         beta1, beta2 = map(float, group["betas"])
         return cls(lr, beta1, beta2, eps, decay, decoupled, maximize, amsgrad)
 
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Both."""
-        return ("exp_avg", "exp_avg_sq")
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     @property
     def whole(self) -> Operations:
@@ -160,7 +152,6 @@ class AdamRule:
         return self.decoupled and self.weight_decay != 0
 
     def why_not(self) -> str | None:
-        """AMSGrad, a beta of 0 or nearly so, or too much weight decay."""
         if self.amsgrad:
             return "amsgrad=True keeps a maximum of second moments, and what it was before is gone; amsgrad=False"
         if min(self.beta1, self.beta2) < _LEAST_DECAY:
@@ -169,7 +160,6 @@ class AdamRule:
         return _too_much_decay(self.lr, self.weight_decay) if self.decoupled else None
 
     def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
-        """See the module."""
         p, g, m, v = now["param"], _signed(now, self.maximize), now.get("exp_avg"), now.get("exp_avg_sq")
         if done["param"] == self.whole["param"]:
             c1, c2 = 1 - self.beta1**t, 1 - self.beta2**t
@@ -186,7 +176,7 @@ class AdamRule:
         return {"param": p, "exp_avg": m, "exp_avg_sq": v / self.beta2 if done["exp_avg_sq"] else v}
 
     def fits(self, now: Values, before: Values, unit: float) -> bool:
-        """No second moment was below 0: then the gradient at hand is not the step's."""
+        """False also for a second moment below 0: the gradient at hand is not the step's then."""
         if not _finite(now, before):
             return False
         if "exp_avg_sq" not in before:

@@ -39,7 +39,6 @@ class Sample:
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """Device and dtype."""
     return tensor.device, tensor.dtype
 
 
@@ -63,16 +62,12 @@ def samples_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, lis
 def took_place(
     samples: Sequence[Sample], counted: Mapping[Tensor, int], states: Mapping[Tensor, Mapping[str, Any]], rule: Rule
 ) -> bool:
-    """Whether a step came to tensors of one kind in a group.
+    """Whether a step came to tensors of one kind in a group. UserError: the elements do not say.
 
     Args:
         samples: from before the step.
         counted: by how much the step count of each of these tensors went up, in the step's order.
         states: the optimizer's, as they are now.
-        rule: the group's settings.
-
-    Raises:
-        UserError: the elements do not say.
     """
     stepped = [p for p in counted if p.grad is not None]
     counts = {counted[p] for p in stepped}
@@ -109,11 +104,8 @@ def _first_elements(tensor: Tensor) -> Tensor:
 
 
 def _verdict(sample: Sample, state: Mapping[str, Any], rule: Rule) -> bool | None:
-    """Whether the sampled tensor was stepped; None: a step makes no difference to these elements.
-
-    Raises:
-        UserError: they are neither what they were nor what a step makes of them.
-    """
+    """Whether the sampled tensor was stepped; None: a step makes no difference to these elements. UserError: they are
+    neither what they were nor what a step makes of them."""
     p = sample.parameter
     assert p.grad is not None
     tensors = {"param": p, "grad": p.grad} | {name: state[name] for name in rule.moments if state.get(name) is not None}

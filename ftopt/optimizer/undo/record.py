@@ -26,15 +26,13 @@ _INVERTIBLE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 
 @dataclass(slots=True)
 class ParameterRecord:
-    """What is noted of one parameter.
+    """The record of one parameter.
 
     Args:
-        parameter: the parameter.
-        version: its version before the step.
+        version: the parameter's version before the step.
         state: the versions of the tensors of its state before the step; None: it had no state.
         version_after: its version after the step; None: the step is incomplete.
-        gradient: the gradient that the step used, None if it had none.
-        gradient_version: that gradient's version.
+        gradient: the gradient that the step used, at ``gradient_version``; None if it had none.
     """
 
     parameter: Tensor
@@ -45,14 +43,14 @@ class ParameterRecord:
     gradient_version: int = 0
 
     def complete(self) -> None:
-        """Notes what there is after the step."""
+        """Records the versions after the step."""
         self.version_after = self.parameter._version
         if (gradient := self.parameter.grad) is not None:
             self.gradient, self.gradient_version = weakref.ref(gradient), gradient._version
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the gradient that the step used is there, unchanged."""
+        """Whether the gradient that the step used is still there, unchanged."""
         gradient = self.parameter.grad
         if gradient is None or self.gradient is None:
             return False
@@ -69,17 +67,13 @@ class GroupRecord:
 
 
 class StepRecorder:
-    """Records an optimizer's steps by its hooks.
-
-    Args:
-        optimizer: one that `check_invertible` lets pass.
+    """Records the steps of an optimizer that `check_invertible` accepts, by its hooks.
 
     Attributes:
-        record: of the last step, by parameter group; None when there is none to be undone.
+        record: of the last step, by parameter group; None when there is none to be undone, and ``why``.
         complete: whether that step has not raised.
         found_inf: GradScaler's, for a fused optimizer: not 0 when the step was skipped inside.
-        why: why there is no record.
-        steps: begun since somebody set this to 0.
+        steps: begun since this was set to 0.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -93,7 +87,7 @@ class StepRecorder:
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
 
     def forget(self, why: str) -> None:
-        """There is nothing to undo, since ..."""
+        """Drops the record: there is nothing to undo, and ``why``."""
         self.record, self.why = None, why
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -121,17 +115,13 @@ def check_invertible(optimizer: Optimizer, what: str) -> None:
 
 def record_steps(optimizer: Optimizer) -> StepRecorder:
     """Records the optimizer's steps from now on."""
-    if (recorder := _RECORDERS.get(optimizer)) is None:
-        recorder = _RECORDERS[optimizer] = StepRecorder(optimizer)
+    if (recorder := RECORDERS.get(optimizer)) is None:
+        recorder = RECORDERS[optimizer] = StepRecorder(optimizer)
     return recorder
 
 
-def recorder_of(optimizer: Optimizer) -> StepRecorder | None:
-    """The optimizer's recorder, if its steps are recorded."""
-    return _RECORDERS.get(optimizer)
-
-
-_RECORDERS: weakref.WeakKeyDictionary[Optimizer, StepRecorder] = weakref.WeakKeyDictionary()
+RECORDERS: weakref.WeakKeyDictionary[Optimizer, StepRecorder] = weakref.WeakKeyDictionary()
+"""Of all optimizers whose steps are recorded."""
 
 
 def _group_record(optimizer: Optimizer, group: Mapping[str, Any]) -> GroupRecord:

@@ -34,14 +34,10 @@ class Undone:
 
 
 def revert(optimizers: Sequence[Optimizer], reached: Sequence[bool] | None = None) -> Undone:
-    """Undoes the last step of several optimizers that step as one.
+    """Undoes the last step of several optimizers that step as one. UserError: it cannot be undone, nothing has changed.
 
     Args:
-        optimizers: torch's own.
         reached: whether the step has reached each of them. Default: all.
-
-    Raises:
-        UserError: it cannot be undone; nothing has changed.
     """
     reached = [True] * len(optimizers) if reached is None else reached
     stepped = [optimizer for optimizer, is_reached in zip(optimizers, reached, strict=True) if is_reached]
