@@ -33,7 +33,7 @@ from ftopt.sync.group import GlobalBatch, ReplicaGroup
 
 _POLL_S = 0.005
 _SPENT_S = 2.0
-"""Between two offers of units alone: until somebody has steps to go with them, they come to nothing."""
+"""Between two offers of units alone, which are in vain until some replica has steps to go with them."""
 
 
 class Core:
@@ -60,22 +60,16 @@ class Core:
         memory: Memory | None = None,
         undo: bool = False,
     ) -> None:
-        self.inner = inner
-        self.model = model
-        self.method = method
-        self.group = group
+        self.inner, self.model, self.method, self.group = inner, model, method, group
         self.outer: OuterStep | None = None
-        self.start_step = 0
-        self.suspended = 0
-        self.closed = False
+        self.start_step = self.suspended = 0
+        self.closed = self._said_detached = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
-        self._clock = clock
-        self._memory = memory
+        self._clock, self._memory = clock, memory
         self._before_outer: list[list[Tensor]] | None = None
-        self._rounds_applied = self._nonfinite_drops = 0  # of the outer step's counters, as they were looked at last
+        self._rounds_applied = self._nonfinite_drops = 0  # of the outer step's counters, as last seen
         self._ended_at: float | None = None
-        self._said_detached = False
         self.last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
         self._spent_at = -math.inf
@@ -125,10 +119,10 @@ class Core:
         counted = self._take_counted() if tokens or self._samples else None
         outer.count(self.inner.largest_lr, self._loss, step_s, tokens=tokens)
         self._loss = None
-        told = ended
+        emitted = ended
         if tells:
             group.emit("stepped", inner_step=outer.inner_step(), data=counted)
-            told = self._clock()
+            emitted = self._clock()
         self._ended_at = ended
         if self.replays is not None:
             self.replays.stepped(outer)
@@ -136,7 +130,7 @@ class Core:
             self._after_outer_work(outer)
             stall_s = self._clock() - ended
             group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
-            self._ended_at = self._clock() - (told - ended)  # the outer step is not the next step's; telling is
+            self._ended_at = self._clock() - (emitted - ended)  # the outer step is not part of the next step's time
         if outer.doing != "training":
             outer.report("training")
         return loss
@@ -192,8 +186,8 @@ class Core:
         if not self._said_detached:
             self._said_detached = True
             warnings.warn(
-                "this OuterOptimizer is a copy (deepcopy or pickle): it steps its inner optimizer and takes "
-                "no part in the job; call ftopt.wrap() to make one that does",
+                "this OuterOptimizer is a copy (deepcopy or pickle): it steps its inner optimizer and takes no part in "
+                "the job; call ftopt.wrap() to make one that does",
                 stacklevel=5,
             )
         return self.inner.step(closure)
@@ -328,7 +322,7 @@ class Core:
             if self.outer is None:
                 return
             deadline = self._clock() + timeout_s
-            self.outer.report("leaving")  # first: a leaver's proposal opens no round, and nobody waits for it
+            self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
             if flush:
                 self._flush(self.outer, self.group, deadline)
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)

@@ -127,7 +127,7 @@ class Inner:
         `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
         it: a warm-up from rate 0 has gradients.
         """
-        for optimizer in self.optimizers:  # no any(): this is looked at before every step
+        for optimizer in self.optimizers:  # no any(): this runs before every step
             if optimizer.state:
                 return False
         if any(group.get("lr", 1.0) != 0 for group in self.param_groups):

@@ -48,9 +48,8 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
                 raise ValueError(f"{entry['class']} has state of {name}, which it does not train here")
 
 
-def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool = True) -> None:
-    """Restores a checked capture: the state of parameters that had some, none for the others, and, unless ``groups`` is
-    False, all groups' values."""
+def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
+    """Restores a checked capture: the state of parameters that had some, none for the others; not the groups."""
     named = dict(trainable(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         optimizer.state.clear()
@@ -64,8 +63,6 @@ def restore(inner: Inner, model: nn.Module, saved: list[Tree], *, groups: bool =
                 else _copy(value, CopyPool())
                 for key, value in values.items()
             }
-    if groups:
-        restore_groups(inner, saved)
 
 
 def restore_groups(inner: Inner, saved: list[Tree]) -> None:

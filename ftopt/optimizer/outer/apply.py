@@ -100,18 +100,15 @@ class Applier:
 
 @torch.no_grad()
 def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice]) -> bool:
-    """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor. One sweep.
+    """``params <- cast(new anchor) + (params - base)``: the pending work on the new anchor. One sweep. False: something
+    was not finite, and the parameters are void.
 
-    With the cast, so that ``params - start`` is the work again, without what the parameters' dtype rounds off the
-    anchor.
+    With the cast, ``params - start`` is the work again, without what the parameters' dtype rounds off the anchor.
 
     Args:
         base: what the pending work is measured from, flat fp32.
         start: the new anchor, rounded to the parameters' dtypes, flat fp32.
         unknown: where ``base`` is damaged: there the parameters become the anchor's.
-
-    Returns:
-        False: something was not finite, and the parameters are of no use.
     """
     if unknown:
         now, base = view.read(view.empty()), base.clone()

@@ -55,7 +55,7 @@ class Counters:
         step_s: seconds that a step takes, a moving average; 0 before one was measured.
         rounds_applied: commits of a contribution of this replica that its parameters have followed.
         nonfinite_drops: how often pending steps were dropped because they were not finite.
-        resumed: they go on from a checkpoint.
+        resumed: they continue those of a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,7 @@ class Counters:
         self.resumed = False
 
     def count_step(self, tokens: int, step_s: float | None) -> None:
-        """Counts an inner step. ``step_s``: seconds from the end of the one before, if nothing else was done
-        between."""
+        """Counts an inner step; ``step_s``: seconds since the one before, if nothing else was done in between."""
         self.local_steps += 1
         self.tokens += tokens
         if step_s is not None:
@@ -107,7 +106,7 @@ class Counters:
         return counts | {"totals": self.totals._asdict()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Puts a `capture` back."""
+        """Restores a `capture`."""
         self.local_steps, self.tokens = saved["local_steps"], saved["tokens"]
         self.totals, self.rounds_applied = StepTotals(**saved["totals"]), saved["rounds_applied"]
         self.resumed = True

@@ -63,16 +63,10 @@ class Fragment:
     keeps_still = True
 
     def __init__(
-        self,
-        view: FlatView,
-        method: Method,
-        trigger_metrics: TriggerMetrics,
-        state: State,
-        counters: Counters,
-        *,
-        by_job: bool = False,
+        self, view: FlatView, method: Method, state: State, counters: Counters, *, by_job: bool = False
     ) -> None:
-        self.view, self.method, self.trigger_metrics = view, method, trigger_metrics
+        self.view, self.method = view, method
+        self.trigger_metrics = TriggerMetrics(view, method.timing.uses)
         self.index = state.meta.fragment
         self.timing, self.overlap = method.timing, method.overlap
         self.state = self.applied = state
@@ -84,9 +78,8 @@ class Fragment:
         self.reset = False
         self.assumed = Assumed()
         self.pace: float | None = None
-        self._counters = counters
-        self._lock = threading.Lock()
         self.by_job = by_job
+        self._counters, self._lock = counters, threading.Lock()
         self._period = None if by_job else self.timing.fixed_period
         self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
         self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted

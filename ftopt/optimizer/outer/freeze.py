@@ -40,18 +40,12 @@ from ftopt.streams import SideStream, reached
 from ftopt.sync.group import Contribution
 
 FreezeTask = Callable[[], Callable[[], None]]
-"""What is done on the freezing thread; returns what is left for the training thread."""
+"""Work for the freezing thread; returns what is left for the training thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareOffer:
-    """What a contribution to a global batch is made of.
-
-    Args:
-        plan: whose share it is.
-        units: ``(start, stop)``.
-        samples: in them; the contribution weighs as much.
-    """
+    """A share of the global batch of ``plan``: units ``(start, stop)`` with so many samples, which are its weight."""
 
     plan: int
     units: tuple[tuple[int, int], ...]
@@ -128,8 +122,7 @@ class Freezer:
         Args:
             fragment: of which nothing is outstanding.
             lr: the inner optimizer's largest rate.
-            now: the other replicas are called in.
-            share: of a global batch, if it is one.
+            now: call the other replicas in.
             waits: the training thread is going to wait for the round, and then to call `release`.
         """
         proposal = self._begin(fragment, lr, now, share)

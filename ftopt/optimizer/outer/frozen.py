@@ -40,14 +40,13 @@ class Frozen:
 
     Attributes:
         copy: of the parameters, flat fp32. None: they are read in place, until `thaw`.
-        point: from there on they, and all that there was when they were frozen, are complete.
+        point: on the device; after it they, and all work queued before they were frozen, are complete.
     """
 
     def __init__(self, view: FlatView, copy: Tensor | None = None) -> None:
         self._view = view
         self.copy = copy
-        self._gone = False
-        self._lock = threading.Lock()
+        self._gone, self._lock = False, threading.Lock()
         self._ready: tuple[Assumed, Tensor] | None = None
         self.point: Point = reached(view.device)
 

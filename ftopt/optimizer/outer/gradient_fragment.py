@@ -16,7 +16,6 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import State
-from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.optimizer.tensors.gradients import GradientView, Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import publish
@@ -43,7 +42,6 @@ class GradientFragment(Fragment):
         self,
         view: GradientView,
         method: Method,
-        trigger_metrics: TriggerMetrics,
         state: State,
         counters: Counters,
         *,
@@ -51,7 +49,7 @@ class GradientFragment(Fragment):
         live: Live | None,
         group: ReplicaGroup,
     ) -> None:
-        super().__init__(view, method, trigger_metrics, state, counters)
+        super().__init__(view, method, state, counters)
         self.carries_over = group.global_batch is None
         self.live, self.stepped = live, state
         self._inner, self._group = inner, group

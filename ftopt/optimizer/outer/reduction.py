@@ -94,9 +94,8 @@ class Reduction:
 
             work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
             self.reduced = steps[0].waiting() if steps else work
-            self._group.emit(
-                "reduce.after", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt
-            )
+            index, version = attempt.fragment, attempt.version
+            self._group.emit("reduce.after", fragment=index, version=version, attempt=attempt.attempt)
             self.reduced = None
             anchor, mean = part(state.anchor, trained), part(work, trained)
             if averages:
@@ -130,8 +129,7 @@ class Reduction:
     # Step 5, on the network thread (install: a worker thread). O(1) under the lock, and parameters are not touched.
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
-        """Makes the result of ``attempt`` the committed state, which the training thread applies at its next
-        boundary."""
+        """Makes the result of ``attempt`` the committed state; the training thread applies it at its next boundary."""
         self._fragments[attempt.fragment].commit(attempt, committed)
 
     def discard(self, fragment: int) -> None:

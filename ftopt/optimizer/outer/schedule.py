@@ -14,7 +14,7 @@ from ftopt.methods import Due, Progress
 from ftopt.methods.triggers import MeanMeasurements, Measurements
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.trigger_metrics import means_of
+from ftopt.sync.group import Reading
 
 
 class SyncSchedule:
@@ -75,9 +75,12 @@ class SyncSchedule:
 
     def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
         """Sends the others this replica's reading, if the trigger uses theirs; returns the means."""
-        index, version = fragment.index, fragment.applied.meta.version
-        reading = fragment.trigger_metrics.reading(own, index, version) if fragment.timing.shares else None
-        if reading is None:
+        if own.square is None or not fragment.timing.shares:
             return None
-        self._group.share(reading)
-        return means_of(self._group.means(index), version)
+        version = fragment.applied.meta.version
+        values = (own.square,) if own.along is None else (own.square, own.along)
+        self._group.share(Reading(fragment.index, version, values))
+        means = self._group.means(fragment.index)
+        if means is None or means.version != version or not means.values:
+            return None
+        return MeanMeasurements(means.count, Measurements(*means.values[:2]))

@@ -21,14 +21,14 @@ def outer_step(
     if not method.execution.sharded or collective.size == 1:
         return method.outer_step(anchor, state, gradient, round)
     rank, size, length = collective.rank, collective.size, anchor.numel()
-    mine = slice(-(-length * rank // size), -(-length * (rank + 1) // size))  # rounded up: rank 0's is never empty
-    own = {name: t[mine] if t.dim() else t for name, t in state.items()}
-    made_anchor, made = method.outer_step(anchor[mine], own, gradient[mine], round)
+    where = slice(-(-length * rank // size), -(-length * (rank + 1) // size))  # rounded up: rank 0's is never empty
+    own = {name: t[where] if t.dim() else t for name, t in state.items()}
+    made_anchor, made = method.outer_step(anchor[where], own, gradient[where], round)
 
     def gathered(part: Tensor, like: Tensor) -> Tensor:
         out = torch.zeros_like(like)
         if like.dim():
-            out[mine] = part
+            out[where] = part
         elif rank == 0:
             out.copy_(part)
         collective.all_reduce_(out.view(-1))

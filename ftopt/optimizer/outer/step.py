@@ -34,7 +34,7 @@ from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import State, name_tensors, place_all
-from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
+from ftopt.optimizer.outer.trigger_metrics import first_agreed
 from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import digest, digest_and_sums
 from ftopt.optimizer.tensors.flat import FlatView
@@ -79,8 +79,7 @@ class OuterStep:
         self.gradients: GradientFragment | None = None
         self.live: Live | None = None
         self.doing = "starting"
-        self._group = group
-        self._method = method
+        self._group, self._method = group, method
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses)
         if method.gradients is not None and inner is not None:
@@ -89,8 +88,7 @@ class OuterStep:
             found.append(self.gradients)
         by_job = self.gradients is not None
         for view in views:
-            metrics, state = self._initial(view, method, len(found))
-            found.append(Fragment(view, method, metrics, state, self.counters, by_job=by_job))
+            found.append(Fragment(view, method, self._initial(view, method, len(found)), self.counters, by_job=by_job))
         # The parameters' turn is when the step with the agreed gradient has been taken.
         self._turns = [found[:1], found[1:]] if by_job else [found]
         self.schedule = SyncSchedule(shared)
@@ -101,19 +99,16 @@ class OuterStep:
 
     def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module) -> GradientFragment:
         view, live = GradientView(model), self.live
-        metrics, state = self._initial(view, method, 0, None if live is None else live.digest())
-        return GradientFragment(view, method, metrics, state, self.counters, inner=inner, live=live, group=self._group)
+        state = self._initial(view, method, 0, None if live is None else live.digest())
+        return GradientFragment(view, method, state, self.counters, inner=inner, live=live, group=self._group)
 
-    def _initial(
-        self, view: FlatView, method: Method, index: int, claimed: str | None = None
-    ) -> tuple[TriggerMetrics, State]:
-        """A fragment's trigger metrics, and its committed state at version 0: the parameters as they are."""
+    def _initial(self, view: FlatView, method: Method, index: int, claimed: str | None = None) -> State:
+        """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
-        metrics = TriggerMetrics(view, method.timing.uses)
-        outer = method.init(part(anchor, slice(0, view.trained))) | metrics.first()
+        outer = method.init(part(anchor, slice(0, view.trained))) | first_agreed(method.timing.uses)
         outer = place_all(outer, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
-        return metrics, State(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
+        return State(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
 
     # Starting, and where it stands. Training thread.
 
@@ -122,7 +117,7 @@ class OuterStep:
         True when they came from another replica and are not what they were."""
         initial = [fragment.state.digest for fragment in self.fragments]
         for meta in self._group.start(self.reduction, self.fingerprint()):
-            if not self.counters.resumed:  # who is knows where it stands, and its reducer may be at work on that state
+            if not self.counters.resumed:  # a resumed replica has its metas, and its reducer may be at work on one
                 self.fragments[meta.fragment].start_at(meta)
         fetched = [fragment.state.digest for fragment in self.fragments] != initial
         for fragment in self.fragments:
@@ -268,7 +263,7 @@ class OuterStep:
 
     def propose_pending(self, index: int, *, lr: float, spent: bool = False) -> bool:
         """Proposes the pending steps of a fragment if there are any and nothing is outstanding. ``spent``: also without
-        steps, if units have been used by steps that were given up: nobody else uses them."""
+        steps, if units have been used by steps that were given up: no other replica uses them."""
         self.freezer.join()
         return self._propose_pending(self.fragments[index], lr, spent=spent)
 

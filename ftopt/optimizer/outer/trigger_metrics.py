@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import Method, ReplicaView
-from ftopt.methods.triggers import AT_ROUNDS, MeanMeasurements, Measurement, Measurements, MemberStats, RoundStats
+from ftopt.methods.triggers import AT_ROUNDS, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.tensors.buffers import of
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.sync.group import Means, Reading
 
 AGREED = "agreed"
 """The outer state's name for `RoundStats`: fp64, one number a field."""
@@ -62,12 +61,6 @@ class TriggerMetrics:
         along = dot(u, self.direction) if Measurement.ALONG in wanted and self.direction is not None else None
         return Measurements(dot(u, u) if Measurement.SQUARE in wanted else None, along)
 
-    def reading(self, own: Measurements, fragment: int, version: int) -> Reading | None:
-        """The reading that the other replicas get; None: nothing."""
-        if own.square is None:
-            return None
-        return Reading(fragment, version, (own.square,) if own.along is None else (own.square, own.along))
-
     def moved(self, before: Tensor, after: Tensor, versions: int) -> None:
         """Follows to another anchor, ``versions`` after ``before``: only neighbours have a ``xi`` that others know."""
         if Measurement.ALONG not in self._uses or not versions:
@@ -98,12 +91,8 @@ class TriggerMetrics:
     def _trained(self, flat: Tensor) -> Tensor:
         return flat[: self._view.trained]  # without the buffers: they move, but not by anything that diverges
 
-    def first(self) -> dict[str, Tensor]:
-        """The part of the outer state at version 0 that is not the method's."""
-        return {AGREED: _tensor(_NOTHING)} if self.learns else {}
-
     def after(self, outer: Mapping[str, Tensor], seen: tuple[MemberStats, ...]) -> dict[str, Tensor]:
-        """That part after an outer step in which these stats were seen."""
+        """The part of the outer state that is not the method's, after an outer step in which these stats were seen."""
         return {AGREED: _tensor(_agreed(outer[AGREED]).after(seen))} if self.learns else {}
 
     def agreed(self, outer: Mapping[str, Tensor]) -> RoundStats:
@@ -115,11 +104,9 @@ class TriggerMetrics:
         return self._read[1]
 
 
-def means_of(means: Means | None, version: int) -> MeanMeasurements | None:
-    """The means of the replicas' readings, if they are of that version."""
-    if means is None or means.version != version or not means.values:
-        return None
-    return MeanMeasurements(means.count, Measurements(*means.values[:2]))
+def first_agreed(uses: Measurement) -> dict[str, Tensor]:
+    """The part of the outer state that is not the method's, at version 0."""
+    return {AGREED: _tensor(_NOTHING)} if uses & AT_ROUNDS else {}
 
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

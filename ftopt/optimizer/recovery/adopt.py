@@ -39,10 +39,6 @@ class PendingWork:
     tokens: int = 0
     residuals: Tree | None = None
 
-    def delta(self) -> Tensor | None:
-        """By how much the work has moved the parameters; None: not at all."""
-        return None if self.params is None or self.base is None else self.params - self.base
-
 
 def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_step: int = 0) -> PendingWork:
     """A captured replica's work on a fragment that a version does not count.
@@ -91,16 +87,14 @@ def _totals(works: Sequence[PendingWork]) -> tuple[int, int]:
 def _moved(fragment: Fragment, works: Sequence[PendingWork]) -> Tensor:
     """The parameters with all that work; buffers are the first replica's."""
     start, trained = fragment.start, slice(0, fragment.view.trained)
-    first, *others = works
-    if (delta := first.delta()) is None:
-        moved = start.clone()
-    elif first.params is not None and first.base is not None and torch.equal(first.base, start):
-        moved = first.params.clone()  # start + (params - start) would be rounded
-    else:
-        moved = start + delta
-    for work in others:
-        if (delta := work.delta()) is not None:
-            moved[trained] += delta[trained]
+    moved = start.clone()
+    for number, work in enumerate(works):
+        if work.params is None or work.base is None:
+            continue
+        if number:
+            moved[trained] += (work.params - work.base)[trained]
+        else:  # start + (params - start) would be rounded
+            moved = work.params.clone() if torch.equal(work.base, start) else start + (work.params - work.base)
     return moved
 
 

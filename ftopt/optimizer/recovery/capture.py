@@ -13,7 +13,7 @@ with less in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.state import Pending, Snapshot, State
+from ftopt.optimizer.outer.state import Snapshot, State
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import pack
 from ftopt.optimizer.tensors.buffers import buffers
@@ -83,7 +83,7 @@ def capture_replica(
     used = union(held.used, *(c.ranges for c in contributions))  # also where it is counted and not applied yet
     held = replace(held, records=records, contributions=contributions, used=used)
     now_s = outer.shared.clock()
-    own = capture_own(outer, inner, model, pending, copies)
+    own = capture_own(outer, inner, model, copies)
     for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
         part |= {  # what only the same replica needs to resume
             "base_totals": each.base.totals._asdict(),
@@ -100,32 +100,20 @@ def capture_replica(
     return SavedReplica(held, committed, own)
 
 
-def capture_own(
-    outer: OuterStep,
-    inner: Inner,
-    model: nn.Module,
-    pending: Sequence[Pending],
-    copies: CopyPool,
-    *,
-    to_replay: bool = False,
-) -> Tree:
-    """Counters, pending work, inner state and buffers.
-
-    ``to_replay``: parameters only where work is pending, and there with what that work is measured from.
-    """
+def capture_own(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool, *, to_replay: bool = False) -> Tree:
+    """Counters, pending work, inner state and buffers. ``to_replay``: parameters only where work is pending, and there
+    with what that work is measured from."""
     return {
         **outer.counters.capture(),
-        "fragments": [
-            _work_of(fragment, each, copies, to_replay=to_replay)
-            for fragment, each in zip(outer.fragments, pending, strict=True)
-        ],
+        "fragments": [_work_of(fragment, copies, to_replay=to_replay) for fragment in outer.fragments],
         "inner": inner_state.capture(inner, model, copies),
         "buffers": {name: copies.of(buffer) for name, buffer in buffers(model).items()},
     }
 
 
-def _work_of(fragment: Fragment, pending: Pending, copies: CopyPool, *, to_replay: bool) -> Tree:
+def _work_of(fragment: Fragment, copies: CopyPool, *, to_replay: bool) -> Tree:
     """The pending work of a fragment, and what triggers count from."""
+    pending = fragment.pending()
     base = pending.base
     works = not to_replay or fragment.steps_since(base) > 0
     return {

@@ -55,8 +55,7 @@ class Replay:
 def copy_of(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool) -> tuple[str, dict[str, Tensor]]:
     """The copy: a text and tensors. Training thread, between two inner steps; a pass over the inner state. UserError:
     the inner state holds what cannot be copied."""
-    pending = [fragment.pending() for fragment in outer.fragments]
-    own = capture_own(outer, inner, model, pending, copies, to_replay=True)
+    own = capture_own(outer, inner, model, copies, to_replay=True)
     tensors: dict[str, Tensor] = {}
     plain = flatten(own | {"inner_step": outer.inner_step(), "rng": get_rng_state()}, tensors)
     return json.dumps({"value": plain, "digest": digest(tensors)}, separators=(",", ":")), tensors
@@ -72,7 +71,7 @@ def restore_copy(outer: OuterStep, inner: Inner, model: nn.Module, inherited: Ad
     for fragment, part in zip(outer.fragments, parts, strict=True):
         behind = own["local_steps"] - part["trigger_from_step"]
         outer.schedule.restart(fragment, anew=False, behind=behind)
-    inner_state.restore(inner, model, own["inner"], groups=False)
+    inner_state.restore(inner, model, own["inner"])
     for name, buffer in buffers(model).items():
         buffer.copy_(own["buffers"][name])
     set_rng_state(own["rng"])
@@ -143,7 +142,7 @@ class Replays:
             self._copies = None
             return
         self._group.offer_copy(tuple(f.applied.meta.version for f in outer.fragments), text, tensors)
-        size = len(text) + sum(t.numel() * t.element_size() for t in tensors.values())
+        size = len(text) + sum(t.nbytes for t in tensors.values())
         data = {"bytes": size, "stall_s": self._clock() - began_s}
         self._group.emit("copied", inner_step=outer.inner_step(), data=data)
 
@@ -152,15 +151,15 @@ class Replays:
         inherited = self._group.adopted_work()
         if inherited is None:
             return False
-        incarnation_id, used = list(inherited.copy.incarnation_id), inherited.copy.used
+        incarnation_id = list(inherited.copy.incarnation_id)
         try:
             replay = restore_copy(outer, self._inner, self._model, inherited)
         except ValueError as error:
             self._group.emit("replay_failed", data={"of": incarnation_id, "reason": str(error)})
             return False
         if any(replay.pending):
-            self._units.spend(used)
-        size = sum(t.numel() * t.element_size() for t in inherited.copy.tensors.values())
+            self._units.spend(inherited.copy.used)
+        size = sum(t.nbytes for t in inherited.copy.tensors.values())
         data = {"of": incarnation_id, "steps": replay.steps, "pending_by_fragment": list(replay.pending), "bytes": size}
         self._group.emit("replay", inner_step=outer.inner_step(), data={**data, "fetch_s": inherited.fetch_s})
         self.under_way, self._began_s = replay, self._clock()

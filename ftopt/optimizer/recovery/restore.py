@@ -188,6 +188,7 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
             _restore_fragment(fragment, part, outer.shared.clock())
     if own["inner"] is not None:
         inner_state.restore(inner, model, own["inner"])
+        inner_state.restore_groups(inner, own["inner"])
     for name, buffer in buffers(model).items() if own["buffers"] is not None else ():
         buffer.copy_(own["buffers"][name])
     if own["model"] is not None:

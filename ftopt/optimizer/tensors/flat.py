@@ -118,7 +118,7 @@ class FlatView:
         self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
 
     def empty(self) -> Tensor:
-        """A flat fp32 tensor of the fragment's length, with nothing written to it."""
+        """A flat fp32 tensor of the fragment's length, uninitialized."""
         return torch.empty(self.numel, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
@@ -146,11 +146,8 @@ class FlatView:
 
     @torch.no_grad()
     def cast(self, flat: Tensor) -> Tensor:
-        """``flat`` rounded to the parameters' dtypes, again as fp32: what `write` leaves in the parameters.
-
-        Returns:
-            ``flat`` itself when all parameters are fp32, else a new tensor.
-        """
+        """``flat`` rounded to the parameters' dtypes, again as fp32: what `write` leaves in the parameters. It is
+        ``flat`` itself when all parameters are fp32."""
         out = flat.clone() if self._rounded else flat
         for dtype, where in self._rounded:
             out[where] = flat[where].to(dtype)

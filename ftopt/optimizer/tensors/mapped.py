@@ -85,10 +85,8 @@ class Mapped(Memory):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = folder
-        self._held_bytes = 0
+        self._folder, self._held_bytes, self._started = folder, 0, False
         self._short: OSError | None = None
-        self._started = False
         if not folder.is_dir():
             raise UserError(f"state_dir={str(folder)!r} is no folder; create it, or name one on a local disk")
         try:

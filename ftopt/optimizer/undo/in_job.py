@@ -30,7 +30,7 @@ class LastStep:
         self._applied: list[Committed] = []  # what each fragment's parameters are based on
 
     def begin(self, outer: OuterStep) -> None:
-        """Notes what there is before a step."""
+        """Records the counters and versions before a step."""
         for recorder in self._recorders:
             recorder.steps = 0
         self._applied = [fragment.applied.meta for fragment in outer.fragments]  # not the states: they would live on

@@ -78,10 +78,9 @@ class StepRecorder:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.record: list[GroupRecord] | None = None
-        self.complete = False
+        self.complete, self.steps = False, 0
         self.found_inf: Tensor | None = None
         self.why = "none has been taken since its steps are recorded"
-        self.steps = 0
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         optimizer.register_load_state_dict_post_hook(lambda _: self.forget("its state has been loaded since"))
