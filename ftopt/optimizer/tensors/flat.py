@@ -211,9 +211,11 @@ def _places(model: nn.Module, buffers: Collection[str]) -> list[Callable[[], Ten
 
 def local(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor, else the tensor itself; detached."""
-    to_local = getattr(tensor, "to_local", None)
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor.detach()
     with torch.no_grad():
-        return to_local() if to_local is not None else tensor.detach()
+        return to_local()
 
 
 def _some(names: Sequence[str], limit: int = 8) -> str:
