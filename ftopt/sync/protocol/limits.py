@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sized
-from functools import cache
 from typing import Annotated, Any
 
 from ftopt.sync.protocol.intervals import Ranges
@@ -56,7 +55,6 @@ Check = Callable[[Any], str]
 _BASE64 = re.compile(r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")
 
 
-@cache
 def within(most: float, least: float = 0) -> Check:
     def check(value: float) -> str:
         return "" if least <= value <= most else f"{value!r:.40}; must be from {least:g} to {most:g}"
@@ -64,7 +62,6 @@ def within(most: float, least: float = 0) -> Check:
     return check
 
 
-@cache
 def at_most(most: int) -> Check:
     """A limit on characters or entries; a number has none."""
 
@@ -76,7 +73,6 @@ def at_most(most: int) -> Check:
     return check
 
 
-@cache
 def at_most_ranges(most: int) -> Check:
     def check(ranges: Ranges) -> str:
         last = -1

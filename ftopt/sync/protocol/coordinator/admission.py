@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, SendTo
 from ftopt.sync.protocol.coordinator.roster import Roster
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
@@ -27,14 +27,14 @@ class Contenders:
     def __bool__(self) -> bool:
         return bool(self._hellos)
 
-    def add(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
+    def add(self, now: float, conn: int, hello: m.Hello) -> Effects:
         self._hellos[conn] = (hello, now)
         return [SendTo(conn, m.Hold(f"another process is connected as {hello.replica}"))]
 
     def drop(self, conn: int) -> None:
         self._hellos.pop(conn, None)
 
-    def close(self) -> list[CoordinatorEffect]:
+    def close(self) -> Effects:
         """The job starts anew: all are to come again."""
         conns, self._hellos = list(self._hellos), {}
         return [Close(conn) for conn in conns]
@@ -49,7 +49,7 @@ class Contenders:
                 yield conn, hello, _ID_TAKEN.format(hello.replica) if lives else ""
 
 
-def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> list[CoordinatorEffect]:
+def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> Effects:
     """Turns a replica away; ``kind`` as in `Refuse`."""
     return [
         Emit("refuse", hello.replica, hello.incarnation, data={"kind": kind, "reason": reason}),

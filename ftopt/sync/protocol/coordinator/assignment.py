@@ -14,7 +14,7 @@ from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Effects, Emit
 from ftopt.sync.protocol.coordinator.roster import Member
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, low_water
@@ -45,14 +45,14 @@ class Assignment:
 
     # ------------------------------------------------------------ members
 
-    def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
+    def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
         """The job starts, or goes on, from ``at``, which has the units ``done`` in it."""
         return []
 
     def expect(self, incarnation_id: m.IncarnationId) -> None:
         """An incarnation is on the roster from now on."""
 
-    def admit(self, member: Member, hello: m.Hello) -> list[CoordinatorEffect]:
+    def admit(self, member: Member, hello: m.Hello) -> Effects:
         return []
 
     def arrived(self, member: Member) -> None:
@@ -82,7 +82,7 @@ class Assignment:
 
     def assign(
         self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
-    ) -> tuple[bool, list[CoordinatorEffect]]:
+    ) -> tuple[bool, Effects]:
         """PLAN: assigns what follows ``at`` to those who are ``able`` to take part; no attempt is under way.
 
         Returns whether there is a new plan, and what is to be sent. Proposals that do not fit a new plan are dropped.
@@ -114,7 +114,7 @@ class Assignment:
     def commit(self, attempt: Attempt) -> CountedUnits:
         return CountedUnits()
 
-    def step(self, now: float) -> list[CoordinatorEffect]:
+    def step(self, now: float) -> Effects:
         """Everything that has become due, once all rounds have made their step."""
         return []
 

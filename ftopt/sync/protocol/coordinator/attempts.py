@@ -16,10 +16,7 @@ _Ids = tuple[m.IncarnationId, ...]
 
 
 class AttemptNumbers:
-    """Attempt numbers, unique in the job: they grow, and each epoch begins at a million of its own at least.
-
-    ``used``: the highest that is known to be used.
-    """
+    """Attempt numbers, unique in the job: above ``used``; each epoch begins at a million of its own at least."""
 
     def __init__(self, epoch: int, used: int = 0) -> None:
         self._last = used

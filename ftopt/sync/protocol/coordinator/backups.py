@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 
 
@@ -35,7 +35,7 @@ class Backups:
         self._roster = roster
         self._copies: dict[str, _Copies] = {}
 
-    def copied(self, member: Member, message: m.Copied) -> list[CoordinatorEffect]:
+    def copied(self, member: Member, message: m.Copied) -> Effects:
         """A replica has copied itself: its keeper, or a new one, is to fetch that."""
         before = self._copies.pop(member.replica, None)
         keeper = self._keeper(member, before)
@@ -51,7 +51,7 @@ class Backups:
         self._copies[member.replica] = _Copies(*ids, message, kept)
         return send([keeper], m.Keep(member.incarnation_id, message.serial, member.address))
 
-    def keeps(self, member: Member, message: m.Keeps) -> list[CoordinatorEffect]:
+    def keeps(self, member: Member, message: m.Keeps) -> Effects:
         copies = self._copies.get(message.incarnation_id[0])
         if copies is None or (copies.incarnation_id, copies.keeper) != (message.incarnation_id, member.incarnation_id):
             return []
@@ -59,10 +59,10 @@ class Backups:
         data = {"keeper": member.replica, "versions": list(copies.newest.versions)}
         return [Emit("kept", *copies.incarnation_id, data=data)] if copies.kept else []
 
-    def lost(self, member: Member) -> list[CoordinatorEffect]:
+    def lost(self, member: Member) -> Effects:
         """A keeper is away, and drops what it keeps: others are to keep that."""
         kept_there = [r for r, copies in self._copies.items() if copies.keeper == member.incarnation_id]
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for replica in kept_there:
             copies = self._copies.pop(replica)
             owner = self._roster.current(copies.incarnation_id)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, end, size
@@ -34,7 +34,7 @@ class BatchShares(Assignment):
         """Replica -> the connection on which it has got the newest plan."""
         self._batch: Ranges = ()
 
-    def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
+    def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
         """RESTART: what is left of earlier plans is what the replicas report. BATCH: the batches follow ``done``."""
         self._notified.clear()
         self._batch = self.samples.batch_from(end(done))
@@ -48,14 +48,12 @@ class BatchShares(Assignment):
 
     def assign(
         self, at: m.Position, proposals: dict[str, m.Contribution], able: Callable[[], list[Member]]
-    ) -> tuple[bool, list[CoordinatorEffect]]:
+    ) -> tuple[bool, Effects]:
         """PLAN: see `Assignment.assign`; each member that holds ``at`` is sent its share of the newest plan once."""
         renewed = self._renew(at, proposals, able())
         return bool(renewed), renewed + self._notify(at)
 
-    def _renew(
-        self, at: m.Position, proposals: dict[str, m.Contribution], here: list[Member]
-    ) -> list[CoordinatorEffect]:
+    def _renew(self, at: m.Position, proposals: dict[str, m.Contribution], here: list[Member]) -> Effects:
         """The first plan of a batch, or the next one if a member has a share and cannot hand it in."""
         plan, version = self.plan, at.version + 1
         present = [x.incarnation_id for x in here if not x.leaving or x.replica in proposals]
@@ -82,12 +80,12 @@ class BatchShares(Assignment):
             else:
                 del proposals[replica]
 
-    def _notify(self, at: m.Position) -> list[CoordinatorEffect]:
+    def _notify(self, at: m.Position) -> Effects:
         version, ended = at.version + 1, not self._batch
         plan = self.plan if self.plan is not None and self.plan.version == version else None
         if plan is None and not ended:
             return []
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for x in (x for x in self._holders(at) if self._notified.get(x.replica) != x.conn):
             self._notified[x.replica] = x.conn
             share = plan.share(x.incarnation_id) if plan is not None else ()

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, SendTo
+from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
 from ftopt.sync.protocol.coordinator.roster import Roster
 
 PAUSE_S = 2.0
@@ -79,8 +79,8 @@ class CatchUp:
         self._lacks.pop(replica, None)
         self._took_s.pop(replica, None)
 
-    def step(self, now: float, at: m.Position) -> list[CoordinatorEffect]:
-        effects: list[CoordinatorEffect] = []
+    def step(self, now: float, at: m.Position) -> Effects:
+        effects: Effects = []
         for replica, lack in sorted(self._lacks.items()):
             member = self._roster.members.get(replica)
             if member is None or member.conn is None or member.held.get(self.fragment) == at:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Effects, Emit
 from ftopt.sync.protocol.coordinator.gather import Formed, Gather
 from ftopt.sync.protocol.coordinator.roster import Member, send
 
@@ -42,7 +42,7 @@ class Decide:
 
     # ------------------------------------------------------------ step 3
 
-    def begin(self, now: float, formed: Formed) -> list[CoordinatorEffect]:
+    def begin(self, now: float, formed: Formed) -> Effects:
         members, chosen = formed.members, formed.contributions
         contributors = [c for c in chosen.values() if c.weight > 0]
         self.attempts += 1
@@ -69,7 +69,7 @@ class Decide:
             effects += self._invite(member, rank, a, formed.outliers.get(member.replica, ""))
         return effects
 
-    def _invite(self, member: Member, rank: int, a: Attempt, outlier: str) -> list[CoordinatorEffect]:
+    def _invite(self, member: Member, rank: int, a: Attempt, outlier: str) -> Effects:
         f = self._fragment
         member.newcomer.discard(f)
         member.catching_up.discard(f)
@@ -93,7 +93,7 @@ class Decide:
             a.prepared[member.replica] = message.digest
             a.reported_s = now
 
-    def fail(self, now: float, member: Member, message: m.Failed) -> list[CoordinatorEffect]:
+    def fail(self, now: float, member: Member, message: m.Failed) -> Effects:
         """A member could not reduce, or its reducer is free again after an attempt that is over."""
         a = self.attempt
         member.busy_since_s = None
@@ -127,7 +127,7 @@ class Decide:
 
     # ------------------------------------------------------------ step 5
 
-    def step(self, now: float) -> list[CoordinatorEffect]:
+    def step(self, now: float) -> Effects:
         """Decides the attempt under way if it can be decided, or has taken too long."""
         a = self.attempt
         if a is None:
@@ -175,7 +175,7 @@ class Decide:
         enough = sum(not x.busy(now, self._sync.dead_after_s) for x in able) >= self._sync.min_replicas
         return quiet if enough else []
 
-    def _give_up(self, now: float, a: Attempt) -> list[CoordinatorEffect]:
+    def _give_up(self, now: float, a: Attempt) -> Effects:
         """Members that have not prepared for long, or are not heard at all, sit out until their reducers are free."""
         if now >= self._overdue_s(now, a):
             out = a.silent(self._roster)
@@ -192,9 +192,9 @@ class Decide:
             x.busy_since_s = -math.inf
         return self._abort(now, a, f"{', '.join(x.replica for x in out)}: {reason}")
 
-    def _evict(self, a: Attempt, majority: str) -> list[CoordinatorEffect]:
+    def _evict(self, a: Attempt, majority: str) -> Effects:
         """A member that disagrees twice with the majority fetches before it takes part again."""
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for replica in (replica for replica, digest in a.prepared.items() if digest != majority):
             self._gather.disagreed[replica] += 1
             member = self._roster.members.get(replica)
@@ -205,7 +205,7 @@ class Decide:
                 effects.append(Emit("evicted", *member.incarnation_id, self._fragment, a.version, a.attempt))
         return effects
 
-    def _abort(self, now: float, a: Attempt, reason: str, *, retry_s: float | None = None) -> list[CoordinatorEffect]:
+    def _abort(self, now: float, a: Attempt, reason: str, *, retry_s: float | None = None) -> Effects:
         for x in a.silent(self._roster):
             x.busy_since_s = now if x.busy_since_s is None else x.busy_since_s
         self.attempt = self._group_key = None
@@ -215,7 +215,7 @@ class Decide:
         abort = send(self._roster.present(a.members), m.Abort(self._fragment, a.attempt, reason))
         return [self._event("abort", a, reason=reason), *abort]
 
-    def _commit(self, a: Attempt, digest: str) -> list[CoordinatorEffect]:
+    def _commit(self, a: Attempt, digest: str) -> Effects:
         counted = self._assignment.commit(a)
         versions = self._versions
         d = a.decided(versions.at, digest, versions.last.inner_step, counted.done)

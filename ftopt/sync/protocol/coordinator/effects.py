@@ -100,6 +100,7 @@ class Halt:
 
 Journalled = Decided | Known | Gone | Epoch | Rollback | Cursor
 CoordinatorEffect = SendTo | Close | Journalled | Emit | Halt
+Effects = list[CoordinatorEffect]
 
 
 @dataclass(frozen=True)

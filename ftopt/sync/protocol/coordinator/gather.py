@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.catch_up import Arrival, CatchUp
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit
 from ftopt.sync.protocol.coordinator.outliers import outliers
 from ftopt.sync.protocol.coordinator.pace import Pace
 from ftopt.sync.protocol.coordinator.partitions import Membership, Partitions
@@ -85,7 +85,7 @@ class Gather:
 
     # ------------------------------------------------------------ what comes in
 
-    def propose(self, member: Member, contribution: m.Contribution, *, now: bool = False) -> list[CoordinatorEffect]:
+    def propose(self, member: Member, contribution: m.Contribution, *, now: bool = False) -> Effects:
         """Step 1: a proposal counts only from a holder of the version that it builds on (I5).
 
         ``now``: the others are called in at once, unless the proposal opens no round.
@@ -113,7 +113,7 @@ class Gather:
             return False
         return math.isinf(self.assignment.recheck_s) and self._waiting.goes_on(now, self.proposals)
 
-    def read(self, now: float, member: Member, reading: m.Reading) -> list[CoordinatorEffect]:
+    def read(self, now: float, member: Member, reading: m.Reading) -> Effects:
         """Numbers of a holder of the current version, answered with everybody's means."""
         at = self.versions.at
         if not self.versions.held_by(member) or reading.version != at.version:
@@ -134,7 +134,7 @@ class Gather:
         holders = (x for x in self.roster.connected() if self.versions.held_by(x) and not x.stalled)
         return [x for x in holders if x.replica not in self._late and not x.busy(now, self.sync.dead_after_s)]
 
-    def assign(self, now: float) -> list[CoordinatorEffect]:
+    def assign(self, now: float) -> Effects:
         """PLAN: members that cannot hand in their shares lose them to those that can."""
         renewed, effects = self.assignment.assign(
             self.versions.at, self.proposals, lambda: self._membership.choose(now, self.able(now))
@@ -143,7 +143,7 @@ class Gather:
             self._waiting, self.retry = Waiting(self.versions, self.roster, self.sync), False
         return effects
 
-    def step(self, now: float) -> tuple[list[CoordinatorEffect], Formed | None]:
+    def step(self, now: float) -> tuple[Effects, Formed | None]:
         """Everything that is due while no attempt is under way, and the next attempt if one forms."""
         effects = self.assign(now)
         proposers = [x for x in self.roster.connected() if x.replica in self.proposals]
@@ -181,7 +181,7 @@ class Gather:
             return None
         return self.catch_up.arrival(replica)
 
-    def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> list[CoordinatorEffect]:
+    def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> Effects:
         """The round is held open for members that still fetch."""
         found = self._release(proposers) if awaited else []
         if found and self._held_open != self.versions.at.version:
@@ -189,15 +189,13 @@ class Gather:
             found.append(Emit("held_open", fragment=self._fragment, version=self._next, data={"for": list(awaited)}))
         return found
 
-    def _release(self, proposers: list[Member]) -> list[CoordinatorEffect]:
+    def _release(self, proposers: list[Member]) -> Effects:
         """Their training threads need not wait for the result; each is notified once a round."""
         new = [x for x in proposers if x.replica not in self._notified_train_on]
         self._notified_train_on.update(x.replica for x in new)
         return send(new, m.TrainOn(self._fragment))
 
-    def _form(
-        self, now: float, proposers: list[Member], effects: list[CoordinatorEffect]
-    ) -> tuple[list[CoordinatorEffect], Formed | None]:
+    def _form(self, now: float, proposers: list[Member], effects: Effects) -> tuple[Effects, Formed | None]:
         """Step 2's end: the attempt of all who have proposed and reach each other, if they are enough."""
         least = self.sync.min_replicas
         free = [x for x in proposers if not x.busy(now, self.sync.dead_after_s)]
@@ -215,7 +213,7 @@ class Gather:
             return effects + self._void(members), None
         return effects, Formed(members, chosen, odd, self.retry)
 
-    def _void(self, members: list[Member]) -> list[CoordinatorEffect]:
+    def _void(self, members: list[Member]) -> Effects:
         """Nobody has any weight: these contributions will be in no attempt."""
         effects = send(members, m.Void(self._fragment))
         self._membership.taken({x.incarnation_id for x in members}, self.proposals)

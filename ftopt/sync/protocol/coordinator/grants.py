@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment, CountedUnits, count_units
 from ftopt.sync.protocol.coordinator.attempts import Attempt
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Cursor, Emit
+from ftopt.sync.protocol.coordinator.effects import Cursor, Effects, Emit
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.intervals import Ranges, contains, low_water, size, subtract, union
@@ -38,7 +38,7 @@ class Grants(Assignment):
 
     # ------------------------------------------------------------ leases
 
-    def open(self, startup: Startup, at: m.Position, done: Ranges) -> list[CoordinatorEffect]:
+    def open(self, startup: Startup, at: m.Position, done: Ranges) -> Effects:
         unheard = [x.incarnation_id for x in startup.absent()]
         self.ledger.open(done, max(startup.cursor(), self.ledger.cursor), unheard)
         self._asks.clear()
@@ -46,7 +46,7 @@ class Grants(Assignment):
         self._freed()
         return [Cursor(self.ledger.promised)] if self.ledger.promised else []
 
-    def admit(self, member: Member, hello: m.Hello) -> list[CoordinatorEffect]:
+    def admit(self, member: Member, hello: m.Hello) -> Effects:
         """What it holds is known now, and it is granted what it lacks."""
         twice = self.ledger.claim(member.incarnation_id, hello.claim)
         self._freed()
@@ -115,7 +115,7 @@ class Grants(Assignment):
 
     # ------------------------------------------------------------ grants
 
-    def step(self, now: float) -> list[CoordinatorEffect]:
+    def step(self, now: float) -> Effects:
         """Grants what is asked for, the end of the cursor's stride first (CURSOR)."""
         if not self._asks:
             self._since_s.clear()
@@ -135,14 +135,14 @@ class Grants(Assignment):
         """It gets no more units as long as another one can use them."""
         self._idle.add(replica)
 
-    def _grant(self) -> list[CoordinatorEffect]:
+    def _grant(self) -> Effects:
         here = {x.incarnation_id: x for x in self._roster.connected() if not x.leaving}
         self._asks = {x: units for x, units in sorted(self._asks.items()) if x in here}
         leases = self.ledger.leases
         able = {x for x in here if x[0] not in self._idle and (x in self._asks or leases.get(x))}
         asks = [(x, units) for x, units in self._asks.items() if not able or x in able]
         granted = self.ledger.grant(asks, shares=len(able or here))
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         moved = self.ledger.promise()
         if moved:
             effects.append(Cursor(self.ledger.promised))

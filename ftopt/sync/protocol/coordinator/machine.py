@@ -16,7 +16,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.admission import Contenders, misfit, refuse, sync_of
 from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
-from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, Epoch, Halt, JournalState, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Epoch, Halt, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.members import Members
 from ftopt.sync.protocol.coordinator.roster import Member
 from ftopt.sync.protocol.coordinator.rounds import Rounds
@@ -72,7 +72,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ inputs
 
-    def receive(self, now: float, conn: int, message: m.FromReplica) -> list[CoordinatorEffect]:
+    def receive(self, now: float, conn: int, message: m.FromReplica) -> Effects:
         if self.halted:
             return [Close(conn)]
         if isinstance(message, m.Hello):
@@ -101,7 +101,7 @@ class Coordinator:
                 return self.rounds[f].decide.reduces_on(member)
         return False
 
-    def lost(self, now: float, conn: int) -> list[CoordinatorEffect]:
+    def lost(self, now: float, conn: int) -> Effects:
         self._contenders.drop(conn)
         if self.startup is not None:
             self.startup.lose(conn)
@@ -109,10 +109,10 @@ class Coordinator:
         effects = self.members.away(now, member) if member is not None else []
         return effects + self._step(now)
 
-    def tick(self, now: float) -> list[CoordinatorEffect]:
+    def tick(self, now: float) -> Effects:
         if self.halted:
             return []
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for member in self.roster.connected():
             if now >= member.heard_s + self.sync.dead_after_s:
                 effects += self.members.away(now, member, close=True)
@@ -144,7 +144,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ hellos
 
-    def _hello(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
+    def _hello(self, now: float, conn: int, hello: m.Hello) -> Effects:
         if refusal := misfit(self.job, self.lines, hello, self.assignment.samples):
             return refuse(conn, hello, "final", refusal)
         if self.lines is None and self.startup is not None:
@@ -154,7 +154,7 @@ class Coordinator:
         if self._alone():  # absence counts from when a replica is there to miss them
             for member in self.roster.away():
                 member.lost_s = now
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         if hello.epoch >= self.epoch and self.startup is not None:
             effects += self._new_epoch(hello.epoch + 1)
         elif hello.epoch > self.epoch:
@@ -170,7 +170,7 @@ class Coordinator:
             effects += self.members.know(now, incarnation_id)
         return effects + self._identify(now, conn, hello)
 
-    def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
+    def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
         """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
         replica, incarnation = incarnation_id
         member = self.roster.members.get(replica)
@@ -181,13 +181,13 @@ class Coordinator:
         effects = self.members.gone(incarnation_id, f"reported by {hello.replica}", adopter=adopter)
         return [*effects, *self._await_restored(now, (replica, incarnation + 1))] if waited else effects
 
-    def _await_restored(self, now: float, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
+    def _await_restored(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
         """A replica reads a checkpoint, and may hold a version when it comes back."""
         effects = self.members.know(now, incarnation_id)
         self.roster.members[incarnation_id[0]].in_doubt = True
         return effects
 
-    def _identify(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
+    def _identify(self, now: float, conn: int, hello: m.Hello) -> Effects:
         if not hello.incarnation:
             rival = self.roster.members.get(hello.replica)
             if rival is None or rival.conn is None:
@@ -205,9 +205,9 @@ class Coordinator:
             return effects + self.startup.hear(now, conn, hello)
         return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
 
-    def _newcomer(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
+    def _newcomer(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """A new incarnation supersedes the one of its id."""
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         old = self.roster.members.get(hello.replica)
         adopted_work = self.members.adopted_work(old) if old is not None and self.running else None
         if old is not None:
@@ -223,7 +223,7 @@ class Coordinator:
 
     # ------------------------------------------------------------ members
 
-    def _from_member(self, now: float, member: Member, message: m.FromReplica) -> list[CoordinatorEffect]:
+    def _from_member(self, now: float, member: Member, message: m.FromReplica) -> Effects:
         match message:
             case m.Propose(contribution=c) if self._has(c.fragment):
                 member.wants = message.wants
@@ -275,12 +275,12 @@ class Coordinator:
 
     # ------------------------------------------------------------ phases
 
-    def _step(self, now: float) -> list[CoordinatorEffect]:
+    def _step(self, now: float) -> Effects:
         if self.halted:
             return []
         self._stepped_s = now
         self.looks += 1
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for conn, hello, refusal in self._contenders.settle(now, self.sync.dead_after_s):
             effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
         effects += self.members.see_off(now)
@@ -298,11 +298,11 @@ class Coordinator:
             effects += self.assignment.step(now)
         return effects
 
-    def _open(self, now: float, startup: Startup) -> list[CoordinatorEffect]:
+    def _open(self, now: float, startup: Startup) -> Effects:
         """The startup phase ends: finds the truth among the journal and the hellos, then welcomes everybody."""
         self.startup = None
         state_holders, initial_source = startup.state_holders(), startup.initial_source()
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for r in self.rounds:
             effects += startup.restore(r.versions) if state_holders else startup.cold_start(r.versions, self.epoch)
             r.restart()
@@ -327,9 +327,9 @@ class Coordinator:
                     member.newcomer.discard(r.fragment)
         return effects
 
-    def _restore_checkpoints(self, now: float, startup: Startup) -> list[CoordinatorEffect]:
+    def _restore_checkpoints(self, now: float, startup: Startup) -> Effects:
         """RESTORE: those that have the newest checkpoint restore it; they come back with it, and are waited for."""
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         sent: list[tuple[int, m.IncarnationId, int]] = []
         for conn, hello, at in startup.restorers():
             startup.lose(conn)
@@ -345,9 +345,9 @@ class Coordinator:
     def _survives(self, r: Rounds) -> bool:
         return any(x.may_hold(r.at) for x in self.roster.members.values())
 
-    def _rollback(self, now: float) -> list[CoordinatorEffect]:
+    def _rollback(self, now: float) -> Effects:
         """ROLLBACK: every holder of the current version is gone. The job starts up again from an earlier one."""
-        effects: list[CoordinatorEffect] = [
+        effects: Effects = [
             Emit("rollback", fragment=r.fragment, version=r.at.version, inner_step=r.versions.last.inner_step)
             for r in self.rounds
             if not self._survives(r)
@@ -361,7 +361,7 @@ class Coordinator:
             self.lines = None  # everybody has left: the next one defines the job
         return [*effects, *self._new_epoch(self.epoch + 1)]
 
-    def _new_epoch(self, epoch: int) -> list[CoordinatorEffect]:
+    def _new_epoch(self, epoch: int) -> Effects:
         self.epoch, self._journalled_epoch = epoch, True
         self._numbers.restart(epoch)
         return [Epoch(epoch)]

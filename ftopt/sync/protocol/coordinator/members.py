@@ -9,7 +9,7 @@ from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.backups import Backups
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
-from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Emit, Gone, Known, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Gone, Known, SendTo
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.grants import Grants
 from ftopt.sync.protocol.coordinator.partitions import Partitions
@@ -41,7 +41,7 @@ class Members:
             for f, assignment in enumerate(assignments)
         ]
 
-    def know(self, now: float, incarnation_id: m.IncarnationId) -> list[CoordinatorEffect]:
+    def know(self, now: float, incarnation_id: m.IncarnationId) -> Effects:
         """Puts an incarnation on the roster, unless it is there, gone or superseded."""
         known = self.roster.members.get(incarnation_id[0])
         if self.roster.is_gone(incarnation_id) or (known is not None and known.incarnation >= incarnation_id[1]):
@@ -51,9 +51,7 @@ class Members:
         self.assignment.expect(incarnation_id)
         return [*effects, Known(*incarnation_id), *send(self.roster.connected(), m.RosterUpdate((incarnation_id,), ()))]
 
-    def admit(
-        self, now: float, conn: int, hello: m.Hello, *, epoch: int, initial_source: bool = False
-    ) -> list[CoordinatorEffect]:
+    def admit(self, now: float, conn: int, hello: m.Hello, *, epoch: int, initial_source: bool = False) -> Effects:
         """Welcomes a replica into the running job, and brings it up to date."""
         member = self.roster.members[hello.replica]
         self.roster.attach(member, conn, now)
@@ -66,7 +64,7 @@ class Members:
         member.held, member.maybe_fetched, member.said_bye = {p.fragment: p for p in hello.positions}, {}, False
         top, name = self.rounds[0].versions, "return" if hello.incarnation else "join"
         incarnation_ids, gone = self.roster.incarnation_ids(), self.roster.gone_ids()
-        effects: list[CoordinatorEffect] = [
+        effects: Effects = [
             SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone)),
             Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
         ]
@@ -78,27 +76,25 @@ class Members:
         """CHAIN: whether a position is not on this job's history."""
         return self.rounds[position.fragment].versions.off_branch(position)
 
-    def fork(self, member: Member, positions: tuple[m.Position, ...]) -> list[CoordinatorEffect]:
+    def fork(self, member: Member, positions: tuple[m.Position, ...]) -> Effects:
         """CHAIN: a replica holds what is not on this job's history; its work cannot be merged."""
         at = next(p for p in positions if self.off_branch(p))
         event = Emit("fork", *member.incarnation_id, at.fragment, at.version, data={"chain": at.chain})
         return [event, *self.gone(member.incarnation_id, "its state is on another branch of the history")]
 
-    def away(self, now: float, member: Member, *, close: bool = False) -> list[CoordinatorEffect]:
+    def away(self, now: float, member: Member, *, close: bool = False) -> Effects:
         """Suspicion: the connection is lost, or silent. The roster keeps the member (STICKY)."""
         conn = member.conn
         self.roster.detach(member, now)
         for r in self.rounds:
             r.lose(member.replica)
-        effects: list[CoordinatorEffect] = [Close(conn)] if close and conn is not None else []
+        effects: Effects = [Close(conn)] if close and conn is not None else []
         effects += self.backups.lost(member)
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
         return [*effects, Emit("lost", *member.incarnation_id)]
 
-    def gone(
-        self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None
-    ) -> list[CoordinatorEffect]:
+    def gone(self, incarnation_id: m.IncarnationId, reason: str, *, adopter: m.IncarnationId | None = None) -> Effects:
         """Irrevocable: journalled, sent to all; the next commits drop its COUNT entries.
 
         ADOPT: what it held is its ``adopter``'s, if there is one, until that one reports what it holds.
@@ -112,7 +108,7 @@ class Members:
             r.gone(incarnation_id)
         self.assignment.gone(incarnation_id, adopter)
         event = Emit("gone", *incarnation_id, data={"reason": reason})
-        effects: list[CoordinatorEffect] = [Gone(*incarnation_id), event]
+        effects: Effects = [Gone(*incarnation_id), event]
         if conn is not None:
             effects += [SendTo(conn, m.Refuse("gone", reason)), Close(conn)]
         return [*effects, *send(self.roster.connected(), m.RosterUpdate((), (incarnation_id,)))]
@@ -144,9 +140,9 @@ class Members:
             quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
         return quiet_since_s + sync.derived.tail_s + member.patience_s()
 
-    def see_off(self, now: float) -> list[CoordinatorEffect]:
+    def see_off(self, now: float) -> Effects:
         """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         for member in [x for x in self.roster.connected() if x.said_bye]:
             others = [x for x in self.roster.connected() if not x.said_bye]
             held = [r.versions for r in self.rounds if r.versions.held_by(member)]
@@ -154,9 +150,9 @@ class Members:
                 effects += self.leave(now, member)
         return effects
 
-    def leave(self, now: float, member: Member) -> list[CoordinatorEffect]:
+    def leave(self, now: float, member: Member) -> Effects:
         conn = member.conn
         self.roster.detach(member, now)
-        effects: list[CoordinatorEffect] = [Emit("leave", member.replica, member.incarnation)]
+        effects: Effects = [Emit("leave", member.replica, member.incarnation)]
         effects += self.gone(member.incarnation_id, "left")
         return [*effects, Close(conn)] if conn is not None else effects

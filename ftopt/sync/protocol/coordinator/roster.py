@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, SendTo
+from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -102,7 +102,7 @@ class Member:
         return moves or out_of_units
 
 
-def send(members: Iterable[Member], message: m.FromCoordinator) -> list[CoordinatorEffect]:
+def send(members: Iterable[Member], message: m.FromCoordinator) -> Effects:
     """To those that are connected."""
     return [SendTo(x.conn, message) for x in members if x.conn is not None]
 

@@ -11,7 +11,7 @@ import math
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers
 from ftopt.sync.protocol.coordinator.decide import Decide
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect
+from ftopt.sync.protocol.coordinator.effects import Effects
 from ftopt.sync.protocol.coordinator.gather import Gather
 from ftopt.sync.protocol.coordinator.roster import Member, send
 
@@ -42,7 +42,7 @@ class Rounds:
 
     # ------------------------------------------------------------ proposals and reports
 
-    def place(self, member: Member, hello: m.Hello, *, initial_source: bool) -> list[CoordinatorEffect]:
+    def place(self, member: Member, hello: m.Hello, *, initial_source: bool) -> Effects:
         """Says to a member that is welcomed where it stands, or has it sent how to get there."""
         f, versions, last = self.fragment, self.versions, self.versions.last
         found = [self.decide.find(member.replica, x) for x in hello.prepared if x.fragment == f]
@@ -109,7 +109,7 @@ class Rounds:
 
     # ------------------------------------------------------------ what follows
 
-    def step(self, now: float) -> list[CoordinatorEffect]:
+    def step(self, now: float) -> Effects:
         """Everything that has become due or decidable."""
         self._stepped_s = now
         effects = self.decide.step(now)

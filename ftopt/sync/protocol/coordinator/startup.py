@@ -15,7 +15,7 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.effects import Close, CoordinatorEffect, Decided, JournalState, Rollback, SendTo
+from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges
@@ -44,7 +44,7 @@ class Startup:
 
     # ------------------------------------------------------------ hellos
 
-    def hear(self, now: float, conn: int, hello: m.Hello) -> list[CoordinatorEffect]:
+    def hear(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """Keeps a hello; the newest of a replica counts."""
         self._first_s = now if self._first_s is None else self._first_s
         former = [number for number, other in self.hellos.items() if other.replica == hello.replica]
@@ -162,7 +162,7 @@ class Startup:
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
 
-    def restore(self, versions: Versions) -> list[CoordinatorEffect]:
+    def restore(self, versions: Versions) -> Effects:
         """One fragment goes on from the highest version that the journal or a replica knows; returns what to journal.
 
         Of several branches the journal's is the truth; without a journal, that of most replicas.
@@ -181,7 +181,7 @@ class Startup:
         versions.restore(found, saved)
         return [Rollback(f, top - 1), found]
 
-    def cold_start(self, versions: Versions, epoch: int) -> list[CoordinatorEffect]:
+    def cold_start(self, versions: Versions, epoch: int) -> Effects:
         """COLD: version 0 is the state of one member, journalled like any decision."""
         f, source = versions.fragment, self.hellos[self.initial_source()]
         chain = m.first_chain(f, epoch, source.replica, source.initial)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.catch_up import Arrival
-from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Emit
+from ftopt.sync.protocol.coordinator.effects import Effects, Emit
 from ftopt.sync.protocol.coordinator.roster import Member, Roster, send
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.settings import Sync
@@ -60,7 +60,7 @@ class Waiting:
 
     def step(
         self, now: float, proposers: list[Member], *, grace_s: float, arrival: Callable[[str], Arrival | None]
-    ) -> list[CoordinatorEffect] | None:
+    ) -> Effects | None:
         """What is to be sent; None once the quorum need not wait any more.
 
         ``grace_s`` counts from when ``min_replicas`` have proposed. Those at work are called in then, or when the job's
@@ -74,7 +74,7 @@ class Waiting:
         missing = [x for x in self._roster.connected() if self._awaited(x, proposed)]
         if self._opened_s is None:  # leavers alone wait for a round, unless nobody is left to open one
             return [] if missing or self._leave_together(now, proposed) else None
-        effects: list[CoordinatorEffect] = []
+        effects: Effects = []
         called: list[Member] = []
         for x in missing:
             if self._hurried and x.replica not in self._asked and holds(x):
@@ -136,7 +136,7 @@ class Waiting:
         awaited = (x for x in self._roster.connected() if self._awaited(x, proposed) and self._versions.held_by(x))
         return [x for x in awaited if x.state == "training" and self._fragment not in x.newcomer]
 
-    def _call_in(self, member: Member, version: int) -> list[CoordinatorEffect]:
+    def _call_in(self, member: Member, version: int) -> Effects:
         """Asks for a contribution at the next step boundary."""
         event = Emit("call_in", *member.incarnation_id, self._fragment, version)
         return [*send([member], m.CallIn(self._fragment, version)), event]
