@@ -78,23 +78,14 @@ class PreparedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The protocol's part of a fragment's committed state; it travels with the tensors.
-
-    Args:
-        fragment: the fragment.
-        version: committed outer steps.
-        chain: hash chain over all results (CHAIN).
-        inner_step: the fragment's committed inner step; fragment 0's is the job's.
-        counted: COUNT: ``(replica, incarnation, last inner step included)``, sorted.
-        done: fragment 0, with a ledger: units that are in the committed state.
-    """
+    """The protocol's part of a fragment's committed state; it travels with the tensors."""
 
     fragment: int
-    version: int
-    chain: str
-    inner_step: int
-    counted: tuple[tuple[str, int, int], ...] = ()
-    done: Ranges = ()
+    version: int  # committed outer steps
+    chain: str  # hash chain over all results (CHAIN)
+    inner_step: int  # the fragment's committed inner step; fragment 0's is the job's
+    counted: tuple[tuple[str, int, int], ...] = ()  # COUNT: (replica, incarnation, last inner step included), sorted
+    done: Ranges = ()  # fragment 0, with a ledger: units that are in the committed state
 
     @property
     def position(self) -> Position:

@@ -78,8 +78,7 @@ class Membership:
         """Decided rounds in which a member has proposed, since it was last in the quorum."""
 
     def choose(self, now: float, proposers: list[Member]) -> list[Member]:
-        """All, but of two that cannot meet one: that which keeps fewer others out, and has waited longer; then the
-        first by id.
+        """All, but of two that cannot meet the one that keeps out fewer others, and has waited longer; then by id.
 
         Each round of waiting weighs as much as one member that must sit out instead. A member that reaches nobody has
         its turn after as many rounds as it has peers; of two that cannot reach each other each has every other one.

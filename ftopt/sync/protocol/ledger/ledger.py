@@ -34,25 +34,15 @@ MAX_HOLES = MAX_DONE // 2
 
 @dataclass
 class Ledger:
-    """The units of one job.
-
-    Args:
-        samples: what is counted.
-        done: units in the committed state.
-        cursor: no unit from here on was ever granted.
-        promised: where the journalled stride ends.
-        leases: what each incarnation that is not gone holds: granted, and in no commit.
-        under_way: what the contributions of the undecided attempt have used.
-        unheard: incarnations that may hold anything (LIMBO).
-    """
+    """The units of one job."""
 
     samples: Samples
-    done: Ranges = ()
-    cursor: int = 0
-    promised: int = 0
-    leases: dict[IncarnationId, Ranges] = field(default_factory=dict)
-    under_way: Ranges = ()
-    unheard: set[IncarnationId] = field(default_factory=set)
+    done: Ranges = ()  # in the committed state
+    cursor: int = 0  # no unit from here on was ever granted
+    promised: int = 0  # where the journalled stride ends
+    leases: dict[IncarnationId, Ranges] = field(default_factory=dict)  # granted, in no commit, not gone
+    under_way: Ranges = ()  # what the contributions of the undecided attempt have used
+    unheard: set[IncarnationId] = field(default_factory=set)  # may hold anything (LIMBO)
 
     def open(self, done: Ranges, cursor: int, unheard: Sequence[IncarnationId]) -> None:
         """A coordinator begins, or begins anew after a rollback; `claim` says what is leased.
