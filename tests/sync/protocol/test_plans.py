@@ -33,7 +33,7 @@ def test_batches_follow_one_another_through_the_epochs_up_to_the_end_of_the_data
     assert samples.units == 12
     assert [batch(samples, version) for version in (1, 2, 3, 4)] == [((0, 4),), ((4, 8),), ((8, 12),), ()]
     assert samples.count(batch(samples, 2)) == 4 + 2 + 4 + 4  # the first epoch's last unit is short
-    assert Samples(samples=10, batch_size=1, global_batch=4, epochs=1).batch(3) == ((8, 10),)
+    assert batch(Samples(samples=10, batch_size=1, global_batch=4, epochs=1), 3) == ((8, 10),)
 
 
 @pytest.mark.parametrize("global_batch", [0, 6, -4])
