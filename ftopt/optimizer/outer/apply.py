@@ -49,25 +49,30 @@ class Applier:
         start = self._shared.committed_memory.place(fragment.view.cast(state.anchor))
         alpha = fragment.overlap.mix if counted and tau and since == tau else None
         nothing_pending = not fragment.pending_steps
-        if nothing_pending:
-            fragment.view.write(start)
-        elif reset or (not fragment.carries_over and version != before.meta.version):
-            self.drop(fragment, start, "reset" if reset else "taken_over")
-        elif alpha is not None:
-            # params <- alpha * params + (1 - alpha) * cast(new anchor), as in Streaming DiLoCo (arXiv 2501.18512)
-            now = fragment.view.read(self._shared.memory.like(start))
-            fragment.view.write(now.mul_(alpha).add_(torch.mul(start, 1 - alpha)))
-            self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
-        elif counted or version != before.meta.version:
-            unknown = self._damaged(fragment, base.params) if state.fetched else []
-            if not rebase_(fragment.view, base.params, start, unknown):
-                self.drop(fragment, start, "nonfinite")
-        # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
-        if reset and self._group.units is not None and not fragment.index:
-            self._group.units.redo()
-        fragment.trigger_metrics.moved(before.anchor, state.anchor, version - before.meta.version)
-        fragment.follow(state)
-        fragment.apply(state, start, nothing_pending=nothing_pending)
+        try:
+            if nothing_pending:
+                fragment.view.write(start)
+            elif reset or (not fragment.carries_over and version != before.meta.version):
+                self.drop(fragment, start, "reset" if reset else "taken_over")
+            elif alpha is not None:
+                # params <- alpha * params + (1 - alpha) * cast(new anchor), as in Streaming DiLoCo (arXiv 2501.18512)
+                now = fragment.view.read(self._shared.memory.like(start))
+                fragment.view.write(now.mul_(alpha).add_(torch.mul(start, 1 - alpha)))
+                self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
+            elif counted or version != before.meta.version:
+                unknown = self._damaged(fragment, base.params) if state.fetched else []
+                if not rebase_(fragment.view, base.params, start, unknown):
+                    self.drop(fragment, start, "nonfinite")
+            # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
+            if reset and self._group.units is not None and not fragment.index:
+                self._group.units.redo()
+            fragment.trigger_metrics.moved(before.anchor, state.anchor, version - before.meta.version)
+            fragment.follow(state)
+            fragment.apply(state, start, nothing_pending=nothing_pending)
+        except BaseException:
+            if fragment.applied is not state:
+                self._step_back(fragment)
+            raise
         if counted:
             self._shared.counters.count_applied_round()
         else:
@@ -80,6 +85,13 @@ class Applier:
             self._shared.counters.count_nonfinite_drop()
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
+
+    def _step_back(self, fragment: Fragment) -> None:
+        """An exception came in between: the parameters may be on the way from one anchor to the next, which must not be
+        taken for work when the state is applied after all. They go back to where the pending work began."""
+        base = fragment.base.params
+        if base.numel():  # else they were frozen in place: nothing is pending, and `Freezer.join` applies the state
+            self.drop(fragment, base, "interrupted")
 
     def _damaged(self, fragment: Fragment, base: Tensor) -> list[slice]:
         """Where ``base`` is damaged, so that the pending work is unknown."""
