@@ -31,7 +31,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
-from ftopt.optimizer.outer.state import Base, Pending, Snapshot, State, check_fetched
+from ftopt.optimizer.outer.state import Base, CommittedState, Pending, Snapshot, check_fetched
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
@@ -63,7 +63,7 @@ class Fragment:
     keeps_still = True
 
     def __init__(
-        self, view: FlatView, method: Method, state: State, counters: Counters, *, by_job: bool = False
+        self, view: FlatView, method: Method, state: CommittedState, counters: Counters, *, by_job: bool = False
     ) -> None:
         self.view, self.method = view, method
         self.trigger_metrics = TriggerMetrics(view, method.timing.uses)
@@ -73,7 +73,7 @@ class Fragment:
         self.start = view.cast(state.anchor)
         self.base = Base(self.start, 0, 0, counters.totals, state.meta.version)
         self.snapshot: Snapshot | None = None
-        self.result: State | None = None
+        self.result: CommittedState | None = None
         self.residuals: Mapping[str, Residual] = {}
         self.reset = False
         self.assumed = Assumed()
@@ -112,7 +112,7 @@ class Fragment:
         with self._lock:
             return self._pending()
 
-    def to_apply(self) -> tuple[State, Base, bool]:
+    def to_apply(self) -> tuple[CommittedState, Base, bool]:
         """The newest state, what the pending work is measured from, and whether that work is to be dropped."""
         with self._lock:
             return self.state, self.base, self.reset
@@ -126,7 +126,7 @@ class Fragment:
         """The committed state for a peer: digest and tensors. LookupError: there is none at the moment."""
         return self.state.digest, self.state.tensors()
 
-    def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> State:
+    def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
         """A peer's answer as a state, in ``memory``. ValueError: it is damaged, or not of this model."""
         return check_fetched(self.state, committed, digest, tensors).placed(memory)
 
@@ -137,7 +137,7 @@ class Fragment:
 
     # Steps 3 to 5, on the reducer and the network thread.
 
-    def begin_attempt(self) -> tuple[State, Snapshot | None]:
+    def begin_attempt(self) -> tuple[CommittedState, Snapshot | None]:
         """Drops the result of the attempt before; returns what the new one is computed from."""
         with self._lock:
             self.result = None
@@ -153,7 +153,7 @@ class Fragment:
             if self.snapshot is not None:
                 self._left_out = {**self.residuals, units: residual}
 
-    def prepare(self, result: State, on: State) -> None:
+    def prepare(self, result: CommittedState, on: CommittedState) -> None:
         """Keeps the result that was computed from ``on``, unless a newer state has come."""
         with self._lock:
             if self.state is on:
@@ -173,13 +173,13 @@ class Fragment:
                 return
             self._advance(replace(result, meta=committed, made=attempt))
 
-    def install(self, state: State, *, reset: bool) -> None:
+    def install(self, state: CommittedState, *, reset: bool) -> None:
         """Makes a fetched state the committed one."""
         with self._lock:
             self._advance(state)
             self.reset = self.reset or reset
 
-    def _advance(self, state: State) -> None:
+    def _advance(self, state: CommittedState) -> None:
         """Replaces the state, which decides the snapshot: it is counted and becomes the base, or it is not."""
         if self.state is self.applied:
             self._before = self._pending()
@@ -195,7 +195,7 @@ class Fragment:
 
     # Steps 1 and 6, on the training thread (`offer`: also on the freezing one).
 
-    def offer(self, snapshot: Snapshot, on: State) -> bool:
+    def offer(self, snapshot: Snapshot, on: CommittedState) -> bool:
         """Keeps the snapshot that was taken on ``on``; False when a newer state has come: it is void then."""
         with self._lock:
             if self.state is not on:
@@ -221,7 +221,7 @@ class Fragment:
             if step == counters.local_steps:
                 self.base = replace(self.base, tokens=counters.tokens, totals=counters.totals)
 
-    def apply(self, state: State, start: Tensor, *, nothing_pending: bool) -> None:
+    def apply(self, state: CommittedState, start: Tensor, *, nothing_pending: bool) -> None:
         """Bases the parameters on ``state``; ``start`` is its anchor, cast."""
         version = state.meta.version if nothing_pending else self.base.version
         self.start = start
@@ -231,7 +231,7 @@ class Fragment:
             if self.state is state:
                 self.reset = False
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: CommittedState) -> None:
         """Does what else a state that is being applied requires; here nothing."""
 
     # At the start. Training thread, before other threads read, unless said otherwise.
@@ -242,7 +242,7 @@ class Fragment:
             if self.state is self.applied:
                 self.state = self.applied = replace(self.state, meta=meta)
 
-    def stand_on(self, state: State) -> None:
+    def stand_on(self, state: CommittedState) -> None:
         """Makes ``state`` the committed one and the one that the parameters are based on; nothing is frozen."""
         self.state = self.applied = state
         self.start = self.view.cast(state.anchor)

@@ -33,7 +33,7 @@ from ftopt.optimizer.outer.frozen import Frozen, flat_parts
 from ftopt.optimizer.outer.mean import in_pieces
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import Snapshot, State
+from ftopt.optimizer.outer.state import CommittedState, Snapshot
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
 from ftopt.streams import SideStream, reached
@@ -91,7 +91,7 @@ class _Proposal:
 
     make: Callable[[Contribution, Frozen], Snapshot]
     contribution: Contribution
-    on: State
+    on: CommittedState
     start: Tensor
     now: bool
     share: ShareOffer | None

@@ -15,7 +15,7 @@ from ftopt.methods import GRADIENT, Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.state import State
+from ftopt.optimizer.outer.state import CommittedState
 from ftopt.optimizer.tensors.gradients import GradientView, Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import publish
@@ -42,7 +42,7 @@ class GradientFragment(Fragment):
         self,
         view: GradientView,
         method: Method,
-        state: State,
+        state: CommittedState,
         counters: Counters,
         *,
         inner: Inner,
@@ -70,14 +70,14 @@ class GradientFragment(Fragment):
         finally:
             live.lock.release()
 
-    def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> State:
+    def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
         """As for parameters; where the model is the committed state, that is what was fetched."""
         if self.live is None:
             return super().check(committed, digest, tensors, memory)
         live, held = self.live.check(digest, tensors), self.state
-        return State(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
+        return CommittedState(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
 
-    def follow(self, state: State) -> None:
+    def follow(self, state: CommittedState) -> None:
         """Takes one step of the inner optimizers with the agreed gradient, or a peer's model in place of this one."""
         gradient: Tensor | None = state.outer[GRADIENT]
         with self.live.lock if self.live is not None else nullcontext():
@@ -98,6 +98,6 @@ class GradientFragment(Fragment):
         if self.stepped is before:
             self.stepped = self.applied
 
-    def stand_on(self, state: State) -> None:
+    def stand_on(self, state: CommittedState) -> None:
         super().stand_on(state)
         self.stepped = state

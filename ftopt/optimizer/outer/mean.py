@@ -13,7 +13,7 @@ from ftopt.methods.method import reads_tensors
 from ftopt.optimizer.outer.error_feedback import Feedback, Residual
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
-from ftopt.optimizer.outer.state import Snapshot, State
+from ftopt.optimizer.outer.state import CommittedState, Snapshot
 from ftopt.optimizer.outer.trigger_metrics import pack, seen_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import of, part, payload_with_buffers
@@ -34,7 +34,7 @@ class Mean:
         self,
         attempt: AttemptView,
         fragment: Fragment,
-        state: State,
+        state: CommittedState,
         snapshot: Snapshot,
         collective: Collective,
         begin: Callable[[Tensor, Round], Summed | None],

@@ -15,7 +15,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import Snapshot, State, name_tensors, place_all
+from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import methods_own
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import joined, part
@@ -75,8 +75,13 @@ class Reduction:
         return result.digest
 
     def _result(
-        self, attempt: AttemptView, collective: Collective, fragment: Fragment, state: State, snapshot: Snapshot
-    ) -> State:
+        self,
+        attempt: AttemptView,
+        collective: Collective,
+        fragment: Fragment,
+        state: CommittedState,
+        snapshot: Snapshot,
+    ) -> CommittedState:
         """The reduction, the outer step and the digests."""
         if self._tried.get(fragment.index) == attempt.version and attempt.size > 1:
             self._check_damage(state)
@@ -117,9 +122,9 @@ class Reduction:
             outer = fragment.method.init(anchor)
         anchor, outer = self._committed_memory.place(anchor), place_all(outer, self._committed_memory)
         digest, sums = digest_and_sums(name_tensors(anchor, outer), sums)
-        return State(state.meta, anchor, outer, digest, sums, made=attempt)
+        return CommittedState(state.meta, anchor, outer, digest, sums, made=attempt)
 
-    def _check_damage(self, state: State) -> None:
+    def _check_damage(self, state: CommittedState) -> None:
         """Checks before a retry of what had been prepared: digests may have differed because of this replica."""
         if blocks := state.damage():
             at = state.meta

@@ -19,7 +19,7 @@ _OUTER = "outer."
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CommittedState:
     """A fragment's committed state. Peers may be reading it at any time.
 
     Args:
@@ -53,7 +53,7 @@ class State:
         """All tensors by the names under which peers fetch them."""
         return name_tensors(self.anchor, self.outer)
 
-    def placed(self, memory: Memory) -> State:
+    def placed(self, memory: Memory) -> CommittedState:
         """The same state, where committed states lie."""
         return replace(self, anchor=memory.place(self.anchor), outer=place_all(self.outer, memory))
 
@@ -68,8 +68,8 @@ def place_all(outer: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
     return {name: memory.place(tensor) for name, tensor in outer.items()}
 
 
-def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> State:
-    """A fetched state as a `State` on the devices of ``held``.
+def check_fetched(held: CommittedState, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> CommittedState:
+    """A fetched state as a `CommittedState` on the devices of ``held``.
 
     Args:
         held: the fragment's present state, for names and shapes.
@@ -96,7 +96,7 @@ def check_fetched(held: State, meta: Committed, claimed: str, tensors: Mapping[s
             f"expected {claimed[:12]}; it was damaged on the way; fetch it again"
         )
     outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
-    return State(meta, own["anchor"], outer, found, sums, fetched=True)
+    return CommittedState(meta, own["anchor"], outer, found, sums, fetched=True)
 
 
 @dataclass(frozen=True, slots=True)

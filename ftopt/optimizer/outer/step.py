@@ -33,7 +33,7 @@ from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import State, name_tensors, place_all
+from ftopt.optimizer.outer.state import CommittedState, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import first_agreed
 from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import digest, digest_and_sums
@@ -102,13 +102,13 @@ class OuterStep:
         state = self._initial(view, method, 0, None if live is None else live.digest())
         return GradientFragment(view, method, state, self.counters, inner=inner, live=live, group=self._group)
 
-    def _initial(self, view: FlatView, method: Method, index: int, claimed: str | None = None) -> State:
+    def _initial(self, view: FlatView, method: Method, index: int, claimed: str | None = None) -> CommittedState:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
         outer = method.init(part(anchor, slice(0, view.trained))) | first_agreed(method.timing.uses)
         outer = place_all(outer, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
-        return State(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
+        return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
 
     # Starting, and where it stands. Training thread.
 

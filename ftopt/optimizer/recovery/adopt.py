@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.state import Pending, State, check_fetched
+from ftopt.optimizer.outer.state import CommittedState, Pending, check_fetched
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.flat import FlatView
@@ -136,7 +136,7 @@ def _with(residuals: Mapping[str, Residual], view: FlatView, left: Tree) -> dict
     return found
 
 
-def state_of(fragment: Fragment, version: CommittedVersion, held: Held, first: Record) -> State:
+def state_of(fragment: Fragment, version: CommittedVersion, held: Held, first: Record) -> CommittedState:
     """The version as this replica holds it. ValueError: it does not fit the model, or is damaged."""
     record = version.record
     counted_step = record.counted_step(*held.incarnation_id)

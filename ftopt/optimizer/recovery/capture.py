@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.state import Snapshot, State
+from ftopt.optimizer.outer.state import CommittedState, Snapshot
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.outer.trigger_metrics import pack
 from ftopt.optimizer.tensors.buffers import buffers
@@ -128,7 +128,7 @@ def _work_of(fragment: Fragment, copies: CopyPool, *, to_replay: bool) -> Tree:
     } | ({"base": fragment.start if works else None} if to_replay else {})
 
 
-def _version(state: State) -> CommittedVersion:
+def _version(state: CommittedState) -> CommittedVersion:
     assert state.meta.record is not None
     return CommittedVersion(state.meta.record, state.digest, state.tensors())
 

@@ -101,11 +101,11 @@ def base64(text: str) -> str:
 
 
 Word = Annotated[str, at_most(MAX_WORD)]
-Text = Annotated[str, at_most(MAX_TEXT)]
+ShortText = Annotated[str, at_most(MAX_TEXT)]
 Name = Annotated[str, wrong_name]
 Number = Annotated[int, within(MAX_INT)]
 Step = Annotated[int, within(MAX_STEPS)]  # an inner step, a version or an incarnation
-Fragment = Annotated[int, within(MAX_FRAGMENTS - 1)]
+FragmentIndex = Annotated[int, within(MAX_FRAGMENTS - 1)]
 Wants = Annotated[int, within(MAX_WANTS)]
-Units = Annotated[Ranges, at_most_ranges(MAX_RANGES)]
+UnitRanges = Annotated[Ranges, at_most_ranges(MAX_RANGES)]
 Done = Annotated[Ranges, at_most_ranges(MAX_DONE)]

@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ftopt.sync.protocol import limits
-from ftopt.sync.protocol.limits import Done, Fragment, Name, Number, Step, Text, Units, Wants, Word, at_most, within
+from ftopt.sync.protocol.limits import (
+    Done,
+    FragmentIndex,
+    Name,
+    Number,
+    ShortText,
+    Step,
+    UnitRanges,
+    Wants,
+    Word,
+    at_most,
+    within,
+)
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.values import Contribution, IncarnationId, Position, PreparedAttempt
 
@@ -38,7 +50,7 @@ class Hello:
     address: Word
     initial: Word
     fragments: Annotated[int, within(limits.MAX_FRAGMENTS, 1)]
-    lines: Annotated[dict[Word, Text], at_most(limits.MAX_LINES)]
+    lines: Annotated[dict[Word, ShortText], at_most(limits.MAX_LINES)]
     settings: Annotated[dict[Word, _Setting], at_most(limits.MAX_LINES)]
     positions: Annotated[tuple[Position, ...], limits.once_a_fragment]
     contributions: Annotated[tuple[Contribution, ...], limits.once_a_fragment]
@@ -47,12 +59,12 @@ class Hello:
     gone: Annotated[tuple[IncarnationId, ...], at_most(limits.MAX_GONE)]
     inner_step: Step
     samples: Samples | None = None
-    claim: Units = ()
+    claim: UnitRanges = ()
     done: Done = ()
     cursor: Annotated[int, within(limits.MAX_UNIT)] = 0
     wants: Wants = 0
     plan: Number = 0
-    units: Units = ()
+    units: UnitRanges = ()
     checkpoint: Position | None = None
     adopted_by: Annotated[tuple[tuple[Name, Name], ...], at_most(limits.MAX_REPLICAS)] = ()
 
@@ -68,7 +80,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    fragment: Fragment
+    fragment: FragmentIndex
     attempt: Number
     digest: Word
 
@@ -80,9 +92,9 @@ class Failed:
     ``peer``: the member that could not be reached, "" when unknown.
     """
 
-    fragment: Fragment
+    fragment: FragmentIndex
     attempt: Number
-    reason: Text
+    reason: ShortText
     peer: Annotated[str, at_most(limits.MAX_NAME)]
 
 
@@ -90,7 +102,7 @@ class Failed:
 class Reading:
     """The few numbers that a trigger needs of one fragment: of a replica that holds ``version``."""
 
-    fragment: Fragment
+    fragment: FragmentIndex
     version: Step
     values: Annotated[tuple[_Reading, ...], at_most(limits.MAX_VALUES)]
 
@@ -116,7 +128,7 @@ class Holds:
 class Lacks:
     """A fetch failed at every source named; ask for others."""
 
-    fragment: Fragment
+    fragment: FragmentIndex
 
 
 @dataclass(frozen=True, slots=True)

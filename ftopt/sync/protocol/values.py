@@ -11,7 +11,7 @@ from typing import Annotated
 
 from ftopt.sync.protocol import limits
 from ftopt.sync.protocol.intervals import Ranges
-from ftopt.sync.protocol.limits import Fragment, Name, Number, Step, Units, Word, within
+from ftopt.sync.protocol.limits import FragmentIndex, Name, Number, Step, UnitRanges, Word, within
 
 IncarnationId = tuple[Name, Annotated[int, within(limits.MAX_STEPS, 1)]]
 """A replica and the number of its life."""
@@ -37,7 +37,7 @@ class Contribution:
         plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
     """
 
-    fragment: Fragment
+    fragment: FragmentIndex
     version: Step
     steps: Step
     last_step: Step
@@ -45,7 +45,7 @@ class Contribution:
     tokens: Number = 0
     norm: Annotated[float, within(math.inf)] = 0.0
     finite: bool = True
-    ranges: Units = ()
+    ranges: UnitRanges = ()
     overlap_s: Annotated[float, within(limits.MAX_OVERLAP_S)] = 0.0
     grace: Annotated[float, within(limits.MAX_GRACE)] = 0.0
     plan: Number = 0
@@ -61,7 +61,7 @@ def excluded(contribution: Contribution) -> Contribution:
 class Position:
     """Which committed state of a fragment a replica holds: ``version`` outer steps, told apart by the hash chain."""
 
-    fragment: Fragment
+    fragment: FragmentIndex
     version: Step
     chain: Word
 
@@ -70,7 +70,7 @@ class Position:
 class PreparedAttempt:
     """An attempt that a replica has prepared and whose fate it does not know."""
 
-    fragment: Fragment
+    fragment: FragmentIndex
     attempt: Number
     version: Step
     digest: Word
