@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_whole
 from ftopt.events import Event, OnEvent, ignore
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
@@ -68,9 +68,13 @@ def connect(
     from ftopt.transport.gloo import GlooTransport
     from ftopt.transport.http_state import HttpState
 
-    url = (url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    url = str(url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
+    try:
+        parts = urlsplit(url)
+        address = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
+    except ValueError:  # a port out of range, an unclosed bracket
+        address = None
+    if not address:
         raise UserError(
             f"coordinator {url!r}; must be http://HOST:PORT or https://HOST:PORT; give url=, or set FTOPT_COORDINATOR, "
             "to the address that `ftopt coordinator` prints"
@@ -78,12 +82,12 @@ def connect(
     replica = replica or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     job = job or os.environ.get("FTOPT_JOB") or "default"
     for what, name in (("replica", replica), ("job", job)):
-        if wrong := wrong_name(name):
-            raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
+        _check_name(what, name)
+    _check_sync(sync)
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
-    host = host or os.environ.get("FTOPT_HOST") or _own_address(parts.hostname, parts.port or 80)
+    host = host or os.environ.get("FTOPT_HOST") or _own_address(address, parts.port or 80)
     context = tls.client() if parts.scheme == "https" else None
     if context is not None and is_public(host):
         _warn_of_open_payloads(host, tls)
@@ -121,8 +125,13 @@ def local_groups(
         on_event: called with each event.
         names: the replicas' ids, default ``r0 .. r{n-1}``.
     """
-    if n < 1:
-        raise UserError(f"local_groups({n}); must be at least 1")
+    check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
+    names = [f"r{i}" for i in range(n)] if names is None else list(names)
+    if len(names) != n or len(set(names)) != n:
+        raise UserError(f"names={names!r}; must be {n} names, one for each replica and no two alike")
+    for name in names:
+        _check_name("replica", name)
+    _check_sync(sync)
     from ftopt.sync.local import LocalHub, LocalLink, LocalState
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
@@ -143,7 +152,17 @@ def local_groups(
             )
         )
 
-    return [group(name) for name in names or [f"r{i}" for i in range(n)]]
+    return [group(name) for name in names]
+
+
+def _check_name(what: str, name: object) -> None:
+    if wrong := wrong_name(name) if isinstance(name, str) else "it is no string":
+        raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
+
+
+def _check_sync(sync: object) -> None:
+    if not isinstance(sync, Sync | None):
+        raise UserError(f"sync={sync!r:.60}; must be settings of ftopt; use ftopt.Sync(start_replicas=3)")
 
 
 class _Log:

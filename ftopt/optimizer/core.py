@@ -195,7 +195,7 @@ class Core:
     def _check_usable(self, what: str) -> None:
         if self.closed:
             raise RuntimeError(
-                f"{what} after close(): this replica has left the job; call ftopt.wrap() again to join anew"
+                f"{what} after close(): this replica has left the job; call ftopt.wrap() with a new group to join anew"
             )
         if self._before_outer is not None:
             raise RuntimeError(f"{what} while the outer parameters are in the model; leave outer_parameters() first")
@@ -247,7 +247,7 @@ class Core:
                 "that takes part in a job"
             )
         if self.closed:
-            raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() again to join anew")
+            raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() with a new group to join anew")
         check_covered(self.model, self.inner.param_groups)
         if self.group.global_batch is not None:
             check_averages_gradients(self.method)

@@ -7,8 +7,9 @@ state dict is the inner one's with one key more.
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +66,7 @@ def wrap(
             ``undo`` with an inner optimizer whose steps cannot be undone;
             ``state_dir`` cannot be used. When training starts: it has too little room, or the model is not on the CPU.
     """
-    optimizers = [inner] if isinstance(inner, Optimizer) else list(inner)
+    optimizers = list(inner) if isinstance(inner, Iterable) else [inner]
     if not optimizers:
         raise UserError("inner is an empty list; give at least one torch.optim.Optimizer")
     for optimizer in optimizers:
@@ -73,6 +74,15 @@ def wrap(
             raise UserError("inner is wrapped already; wrap the inner optimizer once")
         if not isinstance(optimizer, Optimizer):
             raise UserError(f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is a {type(model).__name__}; must be the torch.nn.Module that inner trains")
+    if not isinstance(method, Method):
+        raise UserError(f"method={method!r:.80}; must be a method of ftopt; use ftopt.DiLoCo(sync_every=500)")
+    if not isinstance(getattr(group, "replica", None), str):
+        raise UserError(
+            f"group={group!r:.80}; must be one group; use ftopt.connect(url), ftopt.solo(), or one of "
+            "ftopt.local_groups(n)"
+        )
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
@@ -294,8 +304,12 @@ class OuterOptimizer(Optimizer):
                 next outer step, not here. Default: what a closure returns.
 
         Raises:
-            UserError: a negative number.
+            UserError: a number that is negative, or not whole.
         """
+        try:
+            tokens, samples = operator.index(tokens), operator.index(samples)
+        except TypeError:
+            raise UserError(f"count(tokens={tokens!r}, samples={samples!r}); both must be whole numbers") from None
         if tokens < 0 or samples < 0:
             raise UserError(f"count(tokens={tokens}, samples={samples}); both must be 0 or more")
         self._core.count(tokens=tokens, samples=samples, loss=loss)

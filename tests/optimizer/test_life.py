@@ -124,7 +124,7 @@ def test_leaving_hands_the_pending_steps_in() -> None:
         0,
     )
     optimizer.close()
-    with pytest.raises(RuntimeError, match=r"call ftopt\.wrap\(\) again"):
+    with pytest.raises(RuntimeError, match=r"call ftopt\.wrap\(\) with a new group"):
         optimizer.step()
 
 

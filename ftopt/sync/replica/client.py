@@ -80,6 +80,11 @@ class Client:
 
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         session, network = self.session, self._network
+        if self._joined:
+            raise UserError(
+                f"the group of replica {self.replica!r} is in use by another optimizer, or was closed; a group is for "
+                "one ftopt.wrap(): make another one, and give several inner optimizers of one model as a list"
+            )
         self._joined = True
         network.acquire()
         self._view.fragments = [FragmentView()] * fingerprint.fragments
