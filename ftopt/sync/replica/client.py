@@ -143,8 +143,8 @@ class Client:
         return adopted
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
-        self._view.propose(contribution.fragment)
-        self._network.soon(self.session.accept, contribution, now)
+        send = partial(self._network.soon, self.session.accept, contribution, now)
+        self._view.propose(contribution.fragment, send)
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
         view, deadline = self._view, None if timeout_s is None else time.monotonic() + timeout_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ftopt.errors import FtoptError
@@ -62,10 +63,12 @@ class View:
 
     # ------------------------------------------------------------ training thread
 
-    def propose(self, fragment: int) -> None:
-        """A proposal is on its way."""
+    def propose(self, fragment: int, send: Callable[[], object]) -> None:
+        """Sends a proposal. It counts as on its way only then: what an interrupt keeps from being sent is waited for by
+        nobody."""
         with self.changed:
             self.check()
+            send()
             self._add(fragment, 1)
 
     def close(self) -> bool:
@@ -120,4 +123,4 @@ class View:
 
     def _add(self, fragment: int, proposals: int) -> None:
         old = self.fragments[fragment]
-        self.fragments[fragment] = replace(old, proposed=old.proposed + proposals)
+        self.fragments[fragment] = replace(old, proposed=max(0, old.proposed + proposals))  # 0: it was interrupted

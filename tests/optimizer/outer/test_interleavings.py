@@ -34,7 +34,8 @@ from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.sync.group import AttemptView, Collective, ReplicaGroup
+from ftopt.sync.group import AttemptView, Collective, Contribution, ReplicaGroup
+from ftopt.sync.replica.loop import LoopThread
 from ftopt.triggers import Every
 from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import problem
@@ -184,6 +185,30 @@ def test_an_interrupted_sync_loses_no_step(decided: bool, monkeypatch: pytest.Mo
 
     through, broken_off = (_run(1, lambda *a, i=i: replica(*a, i)) for i in (False, True))
     assert torch.equal(through[0], broken_off[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "not sent"])
+def test_nobody_waits_for_a_proposal_that_was_interrupted(sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    soon = LoopThread.soon
+
+    def interrupted(self: LoopThread, call: Callable[..., object], *arguments: object) -> bool:
+        if not any(isinstance(each, Contribution) for each in arguments):
+            return soon(self, call, *arguments)
+        if sent:
+            soon(self, call, *arguments)
+        raise KeyboardInterrupt
+
+    def replica(m: int, model: nn.Module, group: ReplicaGroup) -> bool:
+        with _start(DiLoCo(sync_every=2), model, group) as optimizer:
+            _step(optimizer, model, m, 0)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(LoopThread, "soon", interrupted)
+                _step(optimizer, model, m, 1)
+            for step in range(2, 6):
+                _step(optimizer, model, m, step)
+            return optimizer.sync() and optimizer.pending_steps == 0 and optimizer.inner_step == 6
+
+    assert _run(1, replica) == [True]
 
 
 def test_a_sync_that_stays_undecided_waits_once_and_what_it_offered_counts_once(
