@@ -6,7 +6,8 @@ they lie behind the parameters in a fragment's flat tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -34,6 +35,8 @@ def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> li
         fragments = method.partition(parameters(model))
     except ValueError as error:
         raise UserError(f"method {method.name}: {error}") from None
+    if fragments or method.gradients is None:  # one that exchanges gradients alone has none
+        _check_partition(method, fragments, [parameter.name for parameter in parameters(model)])
     kept = averaged(model) if method.buffers == "mean" else []
     buffers = shared_out(kept, fragments)
     more = _moments(model, inner, codec) if method.inner_state == "average" else []
@@ -69,3 +72,15 @@ def _moments(model: nn.Module, inner: Inner, codec: Codec) -> list[tuple[str, Ca
 def _moment(optimizer: Optimizer, parameter: Tensor, key: str) -> Tensor:
     value = optimizer.state.get(parameter, {}).get(key)
     return value if isinstance(value, Tensor) else torch.zeros_like(parameter)
+
+
+def _check_partition(method: Method, fragments: Sequence[Sequence[str]], names: Sequence[str]) -> None:
+    """Each parameter is in one fragment, and none is empty: a method of the user's own may have it otherwise."""
+    dealt = Counter(name for fragment in fragments for name in fragment)
+    wrong = [name for name in {**dict.fromkeys(names), **dealt} if dealt[name] != 1 or name not in names]
+    if wrong or not all(fragments) or not fragments:
+        got = f"{wrong[0]!r} to {dealt[wrong[0]]} fragments" if wrong else f"{fragments!r:.80}"
+        raise UserError(
+            f"method {method.name}: partition() gives {got}; must give each trained parameter to one fragment, and "
+            "each fragment a parameter"
+        )
