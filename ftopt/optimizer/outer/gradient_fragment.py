@@ -94,9 +94,10 @@ class GradientFragment(Fragment):
 
     def start_at(self, meta: Committed) -> None:
         before = self.applied
-        super().start_at(meta)
-        if self.stepped is before:
-            self.stepped = self.applied
+        with self.live.lock if self.live is not None else nullcontext():  # peers may fetch already
+            super().start_at(meta)
+            if self.stepped is before:
+                self.stepped = self.applied
 
     def stand_on(self, state: CommittedState) -> None:
         super().stand_on(state)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import ftopt
 from ftopt.codecs import FP32
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import Committed
 
@@ -50,3 +53,21 @@ def test_the_initial_model_is_served_alike_before_and_after_the_start() -> None:
     outer.fragments[0].start_at(Committed(0, 0, 0, 0))
     served, tensors = outer.reduction.state(0)
     assert served == before and "gradient" not in tensors
+
+
+def test_a_peer_that_fetches_the_initial_model_early_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take a step with it that nobody else takes."""
+    start_at, served, peers = Fragment.start_at, list[dict[str, Tensor]](), list[threading.Thread]()
+
+    def served_in_between(self: Fragment, meta: Committed) -> None:
+        start_at(self, meta)
+        peer = threading.Thread(target=lambda: served.append(self.serve()[1]))
+        peer.start()
+        peer.join(0.1)
+        peers.append(peer)
+
+    monkeypatch.setattr(Fragment, "start_at", served_in_between)
+    (fragment,) = one(1)[1].fragments
+    fragment.start_at(Committed(0, 0, 0, 0))
+    peers[0].join()
+    assert [set(tensors) for tensors in served] == [{"params"}]
