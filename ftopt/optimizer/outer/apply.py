@@ -107,7 +107,7 @@ class Applier:
         if steps:
             fragment.discard(steps)
             data = {"steps": steps, "reason": reason}
-            self._group.emit("discarded", fragment=fragment.index, inner_step=fragment.inner_step(), data=data)
+            self._group.emit("discarded", fragment=fragment.index, inner_step=self._shared.inner_step(), data=data)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import queue
 import threading
 from concurrent.futures import Future
 
+from ftopt.errors import UserError
 from ftopt.sync.group import AttemptView, Collective, Damaged, bits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
@@ -105,6 +106,9 @@ class Reducer:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
             self._failed(q, f"{error}", peer)
+        except UserError as error:  # of a method of the user's own: it would fail again and again
+            shell.view.fail(error)
+            self._failed(q, f"{error}")
         except Exception as error:
             _log.exception("replica %s: the reduction failed", shell.replica)
             self._failed(q, f"{error!r}")
