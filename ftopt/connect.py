@@ -165,6 +165,14 @@ def _check_sync(sync: object) -> None:
         raise UserError(f"sync={sync!r:.60}; must be settings of ftopt; use ftopt.Sync(start_replicas=3)")
 
 
+_TOLD = {
+    "hold": "",
+    "reset": "starts anew: ",
+    "fetch_failed": "fetching the committed state failed: ",
+}
+"""Event -> what the log says before the event's own text."""
+
+
 class _Log:
     """Without an ``on_event``: what a user must know goes to the log, each text once in a row."""
 
@@ -172,11 +180,11 @@ class _Log:
     _last = ""
 
     def __call__(self, event: Event) -> None:
-        if event.event in ("hold", "reset", "fetch_failed"):
+        if event.event in _TOLD:
             text = str(event.data.get("text") or event.data.get("reason") or "")
             if text != self._last:
                 self._last = text
-                _log.warning("%s: %s: %s", event.replica, event.event, text)
+                _log.warning("%s: %s%s", event.replica, _TOLD[event.event], text)
 
 
 @cache

@@ -22,11 +22,11 @@ VERBS = {
     "cp": "copy a recipe to edit it",
     "validate": "check a recipe and report every error at once",
     "run": "run a whole job on this machine: coordinator and replicas",
-    "coordinator": "run the process that forms quorums and decides outer steps",
+    "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",
     "replica": "run one replica of a job",
     "status": "show a coordinator's jobs: members, versions, rounds",
     "export": "write a checkpoint's anchor as a plain safetensors state dict",
-    "simulate": "check the protocol on random histories of faults, after every event",
+    "simulate": "run the protocol under random faults and check every invariant",
 }
 """Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when the verb is used."""
 
@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)
     verb = given[0] if given and given[0] in VERBS else None
     parser = argparse.ArgumentParser(
-        prog="ftopt", description="Semi-synchronous, fault-tolerant optimizers for PyTorch.", allow_abbrev=False
+        prog="ftopt",
+        description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
+        epilog="`ftopt VERB --help` describes a verb. To begin: `ftopt ls`, then `ftopt run diloco_bytes`.",
+        allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, text in VERBS.items():

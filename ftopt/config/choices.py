@@ -90,7 +90,10 @@ def class_of(path: str, name: object) -> type:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{path}.name={name!r} cannot be imported: {error}; use package.module.Class") from None
+        raise UserError(
+            f"{path}.name={name!r} cannot be imported: {error}; use package.module.Class, and make it importable "
+            "(PYTHONPATH=. for a file of this folder)"
+        ) from None
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise UserError(f"{path}.name={name!r} is not a method; must be a subclass of ftopt.Method, a frozen dataclass")
     return found
