@@ -123,12 +123,12 @@ def local_groups(
         n: replicas.
         sync: settings; ``start_replicas`` is ``n`` unless given.
         on_event: called with each event.
-        names: the replicas' ids, default ``r0 .. r{n-1}``.
+        names: the replicas' ids, default ``r0 .. r{n-1}``. A name that comes again is that replica's next life.
     """
     check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
     names = [f"r{i}" for i in range(n)] if names is None else list(names)
-    if len(names) != n or len(set(names)) != n:
-        raise UserError(f"names={names!r}; must be {n} names, one for each replica and no two alike")
+    if len(names) != n:
+        raise UserError(f"names={names!r}; must be {n} names, one for each group")
     for name in names:
         _check_name("replica", name)
     _check_sync(sync)

@@ -66,7 +66,6 @@ def test_a_count_may_be_a_number_of_torch() -> None:
         ("2", {}, "n='2'; must be a whole number"),
         (True, {}, "n=True; must be a whole number"),
         (2, {"names": ["a", "b", "c"]}, "must be 2 names"),
-        (2, {"names": ["a", "a"]}, "no two alike"),
         (1, {"names": [0]}, "replica 0: it is no string"),
         (2, {"sync": {"grace_s": 1}}, r"sync=\{'grace_s': 1\}; must be settings of ftopt"),
     ],

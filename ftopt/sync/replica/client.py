@@ -143,8 +143,13 @@ class Client:
         return adopted
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
-        send = partial(self._network.soon, self.session.accept, contribution, now)
-        self._view.propose(contribution.fragment, send)
+        try:
+            self._view.propose(contribution.fragment)
+            self._network.soon(self.session.accept, contribution, now)
+        except BaseException:
+            # It was sent, or not: this comes behind it, and nothing is on its way then.
+            self._network.soon(self._view.drop, contribution.fragment, 1)
+            raise
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
         view, deadline = self._view, None if timeout_s is None else time.monotonic() + timeout_s

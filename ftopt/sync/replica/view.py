@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ftopt.errors import FtoptError
@@ -63,12 +62,10 @@ class View:
 
     # ------------------------------------------------------------ training thread
 
-    def propose(self, fragment: int, send: Callable[[], object]) -> None:
-        """Sends a proposal. It counts as on its way only then: what an interrupt keeps from being sent is waited for by
-        nobody."""
+    def propose(self, fragment: int) -> None:
+        """Counts a proposal as on its way to the machine."""
         with self.changed:
             self.check()
-            send()
             self._add(fragment, 1)
 
     def close(self) -> bool:
@@ -102,6 +99,7 @@ class View:
         """``count`` proposals that the machine has not been given are void."""
         with self.changed:
             self._add(fragment, -count)
+            self.changed.notify_all()
 
     def stop(self, fragment: int) -> None:
         """An attempt has ended without a commit."""
@@ -123,4 +121,4 @@ class View:
 
     def _add(self, fragment: int, proposals: int) -> None:
         old = self.fragments[fragment]
-        self.fragments[fragment] = replace(old, proposed=max(0, old.proposed + proposals))  # 0: it was interrupted
+        self.fragments[fragment] = replace(old, proposed=max(0, old.proposed + proposals))  # 0: an interrupted one came

@@ -87,8 +87,7 @@ def _check(trainer: _Trainer, group: Scripted, tolerance: float) -> None:
 @pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
 def test_whatever_happens_between_threads_each_step_is_counted_once(method: Method, dtype: torch.dtype) -> None:
     happened: dict[str, int] = {}
-    walks = 40
-    for seed in range(walks):
+    for seed in range(80):
         print(f"seed={seed}")  # noqa: T201 - Shown when it fails; run it again with range(seed, seed + 1).
         chance = random.Random(seed)
         group = Scripted(chance, SIZE)
@@ -107,7 +106,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(method: Meth
             happened[what] = happened.get(what, 0) + times
     print(happened)  # noqa: T201
     missing = {"commit", "abort", "fail", "overtaken", "uncounted", "foreign", "reset", "propose too late"}
-    assert all(happened.get(what, 0) >= walks // 4 for what in missing), happened
+    assert all(happened.get(what, 0) >= 10 for what in missing), happened
 
 
 @pytest.mark.parametrize("method", METHODS, ids=["local_sgd", "diloco", "delayed", "triggered"])
