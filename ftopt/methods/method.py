@@ -230,10 +230,14 @@ class Paced(Method):
         return replace(super().timing, pacing=self.pacing)
 
 
+def has_scalars(method: Method) -> bool:
+    """Whether members exchange numbers: only then the rates of all steps are added up."""
+    return type(method).scalars is not Method.scalars
+
+
 def reads_tensors(method: Method) -> bool:
     """Whether scalars or units are computed from tensors: these are then copied, to exist as a whole."""
-    scalars = type(method).scalars
-    own = scalars is not Method.scalars and getattr(scalars, "reads_tensors", True)
+    own = has_scalars(method) and getattr(type(method).scalars, "reads_tensors", True)
     return own or method.aggregation is not None
 
 

@@ -1,9 +1,10 @@
 """SlowMo: momentum over the averages of local SGD, in units of the inner rate.
 
-Equations, with the letters of ``method.py``; ``gamma`` is the inner rate, ``u`` the slow momentum (0 at first)::
+Equations, with the letters of ``method.py``; ``u`` is the slow momentum (0 at first), ``lr_m,s`` the inner rate of
+step ``s`` of the ``H_m`` steps that replica ``m`` contributes::
 
     Delta = sum_m (w_m / W) * (a - p_m)             a = cast(A)
-    gamma = sum_m (w_m / W) * lr_m                  lr_m at the snapshot
+    gamma = sum_m (w_m / W) * (1 / H_m) * sum_s lr_m,s
     u    <- beta * u + Delta / gamma
     A    <- A - alpha * gamma * u
 """
@@ -30,9 +31,11 @@ class SlowMo(Method):
     """Slow momentum over local SGD: the outer momentum is measured in inner rates.
 
     At a constant inner rate it is `DiLoCo` with ``SGD(lr=slow_lr, momentum=slow_momentum)`` outside; the two part where
-    the rate moves between rounds, by a schedule or a warm-up. The rate is that of the inner optimizer at the round (the
-    largest of its groups), the weighted mean over the members. Where that is 0 (a schedule that ends in 0),
-    ``A <- A - alpha * Delta``, the equations' limit, and ``u`` stays as it is.
+    the rate moves between rounds, by a schedule or a warm-up. ``gamma`` is the mean rate of the steps in the round, as
+    ``Delta`` is a sum over them: where the rate moves within a round, ``Delta / gamma`` is still of a constant rate's
+    size. A round in which it falls to 0 at the end, or restarts, does not upset ``u``. Of several parameter groups the
+    largest rate of each step counts: one number for all, so that rates in a fixed ratio change nothing. Where
+    ``gamma`` is 0 (all steps had rate 0), ``A <- A - alpha * Delta``, the equations' limit, and ``u`` stays as it is.
 
     Args:
         sync_every: inner steps between two outer steps (the paper's tau), >= 1. Default 12, the paper's.
@@ -49,7 +52,8 @@ class SlowMo(Method):
     alpha, ``sync_every`` its k. BMUF (block momentum, Chen and Huo 2016) is ``slow_momentum`` its block momentum and
     ``slow_lr`` its block rate, at a constant inner rate; its Nesterov variant is `DiLoCo`.
 
-    Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps.
+    Source: arXiv 1910.00643, algorithm 1, with local SGD as the base. Ours weights by steps, and takes the mean of a
+    round's rates where the paper has one rate for the whole round.
     """
 
     name: ClassVar[str] = "slowmo"

@@ -46,7 +46,8 @@ class ReplicaView:
         params: ``p``, flat fp32.
         layout: where each parameter lies in the flat tensors.
         steps: inner steps in it.
-        lr: the inner optimizer's largest rate at the snapshot.
+        lr: the inner optimizer's largest rate, the mean over these steps; without `Method.scalars` of its own, a method
+            gets that of the last step.
         alone: no other member has a positive weight: the mean is this replica's payload.
         lossy: the payload goes through a codec that rounds: send differences, which it can represent.
         averages: the round only averages, it is before ``average_until_step``.
@@ -88,9 +89,10 @@ class Round:
     seen: tuple[MemberStats, ...] = ()
 
     def mean(self, index: int) -> float:
-        """The weighted mean of the ``index``-th scalar; rounded once, so that all Pythons agree."""
-        # Not sum(): Pythons differ in how it adds up.
-        return math.fsum(share * row[index] for share, row in zip(self.shares, self.scalars, strict=True))
+        """The weighted mean of the ``index``-th scalar, the same in all Pythons; of equal ones it is that scalar."""
+        first = self.scalars[0][index]
+        apart = [share * (row[index] - first) for share, row in zip(self.shares, self.scalars, strict=True)]
+        return first + math.fsum(apart)  # Not sum(): Pythons differ in how it adds up.
 
 
 @dataclass(frozen=True, kw_only=True)

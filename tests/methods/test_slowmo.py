@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-from ftopt.methods import DiLoCo, ReplicaView, Round, SlowMo
+from ftopt.connect import solo
+from ftopt.methods import DiLoCo, LocalSGD, ReplicaView, Round, SlowMo
+from ftopt.optimizer import undo_step, wrap
+from ftopt.optimizer.outer.counters import Counters, StepTotals
 from ftopt.outer import SGD
 from tests.optimizer.running import train
 from tests.problems import Problem, problem
@@ -13,6 +23,7 @@ from tests.reference.slowmo import slowmo
 from tests.reference.snoo import snoo
 
 H, STEPS = 10, 100
+Rate = Callable[[int], float]
 
 
 def _nesterov(task: Problem) -> Problem:
@@ -20,9 +31,25 @@ def _nesterov(task: Problem) -> Problem:
     return Problem(task.model, lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, nesterov=True))
 
 
+def _loss(task: Problem, anchor: list[Tensor]) -> float:
+    model = task.model(0)
+    for p, value in zip(model.parameters(), anchor, strict=True):
+        p.data.copy_(value)
+    return sum(float(task.backward(model, 9, step).detach()) for step in range(20)) / 20
+
+
 def _cosine(step: int) -> float:
     """Warms up, and ends in exactly 0 at step 70."""
     return 1e-3 * min(1.0, (step + 1) / 20) * max(0.0, 1 - step / 69)
+
+
+def _restarting(step: int) -> float:
+    """Warm restarts every 14 steps: rounds of 10 end anywhere between the top and exactly 0."""
+    return 0.025 * (1 + math.cos(math.pi * (step % 14) / 13))
+
+
+def _nearly_0_at_rounds(step: int) -> float:
+    return 1e-6 if step % H == H - 1 else 0.05
 
 
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow), 4])
@@ -42,6 +69,56 @@ def test_the_slow_momentum_is_measured_in_the_rates_of_a_schedule_that_ends_in_0
     for anchor in train(problem("mlp"), method, replicas=2, steps=STEPS, rate=_cosine):
         assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
         assert all(bool(torch.isfinite(t).all()) for t in anchor)
+
+
+@pytest.mark.parametrize("rate", [_restarting, _nearly_0_at_rounds])
+@pytest.mark.parametrize("inner", ["sgd", "adamw"])
+def test_where_the_rate_moves_within_a_round_it_is_no_worse_than_local_sgd(inner: str, rate: Rate) -> None:
+    task, scale = problem("mlp", inner), 1.0 if inner == "sgd" else 0.1
+    losses = []
+    for method in (LocalSGD(sync_every=H), SlowMo(sync_every=H, slow_momentum=0.6)):
+        anchor, _ = train(task, method, replicas=2, steps=20 * H, rate=lambda step: scale * rate(step))
+        losses.append(_loss(task, anchor))
+    assert losses[1] < 1.1 * losses[0]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("rate", [_restarting, _nearly_0_at_rounds])
+def test_gamma_is_the_mean_of_the_rates_of_the_rounds_steps(rate: Rate, replicas: int) -> None:
+    method = SlowMo(sync_every=H, slow_momentum=0.6)
+    task = problem("mlp", "sgd")
+    expected = slowmo(task, replicas=replicas, sync_every=H, steps=STEPS, alpha=1.0, beta=0.6, rate=rate)
+    for anchor in train(task, method, replicas=replicas, steps=STEPS, rate=rate):
+        assert all(torch.equal(a, b) for a, b in zip(anchor, expected, strict=True))
+
+
+@given(lr=st.floats(1e-12, 1e3), before=st.lists(st.floats(0, 1e3), max_size=5), steps=st.integers(1, 300))
+def test_the_mean_of_equal_rates_is_that_rate_bit_for_bit(lr: float, before: list[float], steps: int) -> None:
+    totals = StepTotals()
+    for rate in before:
+        totals = totals.plus(rate, None, None)
+    base = totals
+    for _ in range(steps):
+        totals = totals.plus(lr, None, None)
+    assert totals.mean_rate(base) == lr
+    assert Round(0, 1, 0, (), shares=(1 / 3,) * 3, scalars=((lr,),) * 3).mean(0) == lr
+
+
+def test_the_sum_of_rates_leaves_out_steps_that_are_undone_and_survives_a_checkpoint() -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with wrap(inner, model, SlowMo(sync_every=9), group=solo(), undo=True) as optimizer:
+        for step in range(6):
+            inner.param_groups[0]["lr"] = 0.1 * (step + 1)
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            if step == 2:
+                undo_step(optimizer)
+        totals = optimizer._core.started().counters.totals
+        again = Counters()
+        again.restore(json.loads(json.dumps(optimizer._core.started().counters.capture())))
+    assert totals.rated == 5 and totals.mean_rate(StepTotals()) == pytest.approx((0.1 + 0.2 + 0.4 + 0.5 + 0.6) / 5)
+    assert again.totals == totals
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ def slowmo(
 ) -> list[Tensor]:
     """Trains; returns x_0, tensor by tensor.
 
+    The paper's gamma_t is one rate a round; where the rate moves within the round, it is their mean here: then the
+    displacement, a sum over the steps, is divided by the sum of their rates.
+
     Args:
         buffers: of the base optimizers at each round: ``keep``, ``reset`` (they are made anew), or ``average``.
         rate: the inner rate after so many steps; None: the optimizer's own.
@@ -37,6 +41,7 @@ def slowmo(
     models, base = start(problem, mean, replicas=replicas, steps=outer_start)
     x = [p.detach().clone() for p in models[0].parameters()]
     u = [torch.zeros_like(t) for t in x]
+    rates: list[Fraction] = []  # of the round's steps
     for step in range(outer_start, steps):
         for m in range(replicas):
             if rate is not None:
@@ -44,9 +49,10 @@ def slowmo(
             base[m].zero_grad()
             problem.backward(models[m], m, step)
             base[m].step()
+        rates.append(Fraction(base[0].param_groups[0]["lr"]))
         if (step + 1 - outer_start) % sync_every:
             continue
-        gamma = base[0].param_groups[0]["lr"]
+        gamma, rates = float(sum(rates) / len(rates)), []
         with torch.no_grad():
             deltas = mean([[t - p for t, p in zip(x, model.parameters(), strict=True)] for model in models])
             for i, delta in enumerate(deltas):

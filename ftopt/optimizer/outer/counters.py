@@ -13,17 +13,21 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 _SMOOTHING = 0.9
+_RATE_BITS = 200
+"""Rates are added up in units of 2^-200, as whole numbers: exactly, so that the mean of equal rates is that rate."""
 
 
 class StepTotals(NamedTuple):
     """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
-    ``seconds`` over ``timed`` ones."""
+    ``seconds`` over ``timed`` ones, ``rates`` over ``rated`` ones."""
 
     losses: float | Tensor = 0.0
     counted: int = 0
     rates_square: float = 0.0
     seconds: float = 0.0
     timed: int = 0
+    rates: int = 0
+    rated: int = 0
 
     def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
         """Adds one step; its loss, and how many seconds it took, when that is known."""
@@ -31,12 +35,20 @@ class StepTotals(NamedTuple):
         if loss is not None:
             losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
         seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
-        return StepTotals(losses, counted, self.rates_square + lr * lr, seconds, timed)
+        rates, rated = self.rates, self.rated
+        if math.isfinite(lr):
+            rates, rated = rates + int(math.ldexp(lr, _RATE_BITS)), rated + 1
+        return StepTotals(losses, counted, self.rates_square + lr * lr, seconds, timed, rates, rated)
 
     def pace(self, since: StepTotals) -> float | None:
         """Steps a second after ``since``; None when no time was measured."""
         seconds = self.seconds - since.seconds
         return (self.timed - since.timed) / seconds if seconds > 0 else None
+
+    def mean_rate(self, since: StepTotals) -> float | None:
+        """The mean of the rates of the steps after ``since``, rounded once; None when there are none."""
+        rated = self.rated - since.rated
+        return (self.rates - since.rates) / (rated << _RATE_BITS) if rated else None
 
     def mean_loss(self, since: StepTotals) -> float | None:
         """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""

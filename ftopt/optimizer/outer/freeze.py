@@ -85,11 +85,13 @@ class _Proposal:
 
     Args:
         make: makes the snapshot of the contribution, once that is measured, and the frozen parameters.
+        lr: the mean of the largest rates of its steps.
         on: the state that the parameters are based on.
         start: its anchor, cast.
     """
 
     make: Callable[[Contribution, Frozen], Snapshot]
+    lr: float
     contribution: Contribution
     on: CommittedState
     start: Tensor
@@ -129,7 +131,7 @@ class Freezer:
         view, tau = fragment.view, self._schedule.tau(fragment)
         needs_copy = reads_tensors(fragment.method) or fragment.trigger_metrics.learns
         if waits and in_pieces(fragment) and not needs_copy:
-            self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal, lr))
+            self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal))
         elif tau and fragment.keeps_still and view.trained == view.numel:
             self.thread.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
         else:
@@ -181,10 +183,12 @@ class Freezer:
             self._warn_of_no_loss(fragment)
         fragment.note_snapshot(counters.local_steps, seen.pace)
         self._schedule.restart(fragment, anew=self._schedule.averages(fragment))
+        rate = totals.mean_rate(base.totals)
+        lr = lr if rate is None else rate  # None: adopted steps alone, or nobody asks
         make = partial(Snapshot, start=start, tokens=counters.tokens, lr=lr, totals=totals, seen=seen)
-        return _Proposal(make, contribution, applied, start, now, share)
+        return _Proposal(make, lr, contribution, applied, start, now, share)
 
-    def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal, lr: float) -> tuple[Frozen, Measured]:
+    def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:
         """No copy, since the training thread waits; the payload is computed in the sweep that measures it."""
         view, start, assumed = fragment.view, proposal.start, fragment.assumed
         frozen, made = Frozen(view), self._shared.memory.like(start)
@@ -194,7 +198,7 @@ class Freezer:
             params=start.new_empty(0),
             layout=view.layout,
             steps=proposal.contribution.steps,
-            lr=lr,
+            lr=proposal.lr,
             alone=assumed.alone,
             lossy=self._lossy,
             averages=assumed.averages,

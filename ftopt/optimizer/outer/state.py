@@ -107,7 +107,7 @@ class Snapshot:
         params: the parameters at ``contribution.last_step``.
         start: ``cast(anchor)`` that they started from.
         tokens: all tokens counted by then; ``totals`` likewise.
-        lr: the inner optimizer's largest rate.
+        lr: the inner optimizer's largest rate, the mean over its steps.
         seen: what the other members get for their triggers.
     """
 

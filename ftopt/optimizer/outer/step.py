@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor, nn
 
 from ftopt.methods import Due, Method
-from ftopt.methods.method import settings_of
+from ftopt.methods.method import has_scalars, settings_of
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.apply import Applier
@@ -81,7 +81,7 @@ class OuterStep:
         self.doing = "starting"
         self._group, self._method = group, method
         self._uses_loss = Measurement.LOSS in method.timing.uses
-        self._uses_totals = bool(AT_ROUNDS & method.timing.uses)
+        self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
             self.live = Live(inner[1], inner[0]) if not views else None
             self.gradients = self._gradient_fragment(method.gradients, *inner)
