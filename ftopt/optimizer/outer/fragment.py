@@ -27,12 +27,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ftopt.methods import Method
+from ftopt.methods import Method, OuterState, Round
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
 from ftopt.optimizer.outer.state import Base, CommittedState, Pending, Snapshot, check_fetched
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
+from ftopt.optimizer.tensors.buffers import joined
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed
@@ -129,6 +130,22 @@ class Fragment:
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
         """A peer's answer as a state, in ``memory``. ValueError: it is damaged, or not of this model."""
         return check_fetched(self.state, committed, digest, tensors).placed(memory)
+
+    def joined(
+        self, anchor: Tensor, outer: OuterState, on: CommittedState, mean: Tensor, round: Round
+    ) -> tuple[Tensor, OuterState]:
+        """A whole fragment's next anchor and outer state.
+
+        Args:
+            anchor, outer: as the method has made them of what trains.
+            on: the present state.
+            mean: of the whole fragment; may be overwritten.
+        """
+        return joined(anchor, on.anchor, mean, round), outer
+
+    def unmoved(self, state: CommittedState) -> OuterState:
+        """The next outer state when no contribution weighs anything."""
+        return state.outer
 
     def _pending(self) -> Pending:
         if self.state is not self.applied and self._before is not None:

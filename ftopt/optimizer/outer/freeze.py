@@ -214,7 +214,7 @@ class Freezer:
         parts: pieces.Parts = fragment.view.parts(piece_of(params))
         if share is not None and share.samples:
             parts = flat_parts(fragment.view.read(params).div_(share.samples), piece_of(params))
-        measured = pieces.copy(parts, proposal.start, params)
+        measured = pieces.copy(parts, proposal.start, params, fragment.view.measured)
         return Frozen(fragment.view, params), measured
 
     def _copy_and_offer(self, fragment: Fragment, proposal: _Proposal) -> Callable[[], None]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 
-from ftopt.methods import GRADIENT, Method
+from ftopt.methods import GRADIENT, Method, OuterState, Round
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import CommittedState
-from ftopt.optimizer.tensors.gradients import GradientView, Live
+from ftopt.optimizer.tensors.gradients import PRESENT, GradientView, Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import publish
 from ftopt.sync.group import Committed, ReplicaGroup
@@ -66,7 +67,7 @@ class GradientFragment(Fragment):
             state = self.state
             if state.live is not None and self.stepped is not state:  # the model here is still of another version
                 return state.digest, dict(state.live)
-            return live.serve(None if self.stepped is state else state.outer[GRADIENT])
+            return live.serve({} if self.stepped is state else state.outer)
         finally:
             live.lock.release()
 
@@ -79,18 +80,28 @@ class GradientFragment(Fragment):
 
     def follow(self, state: CommittedState) -> None:
         """Takes one step of the inner optimizers with the agreed gradient, or a peer's model in place of this one."""
-        gradient: Tensor | None = state.outer[GRADIENT]
+        agreed = state.outer
         with self.live.lock if self.live is not None else nullcontext():
             if state.fetched:
-                gradient = state.live.get(GRADIENT) if state.live is not None else None
+                agreed = state.live or {}
                 if self.live is not None and state.live is not None:
                     self.live.put(state.live)
-            if gradient is not None:
-                self.view.give(gradient)
+            if GRADIENT in agreed:
+                self.view.give(agreed)
                 self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
                 self._inner.step(None)
             self.stepped = state
             publish(self.view.device)  # where the model is copied for a peer
+
+    def joined(
+        self, anchor: Tensor, outer: OuterState, on: CommittedState, mean: Tensor, round: Round
+    ) -> tuple[Tensor, OuterState]:
+        """The anchor stays 0; which parameters have a gradient is agreed with it."""
+        return on.anchor, {**outer, PRESENT: mean[self.view.trained :]}
+
+    def unmoved(self, state: CommittedState) -> OuterState:
+        """Nobody has a gradient."""
+        return {name: torch.zeros_like(tensor) for name, tensor in state.outer.items()}
 
     def start_at(self, meta: Committed) -> None:
         before = self.applied

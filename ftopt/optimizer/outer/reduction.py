@@ -18,7 +18,7 @@ from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import methods_own
 from ftopt.optimizer.tensors import pieces
-from ftopt.optimizer.tensors.buffers import joined, part
+from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import digest_and_sums
 from ftopt.streams import SideStream, reached
 from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Summed
@@ -115,11 +115,11 @@ class Reduction:
                 else:
                     anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
             if anchor.numel() < work.numel():
-                anchor = joined(anchor, state.anchor, work, at)
+                anchor, outer = fragment.joined(anchor, outer, state, work, at)
                 sums.pop("anchor", None)
             outer = {**outer, **metrics.after(state.outer, at.seen)}
-        elif not fragment.carries_over:  # nothing finite in the whole batch
-            outer = fragment.method.init(anchor)
+        else:
+            outer = fragment.unmoved(state)
         anchor, outer = self._committed_memory.place(anchor), place_all(outer, self._committed_memory)
         digest, sums = digest_and_sums(name_tensors(anchor, outer), sums)
         return CommittedState(state.meta, anchor, outer, digest, sums, made=attempt)

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 
 from ftopt.methods import Due, Method
@@ -38,7 +40,7 @@ from ftopt.optimizer.outer.trigger_metrics import first_agreed
 from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import digest, digest_and_sums
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.optimizer.tensors.gradients import GradientView, Live
+from ftopt.optimizer.tensors.gradients import PRESENT, GradientView, Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
 
@@ -99,13 +101,21 @@ class OuterStep:
 
     def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module) -> GradientFragment:
         view, live = GradientView(model), self.live
-        state = self._initial(view, method, 0, None if live is None else live.digest())
+        present = {PRESENT: torch.zeros(view.numel - view.trained, device=view.device)}
+        state = self._initial(view, method, 0, None if live is None else live.digest(), present)
         return GradientFragment(view, method, state, self.counters, inner=inner, live=live, group=self._group)
 
-    def _initial(self, view: FlatView, method: Method, index: int, claimed: str | None = None) -> CommittedState:
+    def _initial(
+        self,
+        view: FlatView,
+        method: Method,
+        index: int,
+        claimed: str | None = None,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> CommittedState:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
-        outer = method.init(part(anchor, slice(0, view.trained))) | first_agreed(method.timing.uses)
+        outer = method.init(part(anchor, slice(0, view.trained))) | first_agreed(method.timing.uses) | dict(more)
         outer = place_all(outer, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
         return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)

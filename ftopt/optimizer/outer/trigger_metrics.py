@@ -18,6 +18,7 @@ from ftopt.methods.triggers import AT_ROUNDS, Measurement, Measurements, MemberS
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.tensors.buffers import of
 from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.gradients import PRESENT
 
 AGREED = "agreed"
 """The outer state's name for `RoundStats`: fp64, one number a field."""
@@ -111,7 +112,7 @@ def first_agreed(uses: Measurement) -> dict[str, Tensor]:
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The part of an outer state that is the method's."""
-    return {name: tensor for name, tensor in outer.items() if name != AGREED}
+    return {name: tensor for name, tensor in outer.items() if name not in (AGREED, PRESENT)}
 
 
 def pack(record: RoundStats | MemberStats) -> list[float]:

@@ -86,13 +86,13 @@ def _totals(works: Sequence[PendingWork]) -> tuple[int, int]:
 
 def _moved(fragment: Fragment, works: Sequence[PendingWork]) -> Tensor:
     """The parameters with all that work; buffers are the first replica's."""
-    start, trained = fragment.start, slice(0, fragment.view.trained)
+    start, carried = fragment.start, fragment.view.carried
     moved = start.clone()
     for number, work in enumerate(works):
         if work.params is None or work.base is None:
             continue
         if number:
-            moved[trained] += (work.params - work.base)[trained]
+            moved[carried] += (work.params - work.base)[carried]
         else:  # start + (params - start) would be rounded
             moved = work.params.clone() if torch.equal(work.base, start) else start + (work.params - work.base)
     return moved

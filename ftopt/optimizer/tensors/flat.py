@@ -87,6 +87,8 @@ class FlatView:
         names: of all tensors in their order.
         layout: where each parameter lies.
         trained: elements of the parameters; ``numel``: of all, with the buffers and more that lie behind.
+        carried: where the pending work of several replicas adds up: not in buffers.
+        measured: so many elements, the first ones, are measured in a contribution.
 
     Raises:
         UserError: a buffer has a dtype that fp32 cannot hold.
@@ -111,6 +113,7 @@ class FlatView:
         self._sizes = [t.numel() for t in tensors]
         self.numel: int = sum(self._sizes)
         self.trained: int = sum(self._sizes[: len(named)])
+        self.carried, self.measured = slice(0, self.trained), self.numel
         self.device: torch.device = tensors[0].device
         places = self.places()
         self.layout = tuple(replace(s, embedding=embedding[s.name]) for s, _, _ in places[: len(named)])

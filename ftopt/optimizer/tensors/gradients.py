@@ -3,6 +3,10 @@
 To the outer step a `GradientView` is a view like that of parameters: its values are *minus the sum of the gradients
 that no round has counted yet*, its anchor is 0. So freezing, counting once and carrying over what came too late are the
 same code for both. Applying a committed state means one step of the inner optimizers with the agreed gradient (`Live`).
+
+Behind the gradients lies one element for each parameter: above 0 if any of these backward passes has given it a
+gradient, be it exactly 0. Its mean is above 0 if that is so for any member of a round. It is agreed like the gradient,
+so that all replicas step the same parameters, and weight decay and momentum do not move one that nobody has used.
 """
 
 from __future__ import annotations
@@ -19,31 +23,42 @@ from ftopt.optimizer.tensors.digest import digest
 from ftopt.optimizer.tensors.flat import FlatView, local, trainable
 from ftopt.streams import used_here
 
+PRESENT = "present"
+"""The outer state's name for those elements."""
 _PARAMS, _INNER, _NUMBER = "params", "inner.", "number."
 
 
 class GradientView(FlatView):
-    """Minus the sum of the gradients of the model's parameters that train, flat fp32: what `read` and `write` mean."""
+    """Minus the sum of the gradients of the model's parameters that train, flat fp32: what `read` and `write` mean;
+    behind it, for each parameter, whether it has one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        self.numel += len(self._parameters)
+        self.carried, self.measured = slice(0, self.numel), self.trained
         self._sum = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
     def add(self, times: float = 1.0) -> None:
         """Adds the gradients at hand, multiplied by ``times``, to the sum."""
-        for parameter, place in zip(self._parameters, self._views(self._sum), strict=True):
+        for parameter, place in zip(self._parameters, self._views(self._sum[: self.trained]), strict=True):
             if parameter.grad is not None:
                 place.sub_(local(parameter.grad), alpha=times)
+        present = [float(parameter.grad is not None) for parameter in self._parameters]
+        self._sum[self.trained :].add_(torch.tensor(present).to(self.device, non_blocking=True))
 
     @torch.no_grad()
-    def give(self, gradient: Tensor) -> None:
-        """Writes ``gradient`` (flat fp32) into the parameters' gradients; one that is None stays so where all is 0."""
-        for parameter, part in zip(self._parameters, self._views(gradient.to(self.device)), strict=True):
-            if parameter.grad is not None:
-                local(parameter.grad).copy_(part)
-            elif bool(part.any()):
-                parameter.grad = part.to(parameter.dtype, copy=True)
+    def give(self, agreed: Mapping[str, Tensor]) -> None:
+        """Writes the agreed gradient into the parameters' gradients: None where nobody had one, unless a codec has left
+        something out of earlier ones."""
+        parts = self._views(agreed[GRADIENT].to(self.device))
+        for parameter, part, present in zip(self._parameters, parts, agreed[PRESENT].tolist(), strict=True):
+            if not present > 0 and not bool(part.any()):
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            local(parameter.grad).copy_(part)
 
     def read(self, out: Tensor) -> Tensor:
         return out.copy_(self._sum)
@@ -90,11 +105,9 @@ class Live:
         """The digest of the model and the inner state as they are."""
         return digest(self._copies())
 
-    def serve(self, gradient: Tensor | None) -> tuple[str, dict[str, Tensor]]:
-        """For a peer: digest and copies. The lock must be held. ``gradient``: agreed, and not applied yet."""
-        tensors = self._copies()
-        if gradient is not None:
-            tensors[GRADIENT] = gradient
+    def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+        """For a peer: digest and copies. The lock must be held. ``agreed``: on a gradient that is not applied yet."""
+        tensors = self._copies() | dict(agreed)
         return digest(tensors), tensors
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -71,13 +71,13 @@ class Measured:
             self._finite = self._finite and all(map(math.isfinite, norms))
 
 
-def copy(parts: Parts, start: Tensor, out: Tensor) -> Measured:
-    """``out <- params``; measures ``start - params``."""
+def copy(parts: Parts, start: Tensor, out: Tensor, until: int) -> Measured:
+    """``out <- params``; measures the first ``until`` elements of ``start - params``."""
     measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
     for part, where in behind(parts, start):
         kept = out[where].copy_(part.reshape(-1))
         room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
-        measured.see(torch.sub(start[where], kept, out=room))
+        measured.see(torch.sub(start[where], kept, out=room)[: max(0, until - where.start)])
     return measured
 
 

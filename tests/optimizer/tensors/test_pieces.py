@@ -65,7 +65,7 @@ def test_what_is_copied_is_measured_also_if_it_is_not_finite_or_overflows() -> N
     a, kept = torch.randn(N), torch.empty(N)
 
     def measured() -> pieces.Measured:
-        return pieces.copy(flat_parts(a, 1 << 16), torch.zeros(N), kept)
+        return pieces.copy(flat_parts(a, 1 << 16), torch.zeros(N), kept, N)
 
     found = measured()
     assert torch.equal(kept, a)
