@@ -82,7 +82,9 @@ class Checkpoints:
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
         self._group = group
         self._every = every
-        self._writer = Writer(self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data))
+        self._writer = Writer(
+            self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data), replica=group.replica
+        )
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
         self._watched: dict[str, Stateful] = {}
@@ -177,7 +179,12 @@ class Checkpoints:
 
         Returns:
             Whether it started to write one.
+
+        Raises:
+            FtoptError: the thread that writes checkpoints has failed, but for what a disk can bring about: that is
+                logged, and the event ``checkpoint_failed`` says it.
         """
+        self._writer.check()
         cut = self._core.cut()
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
@@ -190,11 +197,13 @@ class Checkpoints:
         if self._every is None or cut is None or cut.attempt <= self._begun:
             return False
         self._writer.wait(_CLOSE_S)
+        self._writer.check()
         return self._begin(cut)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Waits until the checkpoint being written is done."""
+        """Waits until the checkpoint being written is done. Raises as `step`."""
         self._writer.close(timeout_s)
+        self._writer.check()
 
     def _begin(self, cut: Cut) -> bool:
         self._tried = cut.attempt

@@ -25,6 +25,18 @@ class Unreachable(UserError, ConnectionError):
     """Nothing answers at the address of the coordinator, or of a peer."""
 
 
+def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
+    """What the training thread raises when ``error`` has ended another thread's work; ``error`` is its cause."""
+    if isinstance(error, FtoptError):
+        return error
+    failed = FtoptError(
+        f"{where} of replica {replica} failed: {type(error).__name__}: {error}; if this is not an error of your own "
+        "code, please report it; restart this replica, which takes up the job's state again"
+    )
+    failed.__cause__ = error
+    return failed
+
+
 def check_choice(name: str, value: object, allowed: Sequence[object], hint: str = "") -> None:
     """Raises UserError for a value that is not among ``allowed``."""
     if value not in allowed:

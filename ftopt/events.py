@@ -2,11 +2,13 @@
 
 Every part of ftopt takes an ``on_event`` and calls it synchronously, on the thread where the thing happens, just
 *before* the thing takes effect. Telemetry writes the events down; fault injection strikes at them: a fault point is an
-event. ``on_event`` may be called from several threads at once.
+event. ``on_event`` may be called from several threads at once. What it raises is logged and goes no further: an error
+of a subscriber must come between no decision and its effect.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -39,6 +41,8 @@ class Event:
 
 OnEvent = Callable[[Event], None]
 
+_log = logging.getLogger(__name__)
+
 
 class EmitEvent(Protocol):
     """Tells an event in one replica's name. ``inner_step``: None: the one that its training thread has come to."""
@@ -57,6 +61,30 @@ class EmitEvent(Protocol):
 
 def ignore(event: Event) -> None:
     """The ``on_event`` that does nothing."""
+
+
+def guarded(on_event: OnEvent) -> OnEvent:
+    """``on_event``, whose exceptions are logged, the first one of all, and go no further. (`SystemExit` and
+    `KeyboardInterrupt` are no errors of a subscriber, and pass.)"""
+    if on_event is ignore:
+        return on_event
+    told = False
+
+    def tell(event: Event) -> None:
+        nonlocal told
+        try:
+            on_event(event)
+        except Exception:
+            if not told:
+                told = True
+                _log.exception(
+                    "on_event raised at the event %r of %s; the job goes on, and further errors of this on_event are "
+                    "not shown; mend it, or leave it out",
+                    event.event,
+                    event.replica,
+                )
+
+    return tell
 
 
 def wants_steps(on_event: OnEvent) -> bool:

@@ -57,11 +57,12 @@ def lives(names: Sequence[str], events: list[Event], samples: Samples | None = N
     groups = local_groups(2 * len(names), sync=sync, names=[*names, *names], on_event=events.append)
     with_ledger(groups, samples)
     network: LoopThread = groups[0]._network  # type: ignore[attr-defined]
-    network.acquire()
+    errors: list[BaseException] = []
+    network.acquire(errors.append)
     try:
         yield groups
     finally:
-        network.release()
+        network.release(errors.append)
 
 
 def live(

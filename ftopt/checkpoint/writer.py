@@ -23,7 +23,7 @@ from torch import Tensor
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order
 from ftopt.checkpoint.part import FIXED, Part, note_of, read_note, shard
-from ftopt.errors import UserError
+from ftopt.errors import UserError, thread_failed
 from ftopt.tree import flatten
 
 _log = logging.getLogger(__name__)
@@ -38,12 +38,16 @@ class Writer:
     Args:
         folder: where the checkpoints of the job are; all its replicas see the same one.
         keep: how many complete ones are kept.
+        replica: whose writer it is.
         tell: called with what becomes of them, on the writer's thread.
         disk: for tests.
     """
 
-    def __init__(self, folder: Path, *, keep: int, tell: OnMessage, disk: Disk | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int, tell: OnMessage, replica: str = "", disk: Disk | None = None
+    ) -> None:
         self._folder = folder
+        self._replica = replica
         self._keep = keep
         self._tell = tell
         self._disk = disk or Disk()
@@ -53,6 +57,13 @@ class Writer:
         self._warned = False
         self._given_up: list[Path] = []  # checkpoints that lack this replica's part for good
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raises what has gone wrong on the writer's thread since the last call, as the cause of a FtoptError."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise thread_failed(self._replica, "the checkpoint thread", error)
 
     def idle(self, version: int, attempt: int) -> bool:
         """Whether a part can be written now. If the last one is still being written, reports that checkpoint as
@@ -83,8 +94,8 @@ class Writer:
             self._thread.join(timeout_s)
 
     def write(self, part: Part) -> None:
-        """Writes a part, and completes the checkpoint if it can, on the caller's thread. Failures are reported, not
-        raised."""
+        """Writes a part, and completes the checkpoint if it can, on the caller's thread. What a disk or another replica
+        can bring about is reported; all else is raised, too."""
         folder = self._folder / part.label
         try:
             self._make_room()
@@ -101,9 +112,9 @@ class Writer:
             # A folder that is gone was removed when a newer checkpoint became complete meanwhile.
             if not isinstance(error, FileNotFoundError) or folder.exists():
                 self._failed(part.label, str(error))
-        except Exception as error:
-            _log.exception("the checkpoint %s", part.label)
+        except BaseException as error:
             self._failed(part.label, repr(error))
+            raise
 
     def _make_room(self) -> None:
         """Removes checkpoints that lack this replica's part: they can never become complete, and the other replicas'
@@ -114,7 +125,11 @@ class Writer:
 
     def _work(self) -> None:
         while (part := self._parts.get()) is not None:
-            self.write(part)
+            try:
+                self.write(part)
+            except BaseException as error:
+                _log.error("the checkpoint %s", part.label, exc_info=error)
+                self._error = error
             del part
             self._idle.set()
 

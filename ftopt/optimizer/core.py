@@ -97,6 +97,7 @@ class Core:
         return self._step(self.outer or self.started(), self.group, closure)
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
+        group.check()
         tells = group.tells_steps
         if tells:
             group.emit("inner", inner_step=outer.inner_step() + 1)
@@ -222,8 +223,7 @@ class Core:
     def sync(self) -> bool:
         """Takes part in a round now; see `OuterOptimizer.sync`."""
         self.start()
-        outer = self.started()
-        self._check_usable("sync()")
+        outer = self._checked("sync()")
         decided = outer.sync(lr=self.inner.largest_lr())
         self._after_outer_work(outer)
         self._ended_at = None
@@ -231,9 +231,18 @@ class Core:
 
     def settle(self) -> bool:
         """Waits for what is proposed; see `OuterOptimizer.settle`."""
-        decided = self.started().settle()
-        self._after_outer_work(self.started())
+        outer = self._checked("settle()")
+        decided = outer.settle()
+        self._after_outer_work(outer)
         return decided
+
+    def _checked(self, what: str) -> OuterStep:
+        """The outer step's state, where ``what`` can be done; raises what keeps it from that."""
+        outer = self.started()
+        self._check_usable(what)
+        assert self.group is not None
+        self.group.check()
+        return outer
 
     # Starting and leaving.
 
@@ -324,8 +333,11 @@ class Core:
             deadline = self._clock() + timeout_s
             self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
             if flush:
+                self.group.check()
                 self._flush(self.outer, self.group, deadline)
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
+            if flush:
+                self.group.check()
             self.outer.apply()
             self._after_outer_work(self.outer)
         finally:
@@ -335,6 +347,7 @@ class Core:
         # Not group.wait(): that has no deadline, and a user who leaves has one.
         for fragment in outer.fragments:
             while group.outstanding(fragment.index) and self._clock() < deadline:
+                group.check()
                 time.sleep(_POLL_S)
             outer.apply()
             outer.propose_pending(fragment.index, lr=self.inner.largest_lr())

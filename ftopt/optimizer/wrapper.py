@@ -150,6 +150,8 @@ class OuterOptimizer(Optimizer):
         Raises:
             RuntimeError: after `close`, or while the outer parameters are in the model.
             ftopt.errors.Refused: the job has refused this replica.
+            ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
+                `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_PRE or _GLOBAL_POST:
             return _step_with_hooks(self, closure)

@@ -250,6 +250,10 @@ class ReplicaGroup(Protocol):
         called in at the first proposal) or a state of the user's (``busy``, ``evaluating``, ...).
         """
 
+    def check(self) -> None:
+        """Raises what has ended this replica's membership: the job has refused it, or a thread of its own has failed
+        (the error's ``__cause__``). Free to call every step."""
+
     def leave(self, *, timeout_s: float) -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye."""
 

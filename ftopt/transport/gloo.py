@@ -86,7 +86,10 @@ class GlooTransport:
         """As `ftopt.transport.interface.Transport` says. Wait with `GlooCollective.open`, or just reduce."""
         assert 0 <= rank < size, (rank, size)
         options = cast(Any, ProcessGroupGloo)._Options()
-        options._devices = [self._device()]
+        try:
+            options._devices = [self._device()]
+        except RuntimeError as error:  # the interface is down, or there is no port left: perhaps not the next time
+            raise ConnectionError(f"no process group on {self.host}: {first_line(error)}") from None
         options._threads = _THREADS
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)

@@ -118,10 +118,12 @@ class GlooGroup:
         try:
             self.check()
             yield box, pending
-        except BaseException:
+        except BaseException as error:
             pending.clear()  # a work keeps the group's connections
             self.close()
             in_background(box.clear, "ftopt-drop-group")
+            if isinstance(error, RuntimeError):  # Gloo's own
+                raise self._explain(error, "was lost in a reduction") from None
             raise
 
     def finish(self, pending: deque[Work], since_s: float) -> float:

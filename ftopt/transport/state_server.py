@@ -21,6 +21,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from typing import Any
 
 from aiohttp import web
 
@@ -109,6 +110,7 @@ class StateServer:
         self._started.callback(self._room.close)
         self._started.callback(server.close)
         sweep = asyncio.create_task(self._forget_idle())
+        sweep.add_done_callback(_raise)
         self._started.push_async_callback(asyncio.wait, [sweep])
         self._started.callback(sweep.cancel)
         return int(server.sockets[0].getsockname()[1])
@@ -173,7 +175,9 @@ class StateServer:
         except LookupError as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
         # On another thread: a tensor on a device or a non-contiguous one is copied.
-        fresh = await asyncio.to_thread(StateImage, meta, tensors)
+        copied = asyncio.ensure_future(asyncio.to_thread(StateImage, meta, tensors))
+        copied.add_done_callback(_raise)
+        fresh = await copied
         kept = self._kept.setdefault(what, {})
         snapshot = kept.setdefault(fresh.etag, fresh)
         snapshot.asked_s = now_s = time.monotonic()
@@ -190,6 +194,13 @@ class StateServer:
                 for etag, old in list(kept.items()):
                     if not old.readers and time.monotonic() - old.asked_s > _IDLE_S:
                         del kept[etag]
+
+
+def _raise(task: asyncio.Future[Any]) -> None:
+    """Raises a task's error in a callback: what the peer hears of as an error of its server is this replica's affair,
+    and the loop tells the training thread."""
+    if not task.cancelled():
+        task.result()
 
 
 def _range_of(request: web.Request, size: int) -> tuple[int, int]:

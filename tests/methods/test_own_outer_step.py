@@ -35,8 +35,8 @@ def raises(anchor: Tensor) -> Any:
     ("makes", "said"),
     [
         (raises, "outer_step() failed: KeyError"),
-        (lambda anchor: None, "outer_step() failed: TypeError"),
-        (lambda anchor: (anchor.clone(), None), "outer_step() failed: TypeError"),
+        (lambda anchor: None, "outer_step() returns NoneType None; must be (next anchor, next outer state)"),
+        (lambda anchor: (anchor.clone(), None), "must be (next anchor, next outer state)"),
         (lambda anchor: (torch.zeros(3), {"momentum": anchor.clone()}), "another anchor"),
         (lambda anchor: (anchor.double(), {"momentum": anchor.clone()}), "another anchor"),
         (lambda anchor: (anchor.clone(), {}), "another momentum"),

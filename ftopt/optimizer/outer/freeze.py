@@ -24,7 +24,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ftopt.methods import ContributionStats, ReplicaView
+from ftopt.errors import thread_failed
+from ftopt.methods import ContributionStats, ReplicaView, own_code
 from ftopt.methods.method import reads_tensors
 from ftopt.methods.triggers import Measurement
 from ftopt.optimizer.outer.apply import Applier
@@ -55,7 +56,8 @@ class ShareOffer:
 class FreezeThread:
     """A thread, made when it is first needed. Called by the training thread; ``under_way`` has not been joined."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
         self._thread: ThreadPoolExecutor | None = None
         self._beside = SideStream()
         self.under_way: list[Future[Callable[[], None]]] = []
@@ -76,7 +78,10 @@ class FreezeThread:
         """Waits for everything, and does what is left for the training thread."""
         while self.under_way:
             wait(self.under_way[:1])  # an interrupt leaves it under way
-            self.under_way.pop(0).result()()
+            done = self.under_way.pop(0)
+            if (error := done.exception()) is not None:
+                raise thread_failed(self._replica, "the freezer thread", error)
+            done.result()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class Freezer:
         self._shared, self._group = shared, shared.group
         self._schedule, self._applier, self._lossy = schedule, applier, lossy
         self._warned_of_no_loss = False
-        self.thread = FreezeThread()
+        self.thread = FreezeThread(shared.group.replica)
         self.under_way = self.thread.under_way
         self.in_place: dict[Fragment, Frozen] = {}
 
@@ -161,9 +166,10 @@ class Freezer:
         """Begins a contribution, without what is measured when it is frozen; triggers count anew."""
         applied, index, counters = fragment.applied, fragment.index, self._shared.counters
         base, version, start = fragment.base, applied.meta.version, fragment.start
-        self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._shared.inner_step())
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
         work = ContributionStats(steps, tokens, staleness=version - base.version)
+        weight = own_code.weight(fragment.method, work)
+        self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._shared.inner_step())
         ranges = self._group.units.offer() if self._group.units is not None and not index else ()
         tau = self._schedule.tau(fragment)
         contribution = Contribution(
@@ -171,7 +177,7 @@ class Freezer:
             version=version,
             steps=steps,
             last_step=counters.local_steps,
-            weight=fragment.method.weight(work) if share is None else float(share.samples),
+            weight=weight if share is None else float(share.samples),
             tokens=tokens,
             ranges=ranges if share is None else share.units,
             plan=share.plan if share is not None else 0,

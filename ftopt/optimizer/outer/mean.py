@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ftopt.codecs import Codec
-from ftopt.methods import ReplicaView, Round
+from ftopt.methods import ReplicaView, Round, own_code
 from ftopt.methods.method import reads_tensors
 from ftopt.optimizer.outer.error_feedback import Feedback, Residual
 from ftopt.optimizer.outer.fragment import Fragment
@@ -56,7 +56,7 @@ class Mean:
             lossy=not self.codec.exact,
             averages=attempt.inner_step < method.average_until_step,
         )
-        scalars = method.scalars(of(own, slice(0, view.trained)) if reads_tensors(method) else own)
+        scalars = own_code.scalars(method, of(own, slice(0, view.trained)) if reads_tensors(method) else own)
         at, shares = self._round(attempt, collective, own, scalars)
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not own.alone else None
         fragment.assume(Assumed(None if own.lossy else share, own.alone, own.averages))
@@ -64,7 +64,7 @@ class Mean:
         exact, summed = work, begin(work, at)
         if own.lossy:
             trained = part(work, slice(0, view.trained))
-            units = method.aggregation.units(own) if method.aggregation is not None else ""
+            units = own_code.call(method.aggregation.units, own) if method.aggregation is not None else ""
             self._encoded(attempt, fragment, collective, trained, shares, units, summed)
             exact = work[view.trained :]  # What is no direction of descent but a statistic is not rounded.
         if exact.numel():

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ftopt.methods import Round
+from ftopt.methods import Round, own_code
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.sharded_step import outer_step
@@ -104,9 +104,11 @@ class Reduction:
             self.reduced = None
             anchor, mean = part(state.anchor, trained), part(work, trained)
             if averages:
-                anchor = method.average(anchor, mean, at)
+                anchor = own_code.like(method.average, anchor, anchor, mean, at)
             else:
-                gradient = method.aggregation.aggregate(mean, at) if method.aggregation is not None else mean
+                gradient = mean
+                if method.aggregation is not None:
+                    gradient = own_code.like(method.aggregation.aggregate, mean, mean, at)
                 own = methods_own(state.outer)
                 if method.execution.elementwise:
                     step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, memory)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError
-from ftopt.methods import Method, OuterState, Round
+from ftopt.methods import Method, OuterState, Round, own_code
 from ftopt.sync.group import Collective
 
 
@@ -20,11 +19,11 @@ def outer_step(
     ConnectionError, TimeoutError, InterruptedError: as ``collective`` raises them.
     """
     if not method.execution.sharded or collective.size == 1:
-        return _checked(method, anchor, state, gradient, round)
+        return own_code.outer_step(method, anchor, state, gradient, round)
     rank, size, length = collective.rank, collective.size, anchor.numel()
     where = slice(-(-length * rank // size), -(-length * (rank + 1) // size))  # rounded up: rank 0's is never empty
     own = {name: t[where] if t.dim() else t for name, t in state.items()}
-    made_anchor, made = _checked(method, anchor[where], own, gradient[where], round)
+    made_anchor, made = own_code.outer_step(method, anchor[where], own, gradient[where], round)
 
     def gathered(part: Tensor, like: Tensor) -> Tensor:
         out = torch.zeros_like(like)
@@ -36,25 +35,3 @@ def outer_step(
         return out
 
     return gathered(made_anchor, anchor), {name: gathered(made[name], t) for name, t in sorted(state.items())}
-
-
-def _checked(
-    method: Method, anchor: Tensor, state: OuterState, gradient: Tensor, round: Round
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """What `Method.outer_step` returns; UserError if it is not a next anchor and outer state like the present ones."""
-    try:
-        made_anchor, made = method.outer_step(anchor, state, gradient, round)
-        got = {"anchor": made_anchor, **made}
-        wrong = [name for name, t in {"anchor": anchor, **state}.items() if not _alike(got.pop(name, None), t)] + [*got]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"method {method.name}: outer_step() failed: {type(error).__name__}: {error}") from error
-    if wrong:
-        raise UserError(
-            f"method {method.name}: outer_step() returned another {', '.join(wrong)} than the present one; must be the "
-            "next anchor and a dict of the outer state, with the names, shapes and dtypes that init() gives"
-        )
-    return made_anchor, made
-
-
-def _alike(made: object, present: Tensor) -> bool:
-    return isinstance(made, Tensor) and (made.shape, made.dtype) == (present.shape, present.dtype)

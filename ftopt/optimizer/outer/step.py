@@ -24,7 +24,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from ftopt.methods import Due, Method
+from ftopt.methods import Due, Method, own_code
 from ftopt.methods.method import has_scalars, settings_of
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
@@ -115,7 +115,8 @@ class OuterStep:
     ) -> CommittedState:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
-        outer = method.init(part(anchor, slice(0, view.trained))) | first_agreed(method.timing.uses) | dict(more)
+        outer = own_code.init(method, part(anchor, slice(0, view.trained)))
+        outer = outer | first_agreed(method.timing.uses) | dict(more)
         outer = place_all(outer, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
         return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)

@@ -13,7 +13,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from ftopt.methods import Method, ReplicaView
+from ftopt.methods import Method, ReplicaView, own_code
 from ftopt.methods.triggers import AT_ROUNDS, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.tensors.buffers import of
@@ -86,7 +86,7 @@ class TriggerMetrics:
         if Measurement.DISTANCE not in self._uses:
             return None
         view, mean = of(view, slice(0, self._view.trained)), self._trained(mean)
-        apart = method.payload(view, torch.empty_like(mean)).sub_(mean)
+        apart = own_code.payload(method, view, torch.empty_like(mean)).sub_(mean)
         return dot(apart, apart)
 
     def _trained(self, flat: Tensor) -> Tensor:

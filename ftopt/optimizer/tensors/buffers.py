@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
-from ftopt.methods import LocalSGD, Method, ReplicaView, Round
+from ftopt.methods import LocalSGD, Method, ReplicaView, Round, own_code
 from ftopt.optimizer.tensors.flat import uncompiled
 
 _PLAIN = LocalSGD(sync_every=1)
@@ -74,7 +74,7 @@ def shared_out(names: Sequence[str], fragments: Sequence[Sequence[str]]) -> list
 
 def payload_with_buffers(method: Method, view: ReplicaView, out: Tensor, *, trained: int) -> Tensor:
     """`Method.payload` for the first ``trained`` elements, what `LocalSGD` sends through fp32 for those behind."""
-    method.payload(of(view, slice(0, trained)), part(out, slice(0, trained)))
+    own_code.payload(method, of(view, slice(0, trained)), part(out, slice(0, trained)))
     if trained < out.numel():
         _PLAIN.payload(replace(of(view, slice(trained, None)), lossy=False), out[trained:])
     return out

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ftopt.methods import Method, ReplicaView, Round
+from ftopt.methods import Method, ReplicaView, Round, own_code
 from ftopt.optimizer.tensors.digest import BLOCK_BYTES, block_sums, blocks_of
 from ftopt.optimizer.tensors.mapped import behind, let_go
 from ftopt.optimizer.tensors.memory import Memory
@@ -94,7 +94,7 @@ def payload(method: Method, view: ReplicaView, parts: Parts, out: Tensor, share:
         else:
             now = part.reshape(-1).float()
             measured.see(torch.sub(start, now, out=place))
-            method.payload(replace(view, anchor=anchor, start=start, params=now), place)
+            own_code.payload(method, replace(view, anchor=anchor, start=start, params=now), place)
         if share is not None:
             place.mul_(share)
     return measured
@@ -151,7 +151,7 @@ class Steps:
         place, block = self._mean[where], BLOCK_BYTES // self._mean.element_size()
         sums = slice(start // block, -(-where.stop // block))
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
-        new_anchor, new = self._method.outer_step(self._anchor[where], own, place, self._round)
+        new_anchor, new = own_code.outer_step(self._method, self._anchor[where], own, place, self._round)
         place = self._made_anchor[where]
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ftopt.codecs import codec_named
-from ftopt.errors import UserError
+from ftopt.errors import FtoptError, UserError, thread_failed
 from ftopt.events import EmitEvent, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host
 from ftopt.sync.protocol import messages as m
@@ -27,6 +28,8 @@ from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
 from ftopt.sync.replica.session import Session
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import FragmentView
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -86,24 +89,24 @@ class Client:
                 "one ftopt.wrap(): make another one, and give several inner optimizers of one model as a list"
             )
         self._joined = True
-        network.acquire()
+        network.acquire(session.fail_network)
         self._view.fragments = [FragmentView()] * fingerprint.fragments
         if self.units is not None:
             steps = fingerprint.period
             round_units = steps * self._accumulate if steps else None
-            self.units.begin(partial(session.act, Replica.ask), round_units=round_units)
+            self.units.begin(partial(session.act, Replica.ask), round_units=round_units, check=self.check)
         if self.global_batch is not None:
-            self.global_batch.begin(self._view.check)
+            self.global_batch.begin(self.check)
         session.reducer.start()
-        network.submit(session.open(host, fingerprint, self._resumed)).result()
+        self._on_network(session.open(host, fingerprint, self._resumed))
         try:
             while self._has_to_restore():
                 assert self._restore is not None
-                network.submit(session.restored(self._restore())).result()
+                self._on_network(session.restored(self._restore()))
         except BaseException:
             self.close()
             raise
-        return network.submit(session.committed()).result()
+        return self._on_network(session.committed())
 
     def _has_to_restore(self) -> bool:
         """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
@@ -174,7 +177,11 @@ class Client:
     def catch_up(self) -> bool:
         view = self._view
         with view.changed:
-            return view.changed.wait_for(lambda: view.ready or view.closed, self.sync.dead_after_s)
+            ended = view.changed.wait_for(
+                lambda: view.ready or view.closed or view.failure is not None, self.sync.dead_after_s
+            )
+        self.check()
+        return ended
 
     def outstanding(self, fragment: int) -> bool:
         return self._view.fragments[fragment].outstanding
@@ -196,6 +203,9 @@ class Client:
             if self.session.opened:
                 self.session.act(Replica.leave)
 
+    def check(self) -> None:
+        self._view.check()
+
     def leave(self, *, timeout_s: float) -> None:
         view = self._view
         if not self.session.opened or view.closed or view.failure is not None:
@@ -207,7 +217,7 @@ class Client:
                 timeout_s,
             )
         try:
-            self._network.submit(self.session.bye()).result(timeout=3.0)
+            self._on_network(self.session.bye(), timeout_s=3.0)
         except TimeoutError:
             _log.warning("replica %s: the coordinator did not hear the goodbye", self.replica)
 
@@ -222,9 +232,20 @@ class Client:
             return
         self.session.reducer.stop()
         try:
-            self._network.submit(self.session.end()).result(timeout=10.0)
+            self._on_network(self.session.end(), timeout_s=10.0)
+        except FtoptError as error:
+            if self._view.failure is None:  # else it has been told, and this may follow from it
+                raise
+            _log.warning("replica %s: could not be put away in order: %s", self.replica, error)
         finally:
-            self._network.release()
+            self._network.release(self.session.fail_network)
+
+    def _on_network(self, work: Coroutine[Any, Any, T], *, timeout_s: float | None = None) -> T:
+        """The result of ``work`` on the network thread. FtoptError: it has failed. TimeoutError: it goes on."""
+        done = self._network.submit(work)
+        if (error := done.exception(timeout_s)) is not None:  # not result(): an interrupt of this thread is another
+            raise thread_failed(self.replica, "the network thread", error)
+        return done.result()
 
     def cut(self, for_s: float) -> None:
         """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds. Any thread."""

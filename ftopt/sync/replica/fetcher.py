@@ -57,6 +57,16 @@ class Fetcher:
         return True
 
     def _provide(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
+        """A `Provider`: what fails here is this replica's affair, not that of the peer who asks."""
+        try:
+            return self._held(what)
+        except LookupError:
+            raise
+        except Exception as error:
+            self._shell.fail("the network thread", error)
+            raise LookupError("this replica has failed") from error
+
+    def _held(self, what: str) -> tuple[Meta, Mapping[str, Tensor]]:
         if self._shell.cut_off:
             raise LookupError("cut off")
         kind, _, name = what.partition("/")

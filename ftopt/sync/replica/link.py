@@ -13,7 +13,7 @@ class Channel(Protocol):
         """Sends in order, without waiting; ``sent`` is called once it has gone out."""
 
     async def closed(self) -> None:
-        """Returns when the connection has ended."""
+        """Returns when the connection has ended. Raises what is neither its end nor its loss: an error of ours."""
 
     async def close(self) -> None:
         """Ends it, after what was sent."""

@@ -17,27 +17,34 @@ start (asyncio's own pool grows with every coincidence, up to cores + 4): more t
 _START_S = 10.0
 
 
+OnFailure = Callable[[BaseException], None]
+
+
 class LoopThread:
-    """An asyncio loop on a thread of its own. Shared by counting: it ends when the last user has released it."""
+    """An asyncio loop on a thread of its own. Shared by counting: it ends when the last user has released it.
+
+    What a callback raises, nobody waits for: all users are told. The loop goes on, so that they can leave in good
+    order; also after `SystemExit` and `KeyboardInterrupt`, which end asyncio's own.
+    """
 
     def __init__(self, name: str = "ftopt-network") -> None:
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(_pool(f"{name}-worker"))
-        self._users = 0
+        self._users: list[OnFailure] = []
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def acquire(self) -> None:
-        """One more user."""
+    def acquire(self, on_failure: OnFailure) -> None:
+        """One more user. ``on_failure``: called on this thread when a callback, or the loop, has failed."""
         with self._lock:
-            self._users += 1
+            self._users.append(on_failure)
 
-    def release(self) -> None:
-        """One user less; the last one ends the thread."""
+    def release(self, on_failure: OnFailure) -> None:
+        """One user less, that of ``on_failure``; the last one ends the thread."""
         with self._lock:
-            self._users -= 1
-            last = self._users <= 0
+            self._users.remove(on_failure)
+            last = not self._users
         if last:
             self.stop()
 
@@ -63,8 +70,10 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self.loop.set_exception_handler(self._on_exception)
         try:
-            self.loop.run_forever()
+            while not self._run_once():
+                pass
         finally:
             pending = asyncio.all_tasks(self.loop)
             for task in pending:
@@ -74,6 +83,30 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
+
+    def _run_once(self) -> bool:
+        """Runs the loop; True when it was stopped."""
+        try:
+            self.loop.run_forever()
+        except BaseException as error:
+            self._tell(error)
+            return False
+        return True
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Only a callback's exception is ours; a task's belongs to who waits for it, a connection's to the other
+        side."""
+        error = context.get("exception")
+        if error is not None and "handle" in context and self._users:
+            self._tell(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _tell(self, error: BaseException) -> None:
+        with self._lock:
+            users = list(self._users)
+        for on_failure in users:
+            on_failure(error)
 
 
 def _pool(name: str) -> ThreadPoolExecutor:

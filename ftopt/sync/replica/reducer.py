@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import base64
-import logging
 import queue
 import threading
 from concurrent.futures import Future
 
-from ftopt.errors import UserError
 from ftopt.sync.group import AttemptView, Collective, Damaged, bits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.replica.shell import Shell
 from ftopt.transport.interface import Transport
-
-_log = logging.getLogger(__name__)
 
 
 class Reducer:
@@ -79,7 +75,10 @@ class Reducer:
 
     def _work(self) -> None:
         while (start := self._jobs.get()) is not None:
-            self._reduce(start)
+            try:
+                self._reduce(start)
+            except BaseException as error:
+                self._shell.fail("the reducer thread", error)
             del start
 
     def _reduce(self, start: e.StartReduce) -> None:
@@ -102,15 +101,13 @@ class Reducer:
             self._drop(q.fragment)
             reason = f"{error}"[:500]
             shell.act(lambda machine: machine.damaged(q.fragment, q.attempt, reason=reason))
-        except (InterruptedError, ConnectionError, TimeoutError) as error:  # an interruption is heeded if it is news
+        # What may go otherwise the next time. (An interruption is heeded if it is news.)
+        except (InterruptedError, ConnectionError, TimeoutError, FloatingPointError) as error:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
             self._failed(q, f"{error}", peer)
-        except UserError as error:  # of a method of the user's own: it would fail again and again
-            shell.view.fail(error)
-            self._failed(q, f"{error}")
-        except Exception as error:
-            _log.exception("replica %s: the reduction failed", shell.replica)
+        except BaseException as error:  # of a method of the user's own, or of ours: it would fail again and again
+            shell.fail("the reducer thread", error)
             self._failed(q, f"{error!r}")
         else:
             shell.act(lambda machine: machine.reduced(q.fragment, q.attempt, digest, rows))

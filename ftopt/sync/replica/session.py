@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ftopt.errors import FtoptError, Refused, Unreachable
-from ftopt.events import Event, OnEvent
+from ftopt.errors import FtoptError, Refused, Unreachable, thread_failed
+from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Held, Host
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import Ranges, contains, union
@@ -62,6 +62,7 @@ class Session:
         connect_s: float = 10.0,
     ) -> None:
         self.replica, self.sync, self.network, self.on_event = replica, sync, network, on_event
+        self._tell = guarded(on_event)
         self.state = "starting"
         """What the training thread is doing, for the heartbeats."""
         self.readings: dict[int, m.Reading] = {}
@@ -109,7 +110,7 @@ class Session:
         if inner_step is None:
             inner_step = self.host.standing()[0] if self.opened else 0
         life = self.view.incarnation
-        self.on_event(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
+        self._tell(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
 
     def cut(self, for_s: float) -> None:
         """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds."""
@@ -163,15 +164,15 @@ class Session:
         give_up = time.monotonic() + self._connect_s
         ever, delay_s, complaint = False, 0.02, ""
         while True:
+            if not machine.complete:
+                machine.checkpoint = await asyncio.to_thread(self.newest)
             try:
                 if self.cut_off or self.view.restoring:
                     raise ConnectionError("cut off" if self.cut_off else "a checkpoint is being restored")
-                if not machine.complete:
-                    machine.checkpoint = await asyncio.to_thread(self.newest)
                 self._channel = channel = await self._link.open(self._receive)
             except (OSError, Refused) as error:
                 if isinstance(error, Refused) and not ever:
-                    self._fail(error)
+                    self._end_membership(error)
                     return
                 # Later it is not from the coordinator that let us in: the trainer goes on alone meanwhile.
                 if isinstance(error, Refused) and str(error) != complaint:
@@ -180,7 +181,7 @@ class Session:
                 if not ever and time.monotonic() > give_up:
                     text = f"no coordinator answers within {self._connect_s:g} s ({error}); start one with "
                     text += "`ftopt coordinator`, or check the address and the network between"
-                    self._fail(Unreachable(text))
+                    self._end_membership(Unreachable(text))
                     return
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.5))
                 delay_s = min(0.5, delay_s * 2)
@@ -245,10 +246,18 @@ class Session:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("replica %s: the network thread failed", self.replica, exc_info=error)
-            self._fail(FtoptError(f"the outer-sync layer of {self.replica} failed: {error!r}; please report this"))
+            self.fail_network(error)
 
-    def _fail(self, error: FtoptError) -> None:
+    def fail_network(self, error: BaseException) -> None:
+        """The network thread has failed; see `fail`."""
+        self.fail("the network thread", error)
+
+    def fail(self, where: str, error: BaseException) -> None:
+        if self.view.failure is None and not self.view.closed:
+            _log.error("replica %s: %s failed", self.replica, where, exc_info=error)
+        self._end_membership(thread_failed(self.replica, where, error))
+
+    def _end_membership(self, error: FtoptError) -> None:
         self.view.fail(error)
         if self.global_batch is not None:
             self.global_batch.poke()
@@ -256,6 +265,12 @@ class Session:
     # ------------------------------------------------------------ the machine
 
     def _receive(self, text: str) -> None:
+        try:
+            self._hear(text)
+        except Exception as error:
+            self.fail_network(error)
+
+    def _hear(self, text: str) -> None:
         if self.cut_off:
             return
         message = m.decode(text)
@@ -333,7 +348,7 @@ class Session:
                 self.emit("reset", data={"reason": reason})
                 self._hang_up()
             case e.GiveUp(reason=reason):
-                self._fail(Refused(reason))
+                self._end_membership(Refused(reason))
             case e.Disconnect(reason=reason):
                 self.emit("epoch", data={"reason": reason})
                 self._hang_up()
@@ -357,6 +372,7 @@ class Session:
         if self._channel is not None:
             task = asyncio.create_task(self._channel.close())
             self._tasks.append(task)
+            self.watch(task)
             task.add_done_callback(self._tasks.remove)
 
     def _publish(self, *, arrived: int | None = None) -> None:

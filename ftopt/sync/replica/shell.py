@@ -53,6 +53,9 @@ class Shell(Protocol):
     def watch(self, task: asyncio.Task[None]) -> None:
         """If the task fails, so does the membership."""
 
+    def fail(self, where: str, error: BaseException) -> None:
+        """``where`` (a thread) has failed: so does the membership, and the training thread raises. Any thread."""
+
 
 def committed_of(machine: Replica, record: m.Record) -> Committed:
     """``record`` as the host of ``machine`` sees it."""

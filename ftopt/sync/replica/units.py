@@ -50,6 +50,7 @@ class Units(UnitQueue):
         """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
         self._closed = False
         self._ask: Callable[[], None] | None = None
+        self._check: Callable[[], None] = lambda: None
         self._idle: tuple[threading.Thread, Callable[[], None]] | None = None
 
     draw = _locked(UnitQueue.draw)
@@ -73,6 +74,7 @@ class Units(UnitQueue):
         Raises:
             TimeoutError: none came within ``timeout_s``.
             ftopt.errors.UserError: this replica has not joined its job.
+            ftopt.errors.FtoptError: its membership has ended; see `ReplicaGroup.check`.
         """
         ask = self._ask
         if ask is None:
@@ -82,6 +84,7 @@ class Units(UnitQueue):
             )
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            self._check()
             with self._changed:
                 unit = super().take()
                 if unit is not None:
@@ -126,13 +129,16 @@ class Units(UnitQueue):
         """Units to hold after a commit: three rounds' worth, and what is prefetched."""
         return 3 * (self._round or self._measured) + SPARE
 
-    def begin(self, ask: Callable[[], None], *, round_units: int | None) -> None:
-        """The client starts. ``ask``: called on any thread when units run short.
+    def begin(
+        self, ask: Callable[[], None], *, round_units: int | None, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """The client starts. ``ask``: called on any thread when units run short. ``check``: raises when waiting is in
+        vain.
 
         ``round_units``: units that a round takes: inner steps, times micro-batches a step. None: it is measured; the
         very first units are then granted as replicas ask, so that two runs are not bit-equal.
         """
-        self._ask, self._round = ask, round_units
+        self._ask, self._round, self._check = ask, round_units, check
 
     def grant(self, ranges: Ranges, *, out_of_units: bool = False) -> None:
         """More units, or the answer that there are none."""

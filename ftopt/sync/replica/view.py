@@ -56,7 +56,7 @@ class View:
         self._welcomed = False
 
     def check(self) -> None:
-        """Raises what has ended this replica's membership."""
+        """Raises what has ended this replica's membership. Free to call every step."""
         if self.failure is not None:
             raise self.failure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 
 import aiohttp
 
@@ -83,8 +84,11 @@ class _WebSocketChannel:
         self._queue.put_nowait((text, sent))
 
     async def closed(self) -> None:
-        await asyncio.wait([self._reader, self._writer], return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait([self._reader, self._writer], return_when=asyncio.FIRST_COMPLETED)
         await self._end()
+        for task in ended:
+            with suppress(OSError, aiohttp.ClientError, asyncio.CancelledError):
+                task.result()
 
     async def close(self) -> None:
         self._queue.put_nowait(None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ftopt.events import Event, OnEvent
+from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
@@ -44,7 +44,7 @@ class Job:
     def __init__(self, name: str, journal: Journal, on_event: OnEvent, *, limits: Limits | None = None) -> None:
         self.name = name
         self._journal = journal
-        self._on_event = on_event
+        self._on_event = guarded(on_event)
         self._peers: dict[int, Peer] = {}
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None

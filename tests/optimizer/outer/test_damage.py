@@ -25,6 +25,7 @@ PLACE = 20_000
 class Silent:
     """A group that only listens."""
 
+    replica = "r0"
     sync = ftopt.Sync()
     codec = FP32()
     units = None

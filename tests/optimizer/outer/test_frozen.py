@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.connect import local_groups
+from ftopt.errors import FtoptError
 from ftopt.fragments import Strided
 from ftopt.methods import DiLoCo, StreamingDiLoCo
 from ftopt.optimizer import wrap
@@ -162,12 +163,13 @@ def test_parameters_that_are_not_finite_are_given_up_by_the_training_thread() ->
 
 
 def test_what_fails_behind_the_training_thread_is_raised_there() -> None:
-    freezer = FreezeThread()
+    freezer = FreezeThread("r0")
 
     def fails() -> None:
         raise ValueError("a planted fault")
 
     freezer.begin(torch.device("cpu"), fails)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a planted fault"):
+    with pytest.raises(FtoptError, match="the freezer thread of replica r0 failed: ValueError: a planted") as raised:
         freezer.join()
+    assert isinstance(raised.value.__cause__, ValueError)
     freezer.join()

@@ -290,7 +290,7 @@ def test_steps_behind_parameters_that_were_given_up_are_sound(looked_at: bool) -
 
 
 def test_an_interrupted_join_forgets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    freezer, done, goes_on = FreezeThread(), list[str](), threading.Event()
+    freezer, done, goes_on = FreezeThread("r0"), list[str](), threading.Event()
 
     def work() -> Callable[[], None]:
         assert goes_on.wait(10.0)

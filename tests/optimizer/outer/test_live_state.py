@@ -18,6 +18,7 @@ from ftopt.sync.group import Committed
 
 
 class Silent:
+    replica = "r0"
     sync = ftopt.Sync()
     codec = FP32()
     units = None

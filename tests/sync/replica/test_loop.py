@@ -15,10 +15,12 @@ def test_threads_for_blocking_work_are_few_and_end_with_the_loop() -> None:
         started.release()
         go_on.wait(30.0)
 
+    errors: list[BaseException] = []
+
     async def many() -> None:
         await asyncio.gather(*(asyncio.to_thread(block) for _ in range(10 * _WORKERS)))
 
-    network.acquire()
+    network.acquire(errors.append)
     done = network.submit(many())
     for _ in range(_WORKERS):
         assert started.acquire(timeout=30.0)
@@ -26,5 +28,5 @@ def test_threads_for_blocking_work_are_few_and_end_with_the_loop() -> None:
     assert len(workers) == _WORKERS
     go_on.set()
     done.result(30.0)
-    network.release()
+    network.release(errors.append)
     assert not any(thread.is_alive() for thread in workers)
