@@ -1,7 +1,8 @@
 """Streaming DiLoCo: DiLoCo fragment by fragment, beside the training.
 
-Equations for a fragment with anchor ``A``, with the letters of ``method.py``. Fragment ``f`` of ``P`` is due at inner
-steps ``t = ceil(f * H / P) + k * H`` (f = 0: ``k * H``, k >= 1)::
+Equations for a fragment with anchor ``A``, with the letters of ``method.py``. Fragment ``f`` of ``P`` has the offset
+``t_f = ceil(f * H / P)``. Its snapshots are taken at inner steps ``t >= 1`` with ``(t - t_f) mod H = 0`` (``phase =
+snapshot``), or ``tau`` earlier, so that they are applied at these (``phase = application``)::
 
     Delta_m = a - p_m(t)                            the snapshot; training goes on
     Delta   = sum_m (w_m / W) * Delta_m
@@ -17,13 +18,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from ftopt.errors import UserError, check_number, check_whole
+from ftopt.errors import UserError, check_choice, check_number, check_whole
 from ftopt.methods.diloco import OuterOptimized
 from ftopt.methods.fragments import Parameter, Partition, Strided
 from ftopt.methods.outer_optimizers import SGD, OuterOptimizerRule
 from ftopt.methods.timing import Timing
 from ftopt.methods.triggers import LOCAL
 from ftopt.methods.values import Overlap
+
+PHASES = ("snapshot", "application")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,12 @@ class StreamingDiLoCo(OuterOptimized):
         mix: None (default): the overlapped steps are rebased onto the new anchor, none is lost. A number alpha in
             [0, 1]: the result is mixed in, with that share of the replica's own parameters; 0.5 is the paper's, 0 drops
             the overlapped steps, 1 ignores the result. The share ``1 - alpha`` of the overlapped steps that mixing
-            overwrites is counted as discarded. A result is mixed in exactly ``delay`` steps after the snapshot; one
-            that comes later is rebased.
+            overwrites is counted as discarded; with ``delay=0`` nothing overlaps, and none are. What a replica keeps
+            of its own is in its next snapshot again. A result is mixed in exactly ``delay`` steps after the snapshot;
+            one that comes later is rebased. Not before ``average_until_step``.
+        phase: what falls on the steps ``t_f + k * H``: ``snapshot`` (default, the paper's): a fragment's result is
+            applied ``delay`` steps after its offset; ``application``: its snapshot is taken ``delay`` steps before it,
+            as torchft does. H and the delay are the same in both; with ``delay=0`` they are one.
         wait_for_result_s: seconds that training waits, ``delay`` steps after the snapshot, for a fragment that is still
             undecided. After that, and at once when the attempt fails, it trains on and applies the result when it
             arrives. Default 0: training never stands still for it. A large value is the paper's behaviour: exactly
@@ -62,6 +69,7 @@ class StreamingDiLoCo(OuterOptimized):
     fragments: Partition = field(default_factory=lambda: Strided(n=3))
     delay: int = field(default=1, metadata=LOCAL)
     mix: float | None = None
+    phase: str = "snapshot"
     wait_for_result_s: float = field(default=0.0, metadata=LOCAL)
     outer: OuterOptimizerRule = field(default_factory=lambda: SGD(lr=0.4, momentum=0.9, nesterov=True))
 
@@ -76,6 +84,7 @@ class StreamingDiLoCo(OuterOptimized):
         if self.mix is not None:
             hint = "0 is the anchor, 1 the replica's own parameters; use None to rebase (no step is lost), 0.5 to mix"
             check_number("mix", self.mix, "[0, 1]", hint=hint)
+        check_choice("phase", self.phase, PHASES, "use snapshot, the paper's")
         check_number("wait_for_result_s", self.wait_for_result_s, "[0, inf)", of="seconds")
         if isinstance(self.fragments, type) or not callable(getattr(self.fragments, "fragments", None)):
             raise UserError(
@@ -88,7 +97,7 @@ class StreamingDiLoCo(OuterOptimized):
     @property
     def timing(self) -> Timing:
         """Fragments in turn, spread over H; their steps count from ``average_until_step``."""
-        return replace(super().timing, staggered=True)
+        return replace(super().timing, staggered=True, early=self.delay if self.phase == "application" else 0)
 
     @property
     def overlap(self) -> Overlap:

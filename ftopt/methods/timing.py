@@ -71,6 +71,7 @@ class Timing:
         pacing: how the inner steps of a round are shared out; None: every replica takes ``sync_every``.
         staggered: fragment ``f`` of ``P`` is first due after ``ceil(f H / P)`` steps (f = 0: H), instead of all at
             once.
+        early: each of them so many steps earlier; a staggered fragment 0 first after H less these.
         aligned: without a trigger, due at multiples of H of the job's inner step, so that a joiner is due with the
             others.
     """
@@ -80,6 +81,7 @@ class Timing:
     average_until_step: int = 0
     pacing: BySpeed | None = None
     staggered: bool = False
+    early: int = 0
     aligned: bool = False
 
     @property
@@ -130,7 +132,9 @@ class Timing:
         """How many of its ``sync_every`` steps a fragment that starts at ``inner_step`` has behind it already."""
         if self.sync_every is None or not (self.staggered or self.aligned):
             return 0
-        if (self.staggered and not fragment) or (self.aligned and self.trigger is not None):
+        if self.aligned and self.trigger is not None:
             return 0
+        if self.staggered and not fragment:  # its last outer step is where the job's inner step is counted from
+            return self.early if inner_step <= self.average_until_step else 0
         offset = -(-fragment * self.sync_every // fragments) if self.staggered else 0
-        return (inner_step - self.average_until_step - offset) % self.sync_every
+        return (inner_step - self.average_until_step - offset + self.early) % self.sync_every

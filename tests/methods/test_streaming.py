@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,35 +12,56 @@ from _pytest.mark.structures import ParameterSet
 from torch import nn
 
 from ftopt.connect import local_groups
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced, Named, Sequential, Strided
 from ftopt.methods import Parameter, StreamingDiLoCo
 from ftopt.methods.fragments import Partition
-from ftopt.optimizer import wrap
-from tests.optimizer.running import train_and_look
-from tests.problems import problem
+from ftopt.optimizer import OuterOptimizer, wrap
+from ftopt.optimizer.outer.apply import mix_
+from tests.optimizer.running import PATIENT, train_and_look
+from tests.problems import flat, problem
 from tests.reference.streaming import streaming
 
 H, STEPS, LONG_S = 12, 100, 60.0
-MERGES = [None, 0.0, 0.5, 1.0]
+MERGES = [None, 0.0, 0.3, 0.5, 1.0]
 
 
 def _parameters(model: torch.nn.Module) -> list[Parameter]:
     return [Parameter(name, tuple(p.shape)) for name, p in model.named_parameters()]
 
 
-def _compare(inner: str, rule: Partition, *, replicas: int, delay: int, alpha: float | None) -> None:
+def _compare(
+    inner: str,
+    rule: Partition,
+    *,
+    replicas: int,
+    delay: int,
+    alpha: float | None,
+    phase: str = "snapshot",
+    outer_start: int = 0,
+) -> None:
     task = problem("deep", inner)
     method = StreamingDiLoCo(
         sync_every=H,
         fragments=rule,
         delay=delay,
         mix=alpha,
+        phase=phase,
         wait_for_result_s=LONG_S,
+        average_until_step=outer_start,
     )
     names = rule.fragments(_parameters(task.model(0)))
     theta, params = streaming(
-        task, replicas=replicas, fragments=names, sync_every=H, delay=delay, steps=STEPS, alpha=alpha
+        task,
+        replicas=replicas,
+        fragments=names,
+        sync_every=H,
+        delay=delay,
+        steps=STEPS,
+        alpha=alpha,
+        phase=phase,
+        outer_start=outer_start,
     )
     for m, ours in enumerate(train_and_look(task, method, replicas=replicas, steps=STEPS)):
         for name, expected, got in zip(theta, theta.values(), ours.anchor, strict=True):
@@ -50,6 +72,8 @@ def _compare(inner: str, rule: Partition, *, replicas: int, delay: int, alpha: f
 
 SHOWN = [  # (fragments, delay, alpha)
     (1, 0, None),
+    (1, 0, 0.5),
+    (3, 0, 0.3),
     (1, 5, 0.5),
     (2, 1, 1.0),
     (3, 5, None),  # more than an interval: several are under way
@@ -58,6 +82,7 @@ SHOWN = [  # (fragments, delay, alpha)
     (5, 5, 0.5),
 ]
 ALL = [(fragments, delay, alpha) for fragments in (1, 2, 3, 5) for delay in (0, 1, 5, 7) for alpha in MERGES]
+MERGES_IN_PHASE = [(fragments, delay, alpha) for fragments in (1, 3) for delay in (1, 4, 5) for alpha in (None, 0.3)]
 RULES = [Sequential(n=3), Balanced(n=4), Named(patterns=["3", "*"])]
 
 
@@ -68,6 +93,21 @@ def _slow_but(shown: list[tuple[object, ...]], cases: Iterable[tuple[object, ...
 @pytest.mark.parametrize(("fragments", "delay", "alpha"), _slow_but(SHOWN, ALL))  # type: ignore[arg-type]
 def test_streaming_equals_its_paper_bit_for_bit(fragments: int, delay: int, alpha: float | None) -> None:
     _compare("adamw", Strided(n=fragments), replicas=2, delay=delay, alpha=alpha)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "alpha"),
+    _slow_but([(1, 5, 0.3), (3, 1, None), (3, 4, None), (3, 5, 0.3)], MERGES_IN_PHASE),
+)
+def test_results_are_applied_on_the_offset_where_snapshots_are_taken_so_much_earlier(
+    fragments: int, delay: int, alpha: float | None
+) -> None:
+    _compare("adamw", Strided(n=fragments), replicas=2, delay=delay, alpha=alpha, phase="application")
+
+
+@pytest.mark.parametrize(("delay", "phase"), [(0, "snapshot"), (5, "snapshot"), (5, "application")])
+def test_both_begin_after_the_synchronous_start_which_does_not_mix(delay: int, phase: str) -> None:
+    _compare("adamw", Strided(n=3), replicas=2, delay=delay, alpha=0.3, phase=phase, outer_start=7)
 
 
 @pytest.mark.parametrize(
@@ -111,3 +151,69 @@ def test_what_is_decided_in_the_middle_of_the_boundary_at_delay_is_taken_up_ther
             model(torch.ones(3)).sum().backward()
             optimizer.step()
         assert applied == [6]
+
+
+@pytest.mark.parametrize("phase", ["snapshot", "application"])
+def test_a_joiners_fragments_are_due_at_the_same_steps_of_the_job_as_the_others(phase: str) -> None:
+    proposed: list[tuple[str, int, int]] = []
+
+    def on_event(event: Event) -> None:
+        if event.event == "propose":
+            assert event.fragment is not None and event.inner_step is not None
+            proposed.append((event.replica, event.fragment, event.inner_step))
+
+    task, delay = problem("deep"), 5
+    method = StreamingDiLoCo(sync_every=H, delay=delay, phase=phase, wait_for_result_s=LONG_S)
+    models = [task.model(m) for m in range(2)]
+    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1), on_event=on_event)
+
+    def train(optimizer: OuterOptimizer, m: int, steps: int) -> None:
+        for step in range(steps):
+            task.backward(models[m], m, step)
+            optimizer.step()
+
+    with wrap(task.inner(models[0].parameters()), models[0], method, group=groups[0]) as first:
+        train(first, 0, 3 * H + delay)
+        joins = wrap(
+            task.inner(models[1].parameters()), models[1], replace(method, wait_for_result_s=0.0), group=groups[1]
+        )
+        with joins:
+            train(joins, 1, H)
+            seen = proposed.copy()
+            joins.close(flush=False)
+        first.close(flush=False)
+    early = delay if phase == "application" else 0
+    assert all((step + early - 4 * fragment) % H == 0 for _, fragment, step in seen), seen
+    assert sorted(fragment for replica, fragment, _ in seen if replica == "r1") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.7, 1.0])
+def test_mixing_leaves_alone_what_nobody_has_moved_and_has_exact_ends(alpha: float) -> None:
+    now, start = torch.randn(10_000), torch.randn(10_000)
+    assert torch.equal(mix_(start.clone(), start, alpha), start)
+    mixed = mix_(now.clone(), start, alpha)
+    torch.testing.assert_close(mixed, now * alpha + start * (1 - alpha), rtol=0, atol=1e-6)
+    if alpha in (0.0, 1.0):
+        assert torch.equal(mixed, now if alpha else start)
+
+
+def test_steps_that_nothing_overlaps_are_not_discarded_by_mixing() -> None:
+    task = problem("mlp", "sgd")
+    model, discarded = task.model(0), list[Event]()
+    (group,) = local_groups(1, on_event=lambda event: discarded.append(event) if event.event == "discarded" else None)
+    method = StreamingDiLoCo(sync_every=3, delay=0, mix=0.5, fragments=Strided(n=1))
+    with wrap(task.inner(model.parameters()), model, method, group=group) as optimizer:
+        for step in range(9):
+            optimizer.zero_grad()
+            task.backward(model, 0, step)
+            optimizer.step()
+        assert optimizer.inner_step == optimizer.committed.inner_step == 9 and optimizer.pending_steps == 0
+        with optimizer.outer_parameters():
+            anchor = flat(model)
+        assert not torch.equal(flat(model), anchor), "half of it is the replica's own"
+    assert not discarded
+
+
+def test_a_phase_of_another_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"phase='torchft'.*allowed: snapshot, application; use snapshot, the paper's"):
+        StreamingDiLoCo(phase="torchft")

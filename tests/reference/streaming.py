@@ -25,6 +25,7 @@ def streaming(
     delay: int,
     steps: int,
     alpha: float | None = None,
+    phase: str = "snapshot",
     lr: float = 0.4,
     momentum: float = 0.9,
     outer_start: int = 0,
@@ -34,8 +35,10 @@ def streaming(
     """Trains; returns the outer parameters by name, and each replica's own, tensor by tensor.
 
     Args:
-        fragments: the names of each fragment's parameters; fragment p is due at ceil(p H / P) + k H, p = 0 at k H.
+        fragments: the names of each fragment's parameters; the offset of fragment p is ceil(p H / P).
         alpha: mixes; None rebases, which keeps the overlapped steps.
+        phase: what falls on the steps that are multiples of H after a fragment's offset: its snapshots, or their
+            applications.
         outer_start: steps of plain averaging at the beginning; fragments are due at so many steps later.
         combine: makes the outer gradient of a fragment. Default: the mean.
         mean: how they average. Default: exactly.
@@ -52,8 +55,10 @@ def streaming(
             inner[m].step()
         local = [dict(model.named_parameters()) for model in models]
         for p, names in enumerate(fragments):
-            first = math.ceil(p * sync_every / len(fragments)) or sync_every
-            if step - outer_start >= first and (step - outer_start - first) % sync_every == 0:
+            offset = math.ceil(p * sync_every / len(fragments))
+            if phase == "application":
+                offset -= delay
+            if (step - outer_start - offset) % sync_every == 0:
                 snapshots = [{name: one[name].detach().clone() for name in names} for one in local]
                 under_way[step, p] = snapshots
                 displacements = [[theta[name] - snapshot[name] for name in names] for snapshot in snapshots]
@@ -68,10 +73,11 @@ def streaming(
             for one, snapshot in zip(local, under_way.pop((step - delay, p), []), strict=False):
                 for name in names:
                     with torch.no_grad():
-                        if delay == 0:
-                            one[name].copy_(theta[name])
-                        elif alpha is None:
+                        apart = one[name] - theta[name]
+                        if alpha is None:
                             one[name].sub_(snapshot[name]).add_(theta[name])
+                        elif alpha < 0.5:  # alpha p + (1 - alpha) theta; of equal ones exactly that
+                            one[name].copy_(theta[name] + apart * alpha)
                         else:
-                            one[name].mul_(alpha).add_(theta[name] * (1 - alpha))
+                            one[name].copy_(one[name] - apart * (1 - alpha))
     return theta, [[p.detach().clone() for p in model.parameters()] for model in models]

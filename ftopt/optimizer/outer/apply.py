@@ -47,17 +47,17 @@ class Applier:
         before, version = fragment.applied, state.meta.version
         self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self._shared.inner_step())
         start = self._shared.committed_memory.place(fragment.view.cast(state.anchor))
-        alpha = fragment.overlap.mix if counted and tau and since == tau else None
+        mixes = counted and since == fragment.overlap.delay and not self._schedule.averages(fragment)
+        alpha = fragment.overlap.mix if mixes else None
         nothing_pending = not fragment.pending_steps
         try:
-            if nothing_pending:
+            if nothing_pending and (alpha is None or since):
                 fragment.view.write(start)
             elif reset or (not fragment.carries_over and version != before.meta.version):
                 self.drop(fragment, start, "reset" if reset else "taken_over")
             elif alpha is not None:
-                # params <- alpha * params + (1 - alpha) * cast(new anchor), as in Streaming DiLoCo (arXiv 2501.18512)
                 now = fragment.view.read(self._shared.memory.like(start))
-                fragment.view.write(now.mul_(alpha).add_(torch.mul(start, 1 - alpha)))
+                fragment.view.write(mix_(now, start, alpha))
                 self._discard(fragment, math.ceil((1 - alpha) * fragment.pending_steps), "mixed")
             elif counted or version != before.meta.version:
                 unknown = self._damaged(fragment, base.params) if state.fetched else []
@@ -108,6 +108,14 @@ class Applier:
             fragment.discard(steps)
             data = {"steps": steps, "reason": reason}
             self._group.emit("discarded", fragment=fragment.index, inner_step=self._shared.inner_step(), data=data)
+
+
+def mix_(now: Tensor, start: Tensor, alpha: float) -> Tensor:
+    """``now <- alpha * now + (1 - alpha) * start``, as in Streaming DiLoCo (arXiv 2501.18512); ``now``. Written so that
+    what nobody has moved stays as it is, and alpha 0 and 1 are exactly ``start`` and ``now``."""
+    if alpha < 0.5:
+        return now.sub_(start).mul_(alpha).add_(start)
+    return now.sub_(torch.sub(now, start).mul_(1 - alpha))
 
 
 @torch.no_grad()
