@@ -9,6 +9,7 @@ import importlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 import ftopt
+from ftopt.sync.replica.loop import LoopThread
 from tests.optimizer.running import together
+from tests.sync.server.access import TOKEN, coordinator_thread
 
 FAST = ftopt.Sync(heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
 LIMIT = 30_000
@@ -77,7 +80,7 @@ def comes_out(plant: Plant) -> Iterator[None]:
     while chain is not None:
         causes.append(chain)
         chain = chain.__cause__
-    assert plant.error in causes[1:], f"{causes}"
+    assert repr(plant.error) in map(repr, causes[1:])  # asyncio may hand on a copy
 
 
 LOCAL_SGD = ftopt.LocalSGD(sync_every=3)
@@ -213,3 +216,176 @@ def test_what_goes_wrong_when_a_state_is_fetched_comes_out(
     told: list[str] = []
     together([r0, r1])
     assert plant.sprung.is_set() and who in told
+
+
+REPLAY = {
+    "its own copy": "sync.replica.copies:Copies.offer",
+    "a neighbour's copy": "sync.replica.copies:Copies._fetch",
+}
+
+
+@pytest.mark.parametrize("error", [Planted, SystemExit], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("where", REPLAY.values(), ids=REPLAY)
+def test_what_goes_wrong_with_copies_for_neighbours_comes_out(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant = Plant(monkeypatch, where, error)
+    groups = ftopt.local_groups(2, sync=ftopt.Sync(recover="replay", heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2))
+    ready, told = threading.Barrier(2, action=plant.armed.set), list[BaseException]()
+
+    def replica(m: int) -> None:
+        loader = ftopt.DataLoader([torch.ones(8)] * 64, group=groups[m], epochs=None)
+        optimizer, model = of(groups[m], LOCAL_SGD)
+        plant.training.add(threading.get_ident())
+        optimizer.__enter__()
+        ready.wait(30.0)
+        try:
+            for _ in loader:
+                train(optimizer, model, steps=1)
+                if told:
+                    break
+        except ftopt.FtoptError as raised:
+            told.append(raised)
+        optimizer.close(flush=False)
+
+    together([lambda m=m: replica(m) for m in range(2)])  # type: ignore[misc]
+    assert plant.error in [raised.__cause__ for raised in told]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_what_a_checkpoints_thread_raises_comes_out_of_the_loops_next_call(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant = Plant(monkeypatch, "checkpoint.writer:_write", error)
+    plant.armed.set()
+    optimizer, model = of(ftopt.solo(), LOCAL_SGD)
+    checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1)
+    with optimizer:
+        if error is TimeoutError:  # an OSError: a disk that has failed is logged, and training goes on
+            train(optimizer, model, steps=4)
+            assert checkpoints.step()
+            checkpoints.close()
+            return
+        with comes_out(plant):
+            while True:
+                train(optimizer, model, steps=1)
+                checkpoints.step()
+        train(optimizer, model, steps=3)
+        assert checkpoints.step(), "the thread is still there"
+        with comes_out(plant):
+            checkpoints.close()
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_what_looking_for_a_checkpoint_raises_comes_out_of_the_start(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant = Plant(monkeypatch, "checkpointing:Checkpoints.newest", error)
+    plant.armed.set()
+    optimizer, _ = of(ftopt.solo(), LOCAL_SGD)
+    ftopt.Checkpoints(tmp_path, optimizer)
+    with comes_out(plant):
+        optimizer.__enter__()
+    optimizer.close()
+
+
+def test_a_loader_that_waits_for_units_hears_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = Plant(monkeypatch, "sync.replica.units:Units.grant", Planted)
+    plant.armed.set()
+    group = ftopt.local_groups(1, sync=FAST)[0]
+    loader = ftopt.DataLoader([torch.ones(8)] * 64, group=group)
+    optimizer, _ = of(group, LOCAL_SGD)
+    with comes_out(plant):
+        optimizer.__enter__()
+        next(iter(loader))
+    optimizer.close(flush=False)
+
+
+ON_SOCKETS = {
+    "the WebSocket's reader": "sync.replica.session:Session._receive",
+    "the WebSocket's writer": "sync.replica.session:m.encode",
+    "serving": "transport.state_server:StateImage.__init__",
+}
+
+
+@pytest.mark.parametrize("error", [Planted, SystemExit], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("where", ON_SOCKETS.values(), ids=ON_SOCKETS)
+def test_what_a_replica_with_sockets_raises_comes_out(
+    where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant = Plant(monkeypatch, where, error)
+    with coordinator_thread() as url:
+        sync = ftopt.Sync(start_replicas=1, heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
+        groups = [ftopt.connect(url, f"r{m}", token=TOKEN, sync=sync, host="127.0.0.1") for m in range(2)]
+        first, ended = threading.Event(), threading.Event()
+
+        def r0() -> None:
+            optimizer, model = of(groups[0], LOCAL_SGD)
+            plant.training.add(threading.get_ident())
+            optimizer.__enter__()
+            plant.armed.set()
+            first.set()
+            try:
+                with comes_out(plant):
+                    train(optimizer, model)
+            finally:
+                plant.armed.clear()
+                ended.wait(30.0)
+                optimizer.close(flush=False)
+
+        def r1() -> None:
+            assert first.wait(30.0)
+            optimizer, _ = of(groups[1], LOCAL_SGD, seed=1)
+            try:
+                if "state_server" in where:
+                    optimizer.__enter__()
+            finally:
+                optimizer.close(flush=False)
+                ended.set()
+
+        together([r0, r1])
+
+
+def test_a_thread_for_blocking_work_that_is_shared_tells_all_its_users() -> None:
+    network, told = LoopThread("ftopt-test"), list[tuple[str, BaseException]]()
+    users = [lambda error, name=name: told.append((name, error)) for name in "ab"]  # type: ignore[misc]
+    for user in users:
+        network.acquire(user)
+    here = threading.Event()
+
+    def fails() -> None:
+        raise Planted
+
+    def exits() -> None:
+        raise SystemExit
+
+    for call in (fails, exits, here.set):
+        assert network.soon(call)
+    assert here.wait(30.0), "it goes on"
+    assert [(name, type(error)) for name, error in told] == [
+        ("a", Planted), ("b", Planted), ("a", SystemExit), ("b", SystemExit),
+    ]  # fmt: skip
+    for user in users:
+        network.release(user)
+
+
+def test_on_event_may_raise_whenever_it_likes(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[str] = []
+
+    def on_event(event: ftopt.Event) -> None:
+        told.append(event.event)
+        raise RuntimeError("no disk left")
+
+    groups = ftopt.local_groups(2, sync=ftopt.Sync(grace_s=30.0), on_event=on_event)
+
+    def replica(m: int) -> int:
+        optimizer, model = of(groups[m], DELAYED, seed=m)
+        with optimizer:
+            train(optimizer, model, steps=12)
+            optimizer.sync()
+        return optimizer.pending_steps
+
+    assert together([lambda m=m: replica(m) for m in range(2)]) == [0, 0]  # type: ignore[misc]
+    assert {"propose", "reduce", "prepare", "commit", "apply"} <= {*told}
+    shown = [record for record in caplog.records if "on_event raised" in record.getMessage()]
+    assert 1 <= len(shown) <= 3, "once for each of the replicas, and for the coordinator"
