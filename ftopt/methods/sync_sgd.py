@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError, check_number
+from ftopt.errors import UserError, check_number, check_whole
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.method import Method
 from ftopt.methods.triggers import LOCAL
@@ -38,6 +38,9 @@ class SyncSGD(Method):
         sync_every: backward passes a round, >= 1. Default 1.
         clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not. Clipping before ``step()``
             clips each replica's own.
+        verify_every: in every so many-th version the replicas compare their models and inner states, which should be
+            equal to the bit. Those in the minority take over what the others have (event ``diverged``); replicas whose
+            machines round otherwise (``unlike``) are made equal again. >= 1; None: never. Default 50.
         others: see `Method`.
 
     Source: the synchronous baseline of every paper here.
@@ -47,6 +50,7 @@ class SyncSGD(Method):
 
     sync_every: int = field(default=1, metadata=LOCAL)
     clip_norm: float | None = None
+    verify_every: int | None = 50
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +66,8 @@ class SyncSGD(Method):
             )
         if self.clip_norm is not None:
             check_number("clip_norm", self.clip_norm, "(0, inf)", hint="1.0 is usual; use None for no clipping")
+        if self.verify_every is not None:
+            check_whole("verify_every", self.verify_every, 1, of="versions", hint="50 is usual; use None for never")
 
     @property
     def gradients(self) -> SyncSGD:

@@ -78,6 +78,21 @@ class Committed:
     record: Record | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What members compare of a reduction.
+
+    Args:
+        digest: hex, of the result and of the scrubbed part of the committed state.
+        live: digest of the live model and inner state, in versions that compare them; else "".
+        peak: the largest absolute value of what is compared, where it was looked for: breaks a tie.
+    """
+
+    digest: str
+    live: str = ""
+    peak: float = 0.0
+
+
 class Damaged(Exception):
     """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
 
@@ -103,12 +118,11 @@ class Host(Protocol):
         """The inner step that the training thread has come to: it changes only when that thread moves; and the seconds
         that a step takes (a moving average). Any thread."""
 
-    def reduce(self, attempt: AttemptView, collective: Collective) -> str:
+    def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """Steps 3 and 4, on the reducer thread: reduces the frozen contribution, computes and keeps the result.
 
         Each member has begun to `Collective.tell` the last step of its contribution and its weight (as `bits`).
-        Called again for a retry, with the same contribution. Returns the digest (hex) of the result and of the scrubbed
-        part of the committed state. Raises what ``collective`` raises, and `Damaged`.
+        Called again for a retry, with the same contribution. Raises what ``collective`` raises, and `Damaged`.
         """
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
@@ -140,12 +154,15 @@ class Fingerprint:
         initial: digest of the initial committed state (version 0), to spare the fetch where it is equal.
         fragments: number of fragments.
         period: inner steps from one outer step of fragment 0 to the next, at most; None: not known. Need not agree.
+        arithmetic: digest of what this machine computes in a probe, where replicas should stay equal. Need not agree:
+            whose differs is told, and made equal again now and then.
     """
 
     lines: Mapping[str, str]
     initial: str
     fragments: int = 1
     period: int | None = None
+    arithmetic: str = ""
 
 
 class ReplicaGroup(Protocol):

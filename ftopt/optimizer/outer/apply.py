@@ -47,11 +47,18 @@ class Applier:
         before, version = fragment.applied, state.meta.version
         self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self._shared.inner_step())
         start = self._shared.committed_memory.place(fragment.view.cast(state.anchor))
+        if state.live is not None:
+            for other in self._shared.fragments[fragment.index + 1 :]:  # what they hold is older than that model
+                self.apply(other, early=True)
         mixes = counted and since == fragment.overlap.delay and not self._schedule.averages(fragment)
         alpha = fragment.overlap.mix if mixes else None
         nothing_pending = not fragment.pending_steps
         try:
-            if nothing_pending and (alpha is None or since):
+            if fragment.by_job and (state.fetched or not counted):
+                # All replicas have taken these steps alike: the anchor has them already, and what it lacks comes, with
+                # the model, from a peer (`GradientFragment.follow`).
+                self._discard(fragment, fragment.pending_steps if reset else 0, "reset")
+            elif nothing_pending and (alpha is None or since):
                 fragment.view.write(start)
             elif reset or (not fragment.carries_over and version != before.meta.version):
                 self.drop(fragment, start, "reset" if reset else "taken_over")

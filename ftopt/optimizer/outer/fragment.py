@@ -176,6 +176,11 @@ class Fragment:
             if self.state is on:
                 self.result = result
 
+    def compared(self, version: int, on: CommittedState) -> tuple[str, float]:
+        """Digest and largest absolute value of what members must hold alike beside the committed state ``on``, where an
+        attempt for ``version`` compares that; here nothing."""
+        return "", 0.0
+
     def discard_result(self) -> None:
         """Drops the result of a failed attempt; the snapshot stays (FREEZE)."""
         with self._lock:

@@ -7,7 +7,6 @@ optimizers take one step with the agreed gradient. All that differs from a fragm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -16,8 +15,10 @@ from ftopt.methods import GRADIENT, Method, OuterState, Round
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
-from ftopt.optimizer.outer.state import CommittedState
-from ftopt.optimizer.tensors.gradients import PRESENT, GradientView, Live
+from ftopt.optimizer.outer.state import CommittedState, name_tensors
+from ftopt.optimizer.tensors.digest import digest_and_sums
+from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
+from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.streams import publish
 from ftopt.sync.group import Committed, ReplicaGroup
@@ -29,7 +30,8 @@ class GradientFragment(Fragment):
     """Gradients as a fragment.
 
     Args:
-        live: the model and the inner state, where they are the committed state.
+        live: the model and the inner state, which replicas have alike: peers fetch them with the state.
+        verify_every: the live states are compared in versions that are multiples of it; None: never.
         group: with a global batch a sum of gradients belongs to one version alone.
 
     Attributes:
@@ -47,45 +49,54 @@ class GradientFragment(Fragment):
         counters: Counters,
         *,
         inner: Inner,
-        live: Live | None,
+        live: Live,
+        verify_every: int | None,
         group: ReplicaGroup,
     ) -> None:
         super().__init__(view, method, state, counters)
         self.carries_over = group.global_batch is None
-        self.live, self.stepped = live, state
+        self.live, self.stepped, self._verify_every = live, state, verify_every
         self._inner, self._group = inner, group
 
+    def compared(self, version: int, on: CommittedState) -> tuple[str, float]:
+        """The live state before the step of ``version``. While its contribution is undecided the training thread takes
+        no step; a fetched state ends that (InterruptedError)."""
+        live, every = self.live, self._verify_every
+        if every is None or version % every:
+            return "", 0.0
+        with live.lock:
+            if self.stepped is not on:
+                raise InterruptedError("a fetched state has overtaken the attempt")
+            return live.compared()
+
     def serve(self) -> tuple[str, dict[str, Tensor]]:
-        """The model and inner state as they are, where they are the committed state. LookupError: an inner step that is
-        being applied lasts longer than a second."""
+        """The model and inner state as they are. LookupError: an inner step that is being applied lasts longer than a
+        second."""
         live = self.live
-        if live is None:
-            return super().serve()
         if not live.lock.acquire(timeout=_LOCK_S):
             raise LookupError("an inner step is being applied")
         try:
             state = self.state
             if state.live is not None and self.stepped is not state:  # the model here is still of another version
                 return state.digest, dict(state.live)
-            return live.serve({} if self.stepped is state else state.outer)
+            used = (GRADIENT, PRESENT) if self.stepped is state else ()  # in the model already
+            return live.serve({name: tensor for name, tensor in state.outer.items() if name not in used})
         finally:
             live.lock.release()
 
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
-        """As for parameters; where the model is the committed state, that is what was fetched."""
-        if self.live is None:
-            return super().check(committed, digest, tensors, memory)
+        """A peer's model and inner state."""
         live, held = self.live.check(digest, tensors), self.state
-        return CommittedState(committed, held.anchor, held.outer, digest, held.sums, fetched=True, live=live)
+        outer = {**held.outer, **{name: live[name] for name in held.outer if name in live}}
+        _, sums = digest_and_sums(name_tensors(held.anchor, outer))
+        return CommittedState(committed, held.anchor, outer, digest, sums, fetched=True, live=live)
 
     def follow(self, state: CommittedState) -> None:
         """Takes one step of the inner optimizers with the agreed gradient, or a peer's model in place of this one."""
-        agreed = state.outer
-        with self.live.lock if self.live is not None else nullcontext():
-            if state.fetched:
-                agreed = state.live or {}
-                if self.live is not None and state.live is not None:
-                    self.live.put(state.live)
+        agreed = state.outer if state.live is None else state.live
+        with self.live.lock:
+            if state.live is not None:
+                self.live.put(state.live)
             if GRADIENT in agreed:
                 self.view.give(agreed)
                 self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
@@ -105,7 +116,7 @@ class GradientFragment(Fragment):
 
     def start_at(self, meta: Committed) -> None:
         before = self.applied
-        with self.live.lock if self.live is not None else nullcontext():  # peers may fetch already
+        with self.live.lock:  # peers may fetch already
             super().start_at(meta)
             if self.stepped is before:
                 self.stepped = self.applied

@@ -19,9 +19,9 @@ from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, 
 from ftopt.optimizer.outer.trigger_metrics import methods_own
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import part
-from ftopt.optimizer.tensors.digest import digest_and_sums
+from ftopt.optimizer.tensors.digest import digest_and_sums, largest
 from ftopt.streams import SideStream, reached
-from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Summed
+from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Reduced, Summed
 
 
 class Reduction:
@@ -50,7 +50,7 @@ class Reduction:
     # Steps 3 and 4, on the reducer thread.
 
     @torch.no_grad()
-    def reduce(self, attempt: AttemptView, collective: Collective) -> str:
+    def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
         """Computes this attempt's result from the frozen contribution; keeps it, and returns its digest.
 
         With one fragment the result is the whole committed state, so its digest scrubs that too.
@@ -68,11 +68,17 @@ class Reduction:
                 f"this replica holds version {state.meta.version}"
             )
         with self._reducing.after(snapshot.params.point, fragment.view.device):
+            retry = self._tried.get(fragment.index) == attempt.version and attempt.size > 1
+            if retry:
+                self._check_damage(state)
             result = self._result(attempt, collective, fragment, state, snapshot)
+            live, peak = fragment.compared(attempt.version, state) if attempt.size > 1 else ("", 0.0)
+            if retry:  # two that disagree again need a tie-break
+                peak = max(peak, *map(largest, result.tensors().values()))
         self._tried[fragment.index] = attempt.version
         fragment.prepare(result, state)
         self._committed_memory.release()
-        return result.digest
+        return Reduced(result.digest, live, peak)
 
     def _result(
         self,
@@ -83,8 +89,6 @@ class Reduction:
         snapshot: Snapshot,
     ) -> CommittedState:
         """The reduction, the outer step and the digests."""
-        if self._tried.get(fragment.index) == attempt.version and attempt.size > 1:
-            self._check_damage(state)
         anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
         if attempt.total_weight > 0:
             method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)

@@ -24,7 +24,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from ftopt.methods import Due, Method, own_code
+from ftopt.methods import Due, Method, SyncSGD, own_code
 from ftopt.methods.method import has_scalars, settings_of
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
 from ftopt.optimizer.inner import Inner
@@ -37,10 +37,12 @@ from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import first_agreed
-from ftopt.optimizer.tensors.buffers import part
+from ftopt.optimizer.tensors.arithmetic import arithmetic_of
+from ftopt.optimizer.tensors.buffers import averaged, part
 from ftopt.optimizer.tensors.digest import digest, digest_and_sums
 from ftopt.optimizer.tensors.flat import FlatView
-from ftopt.optimizer.tensors.gradients import PRESENT, GradientView, Live
+from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
+from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
 
@@ -80,14 +82,19 @@ class OuterStep:
         self.fragments = found = shared.fragments
         self.gradients: GradientFragment | None = None
         self.live: Live | None = None
+        self._arithmetic = ""
         self.doing = "starting"
         self._group, self._method = group, method
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
-            self.live = Live(inner[1], inner[0]) if not views else None
-            self.gradients = self._gradient_fragment(method.gradients, *inner)
+            buffers = averaged(inner[1]) if views and method.buffers == "mean" else []
+            live = Live(inner[1], inner[0], buffers=buffers)
+            self.live = live if not views else None
+            self.gradients = self._gradient_fragment(method.gradients, *inner, live)
             found.append(self.gradients)
+            if self._verify_every(method):
+                self._arithmetic = arithmetic_of(inner[0], next(inner[1].parameters()))
         by_job = self.gradients is not None
         for view in views:
             found.append(Fragment(view, method, self._initial(view, method, len(found)), self.counters, by_job=by_job))
@@ -99,11 +106,18 @@ class OuterStep:
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
 
-    def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module) -> GradientFragment:
-        view, live = GradientView(model), self.live
+    def _gradient_fragment(self, method: Method, inner: Inner, model: nn.Module, live: Live) -> GradientFragment:
+        view = GradientView(model)
         present = {PRESENT: torch.zeros(view.numel - view.trained, device=view.device)}
-        state = self._initial(view, method, 0, None if live is None else live.digest(), present)
-        return GradientFragment(view, method, state, self.counters, inner=inner, live=live, group=self._group)
+        state = self._initial(view, method, 0, live.digest(), present)
+        every = self._verify_every(method)
+        return GradientFragment(
+            view, method, state, self.counters, inner=inner, live=live, verify_every=every, group=self._group
+        )
+
+    @staticmethod
+    def _verify_every(method: Method) -> int | None:
+        return method.verify_every if isinstance(method, SyncSGD) else None
 
     def _initial(
         self,
@@ -147,7 +161,9 @@ class OuterStep:
         if len(self.fragments) > 1:
             initial = _short(fragment.state.digest for fragment in self.fragments)
         period = self.fragments[0].timing.period
-        return Fingerprint(lines=lines, initial=initial, fragments=len(self.fragments), period=period)
+        return Fingerprint(
+            lines=lines, initial=initial, fragments=len(self.fragments), period=period, arithmetic=self._arithmetic
+        )
 
     def anchor_digest(self) -> str:
         """The digest of all fragments' committed states, or of the model where that is the committed state."""
@@ -203,10 +219,18 @@ class OuterStep:
                     self._wait(fragment.index, timeout_s)
                     self.freezer.release(fragment)
                     acted = True
+                if not self._in_step():
+                    break
         except BaseException:
             self.freezer.thaw()
             raise
         return acted
+
+    def _in_step(self) -> bool:
+        """Whether the step with the agreed gradient has been taken. If not, this replica is behind the others: its
+        parameters are not to be averaged with theirs before it has what they have."""
+        first = self.gradients
+        return first is None or (first.state is first.applied and not self._group.outstanding(0))
 
     def _attend(
         self, fragment: Fragment, largest_lr: Callable[[], float], wait: list[tuple[Fragment, float | None]]

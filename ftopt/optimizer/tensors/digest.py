@@ -8,6 +8,7 @@ block instead of 65,536. Meant against broken memory and wrong states, not again
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import torch
@@ -85,6 +86,14 @@ def digest_and_sums(
         sha.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         sha.update(sums[name].numpy().astype("<i8").tobytes())
     return sha.hexdigest(), sums
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value; infinity for a NaN, 0 for nothing."""
+    if not tensor.numel():
+        return 0.0
+    found = max(abs(float(end)) for end in torch.aminmax(tensor.detach()))
+    return math.inf if math.isnan(found) else found
 
 
 def damage(tensor: Tensor, sums: Tensor) -> list[slice]:

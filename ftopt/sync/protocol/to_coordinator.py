@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -36,6 +37,7 @@ class Hello:
     fragment 0, ``cursor`` is the highest that it has received, ``wants`` how many units it wants to hold. With a global
     batch: ``units`` is the sender's share of the plan ``plan`` for the next version. ``adopted_by``: of a sender that
     resumes from a checkpoint: replica that does not come back -> replica that takes over its pending units (ADOPT).
+    ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; "" elsewhere.
     ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
     cannot be read.
     """
@@ -67,6 +69,7 @@ class Hello:
     units: UnitRanges = ()
     checkpoint: Position | None = None
     adopted_by: Annotated[tuple[tuple[Name, Name], ...], at_most(limits.MAX_REPLICAS)] = ()
+    arithmetic: Word = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,15 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    """The sender holds what applying needs. ``digest``: the agreed one. ``live``: of its model and inner state, where
+    they are the committed state and this version compares them, else "". ``peak``: the largest absolute value of what
+    is compared, for a tie; 0 where none was looked for."""
+
     fragment: FragmentIndex
     attempt: Number
     digest: Word
+    live: Word = ""
+    peak: Annotated[float, within(math.inf)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import queue
+import sys
 import threading
 from concurrent.futures import Future
 
@@ -92,7 +93,7 @@ class Reducer:
             group = self._group(q)
             before = group.sent_bytes
             group.tell([start.contribution.last_step, *bits([attempt.weight])])
-            digest = shell.host.reduce(attempt, group)
+            reduced = shell.host.reduce(attempt, group)
             rows = [row[:1] for row in group.told()]
             self._sent_bytes += group.sent_bytes - before
             data = {"wire_bytes": self._sent_bytes}
@@ -110,7 +111,10 @@ class Reducer:
             shell.fail("the reducer thread", error)
             self._failed(q, f"{error!r}")
         else:
-            shell.act(lambda machine: machine.reduced(q.fragment, q.attempt, digest, rows))
+            live, peak = reduced.live, min(reduced.peak, sys.float_info.max)
+            shell.act(
+                lambda machine: machine.reduced(q.fragment, q.attempt, reduced.digest, rows, live=live, peak=peak)
+            )
         finally:
             with self._lock:
                 self._users.pop(q.attempt, None)

@@ -149,6 +149,7 @@ class Session:
             fragments=fingerprint.fragments,
             address=address,
             samples=self.samples,
+            arithmetic=fingerprint.arithmetic,
         )
         self.machine, self.opened = Replica(identity), True
         if resumed is not None:

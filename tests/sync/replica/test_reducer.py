@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ftopt.sync.group import AttemptView, Collective, Host
+from ftopt.sync.group import AttemptView, Collective, Host, Reduced
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as p
 from ftopt.sync.replica.reducer import Reducer
@@ -44,13 +44,13 @@ class Alone:
     def host(self) -> Host:
         return self  # type: ignore[return-value]
 
-    def reduce(self, attempt: AttemptView, collective: Collective) -> str:
-        return "digest"
+    def reduce(self, attempt: AttemptView, collective: Collective) -> Reduced:
+        return Reduced("digest")
 
     def act(self, event: Callable[[Any], Any]) -> None:
         event(self)
 
-    def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> None:
+    def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]], **_: Any) -> None:
         self.heard.put(("reduced", attempt))
 
     def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str) -> None:

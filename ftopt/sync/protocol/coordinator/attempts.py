@@ -66,7 +66,7 @@ class Attempt:
     advance: int
     started_s: float
     reported_s: float = -math.inf
-    prepared: dict[str, str] = field(default_factory=dict)
+    prepared: dict[str, m.Prepared] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     ranges: Ranges = ()
     plan: int = 0
@@ -80,7 +80,7 @@ class Attempt:
             return None
         if not self.alive():
             return Failure("all members were lost")
-        digest, count = Counter(self.prepared.values()).most_common(1)[0]
+        digest, count = Counter(x.digest for x in self.prepared.values()).most_common(1)[0]
         if count == len(self.members):
             return RoundOutcome(digest)
         return Disagreement(digest if 2 * count > len(self.members) else "")

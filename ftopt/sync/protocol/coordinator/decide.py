@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.apart import apart, chosen
 from ftopt.sync.protocol.coordinator.attempts import Attempt, AttemptNumbers, Failure, RoundOutcome
 from ftopt.sync.protocol.coordinator.effects import CoordinatorEffect, Effects, Emit
 from ftopt.sync.protocol.coordinator.gather import Formed, Gather
@@ -33,6 +35,7 @@ class Decide:
         self._versions, self._roster, self._sync = gather.versions, gather.roster, gather.sync
         self._gather, self._assignment, self._numbers = gather, gather.assignment, numbers
         self._usual_s = 0.0
+        self._apart: frozenset[str] = frozenset()
         self._group = 0
         self._group_key: object = None
 
@@ -90,7 +93,7 @@ class Decide:
         if a is None or a.attempt != message.attempt:
             return
         if member.incarnation_id in a.incarnation_ids and member.replica not in a.lost:
-            a.prepared[member.replica] = message.digest
+            a.prepared[member.replica] = message
             a.reported_s = now
 
     def fail(self, now: float, member: Member, message: m.Failed) -> Effects:
@@ -121,9 +124,10 @@ class Decide:
     def find(self, replica: str, prepared: m.PreparedAttempt) -> bool:
         """A member is back with what it had prepared; returns whether that is the current version by now."""
         a, last = self.attempt, self._versions.last
-        if a and prepared.attempt == a.attempt and a.prepared.get(replica) == prepared.digest:
+        known = a.prepared.get(replica) if a else None
+        if a and known and (known.attempt, known.digest) == (prepared.attempt, prepared.digest):
             a.lost.discard(replica)
-        return (prepared.attempt, prepared.digest) == (last.attempt, last.digest)
+        return (prepared.attempt, prepared.digest) == (last.attempt, last.digest) and replica not in self._apart
 
     # ------------------------------------------------------------ step 5
 
@@ -139,14 +143,15 @@ class Decide:
             return self._abort(now, a, verdict.reason)
         if isinstance(verdict, RoundOutcome):
             return self._commit(a, verdict.digest)
-        effects = [self._event("mismatch", a, digests=dict(a.prepared), votes=dict(Counter(a.prepared.values())))]
+        digests = {replica: a.prepared[replica].digest for replica, _ in a.members}
+        effects = [self._event("mismatch", a, digests=digests, votes=dict(Counter(digests.values())))]
         if verdict.majority:
             effects += self._abort(now, a, "the digests differ")
             return effects + self._evict(a, verdict.majority)
         self._gather.ties += 1
         if self._gather.ties < 2:
             return effects + self._abort(now, a, "the digests differ")
-        return effects + self._commit(a, a.prepared[a.alive()[0]])
+        return effects + self._commit(a, chosen(digests, a.prepared, a.alive()))
 
     def deadline_s(self, stepped_s: float) -> float:
         """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
@@ -195,7 +200,7 @@ class Decide:
     def _evict(self, a: Attempt, majority: str) -> Effects:
         """A member that disagrees twice with the majority fetches before it takes part again."""
         effects: Effects = []
-        for replica in (replica for replica, digest in a.prepared.items() if digest != majority):
+        for replica in (replica for replica, report in a.prepared.items() if report.digest != majority):
             self._gather.disagreed[replica] += 1
             member = self._roster.members.get(replica)
             if self._gather.disagreed[replica] >= 2 and member is not None:
@@ -224,7 +229,9 @@ class Decide:
         self.undropped = {r: i for r, i in self.undropped.items() if (r, i) not in a.drop}
         self._overtake(a)
         members = self._roster.present(a.members)
-        holders = [x for x in members if a.prepared[x.replica] == digest]
+        agreed = {replica: a.prepared[replica] for replica, _ in a.members if a.prepared[replica].digest == digest}
+        effects, self._apart = self._compare(a, agreed)
+        holders = [x for x in members if x.replica in agreed and x.replica not in self._apart]
         for member in members:
             member.counted = (member.counted or {}) | {self._fragment: a.version}
         for member in holders:
@@ -239,7 +246,23 @@ class Decide:
         data: dict[str, Any] = {"inner_step": d.inner_step, "members": [list(x) for x in d.members], "digest": digest}
         data |= {"chain": d.chain, "away": sorted(a.lost), **counted.data}
         commit = send(holders, m.Commit(self._fragment, a.version, a.attempt, digest, d.chain))
-        return [d, self._event("decide", a, **data), *commit, *counted.effects]
+        return [d, *effects, self._event("decide", a, **data), *commit, *counted.effects]
+
+    def _compare(self, a: Attempt, reports: Mapping[str, m.Prepared]) -> tuple[Effects, frozenset[str]]:
+        """Live states that should be equal and are not: the members that get no commit, but fetch what the others
+        have. Whether the result is theirs, too, does not matter: it was agreed on."""
+        known = {x.replica: x.arithmetic for x in self._roster.present(a.members)}
+        found = apart(reports, known, a.alive())
+        if found is None:
+            return [], frozenset()
+        effects: Effects = []
+        for replica, reason in found.faulty.items():
+            data = {"reason": reason, "peak": reports[replica].peak, "fetches": replica in found.others}
+            incarnation = dict(a.members)[replica]
+            effects.append(Emit("diverged", replica, incarnation, self._fragment, a.version, a.attempt, data=data))
+        if unlike := [x for x in found.others if x not in found.faulty]:
+            effects.append(self._event("equalized", a, of=unlike, to=list(found.like)))
+        return effects, frozenset(found.others)
 
     def _overtake(self, a: Attempt) -> None:
         """The next quorum waits for a member that came to hold the version when the attempt had begun."""

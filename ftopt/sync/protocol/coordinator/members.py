@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.assignment import Assignment
@@ -58,6 +59,7 @@ class Members:
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
             return self.fork(member, hello.positions)
         member.address, member.leaving, member.stalled_at = hello.address, False, None
+        unlike = self._unlike(member, hello.arithmetic)
         member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
         if member.counted is None:
             member.counted = {r.fragment: r.at.version for r in self.rounds} if hello.incarnation else {}
@@ -67,10 +69,27 @@ class Members:
         effects: Effects = [
             SendTo(conn, m.Welcome(epoch, member.incarnation, incarnation_ids, gone)),
             Emit(name, *member.incarnation_id, inner_step=top.last.inner_step, version=top.at.version),
+            *unlike,
         ]
         for r in self.rounds:
             effects += r.place(member, hello, initial_source=initial_source)
         return effects + self.assignment.admit(member, hello)
+
+    def _unlike(self, member: Member, arithmetic: str) -> Effects:
+        """Its machine computes other bits than that of a replica that is here: said once for each incarnation."""
+        known, member.arithmetic = member.arithmetic, arithmetic
+        others = [x for x in self.roster.connected() if x is not member and x.arithmetic]
+        if known or not arithmetic or not others:
+            return []
+        if Counter(x.arithmetic for x in others).most_common(1)[0][0] == arithmetic:
+            return []
+        others = [x for x in others if x.arithmetic != arithmetic]
+        names = ", ".join(x.replica for x in others)
+        reason = (
+            f"the machine of {member.replica} rounds otherwise than those of {names}: the same steps give other bits, "
+            "so that their models drift apart by rounding; every verify_every-th version they are made equal again"
+        )
+        return [Emit("unlike", *member.incarnation_id, data={"reason": reason, "others": [x.replica for x in others]})]
 
     def off_branch(self, position: m.Position) -> bool:
         """CHAIN: whether a position is not on this job's history."""

@@ -25,6 +25,8 @@ class Member:
     incarnation: int
     conn: int | None = None
     address: str = ""
+    arithmetic: str = ""
+    """Digest of what its machine computes in a probe; "" where none is asked for."""
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0

@@ -19,3 +19,4 @@ class Identity:
     fragments: int = 1
     address: str = ""
     samples: Samples | None = None
+    arithmetic: str = ""

@@ -133,6 +133,7 @@ class Replica:
             plan=lease.share(first).plan,
             units=lease.share(first).units,
             checkpoint=None if self.complete else self.checkpoint,
+            arithmetic=me.arithmetic,
         )
 
     def connect(self) -> list[e.ReplicaEffect]:
@@ -191,15 +192,17 @@ class Replica:
 
     # ------------------------------------------------------------ the reducer and the fetcher
 
-    def reduced(self, fragment: int, attempt: int, digest: str, rows: list[list[int]]) -> list[e.ReplicaEffect]:
-        """Step 4: the reduction ended; ``rows`` holds each member's last step, in rank order."""
+    def reduced(
+        self, fragment: int, attempt: int, digest: str, rows: list[list[int]], *, live: str = "", peak: float = 0.0
+    ) -> list[e.ReplicaEffect]:
+        """Step 4: the reduction ended; ``rows`` holds each member's last step, in rank order. Others: `m.Prepared`."""
         f = self.fragments[fragment]
         q = f.quorum
         if q is None or q.attempt != attempt or f.record is None:
             return self.reduce_failed(fragment, attempt, reason="the attempt is over")
         agreed, record = agree(f.record, q, f.members, rows, digest)
         f.become_prepared(PreparedResult(attempt, agreed, record))
-        return self._send(m.Prepared(fragment, attempt, agreed))
+        return self._send(m.Prepared(fragment, attempt, agreed, live, peak))
 
     def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str = "") -> list[e.ReplicaEffect]:
         """The reduction failed here, or was stopped: then the coordinator learns that the reducer is free again."""

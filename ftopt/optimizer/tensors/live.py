@@ -1,0 +1,132 @@
+"""The model and inner state of replicas that take every step alike: served, fetched, compared."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.optimizer.inner import Inner, device_of
+from ftopt.optimizer.tensors.digest import block_sums, digest, largest
+from ftopt.optimizer.tensors.flat import FlatView, local, trainable
+from ftopt.streams import used_here
+
+_PARAMS, _INNER, _NUMBER = "params", "inner.", "number."
+_CHUNK = 1 << 20
+"""Elements that are compared at a time: in a CPU's cache."""
+
+
+class Live:
+    """The model and the inner optimizers' state, which all replicas have alike, since they step alike.
+
+    They change with every step, so that peers are served a copy made between two steps. ``lock`` is held while a step
+    is applied.
+
+    Args:
+        buffers: names of buffers that belong to it, since they are averaged. Others are each replica's own.
+    """
+
+    def __init__(self, model: nn.Module, inner: Inner, *, buffers: Collection[str] = ()) -> None:
+        self.lock = threading.Lock()
+        self._view = FlatView(model, buffers=buffers)
+        self._inner = inner
+        names = {id(p): name for name, p in trainable(model)}
+        self._owners = [
+            (names[id(p)], p, group, optimizer)
+            for optimizer in inner.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in names
+        ]
+
+    def digest(self) -> str:
+        """The digest of the model and the inner state as they are."""
+        return digest(self._copies())
+
+    @torch.no_grad()
+    def compared(self) -> tuple[str, float]:
+        """A digest of the parameters and the inner state as they are, and their largest absolute value (infinity for
+        NaN). Nothing of their size is allocated. The lock must be held."""
+        sha, peak = hashlib.sha256(), 0.0
+        named = sorted(self._compared_tensors(), key=lambda item: (str(item[1].dtype), str(item[1].device), item[0]))
+        for _, run in groupby(named, key=lambda item: (item[1].dtype, item[1].device)):
+            items = list(run)
+            sha.update("\0".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in items).encode())
+            for chunk in _chunks([tensor for _, tensor in items]):
+                sha.update(block_sums(chunk).numpy().astype("<i8").tobytes())
+                peak = max(peak, largest(chunk))
+        return sha.hexdigest(), peak
+
+    def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
+        """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held."""
+        tensors = self._copies() | dict(agreed)
+        return digest(tensors), tensors
+
+    def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""
+        params = tensors.get(_PARAMS)
+        if params is None or params.dtype != torch.float32 or tuple(params.shape) != (self._view.numel,):
+            raise ValueError("the fetched model does not fit this one; give all replicas the same model")
+        own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        if (found := digest(own)) != claimed:
+            raise ValueError(
+                f"the fetched model has digest {found[:12]}, expected {claimed[:12]}; it was damaged on the way; "
+                "fetch it again"
+            )
+        return own
+
+    @torch.no_grad()
+    def put(self, fetched: Mapping[str, Tensor]) -> None:
+        """Replaces model and inner state by a peer's. Training thread, under the lock."""
+        used_here(fetched.values())
+        self._view.write(fetched[_PARAMS].to(self._view.device))
+        for name, parameter, group, optimizer in self._owners:
+            state: dict[str, object] = {}
+            for key, tensor in fetched.items():
+                place, _, what = key.rpartition("/")
+                if place != _INNER + name:
+                    continue
+                if what.startswith(_NUMBER):
+                    state[what.removeprefix(_NUMBER)] = tensor.item()
+                else:
+                    state[what] = tensor.to(device_of(what, tensor, parameter, group), copy=True)
+            optimizer.state[parameter] = state
+
+    def _copies(self) -> dict[str, Tensor]:
+        tensors = {_PARAMS: self._view.read(self._view.empty())}
+        return tensors | {_INNER + name: tensor.detach().clone() for name, tensor in self._inner_tensors()}
+
+    def _compared_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((name, local(parameter)) for name, parameter, _, _ in self._owners)
+        for name, tensor in self._inner_tensors():
+            own = local(tensor)
+            yield name, own if type(own) is Tensor else own.dequantize()
+
+    def _inner_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter, _, optimizer in self._owners:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{name}/{key}", value
+                elif isinstance(value, int | float):
+                    yield f"{name}/{_NUMBER}{key}", torch.tensor(float(value), dtype=torch.float64)
+
+
+def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Tensors of one dtype and device as flat pieces: large ones cut, small ones joined."""
+    small, size = list[Tensor](), 0
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        if small and size + flat.numel() > _CHUNK:
+            yield torch.cat(small)
+            small, size = [], 0
+        if flat.numel() >= _CHUNK:
+            yield from torch.split(flat, _CHUNK)
+        elif flat.numel():
+            small.append(flat)
+            size += flat.numel()
+    if small:
+        yield torch.cat(small)
