@@ -5,6 +5,7 @@ Steps are counted by hand; a result is the set of contributions in it. No clock 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ftopt.sync.protocol import messages as m
@@ -28,7 +29,7 @@ M = TypeVar("M")
 class Seat:
     """A replica's machine, and its connection."""
 
-    def __init__(self, table: Table, name: str, initial: str = "init") -> None:
+    def __init__(self, table: Table, name: str, initial: str = "init", *, arithmetic: str = "") -> None:
         self.table = table
         self.name = name
         self.machine = Replica(
@@ -41,6 +42,7 @@ class Seat:
                 fragments=table.fragments,
                 address=name,
                 samples=table.samples,
+                arithmetic=arithmetic,
             )
         )
         self.machine.lease.wants = table.wants
@@ -167,12 +169,13 @@ class Seat:
             assert unit is not None and self.unit_queue.draw(unit)
         self.unit_queue.use()
 
-    def reduce(self, digest: str = "sum") -> r.StartReduce:
-        """Takes the quorum in, reduces, and prepares."""
+    def reduce(self, digest: str = "sum", *, live: str = "", peak: float = 0.0) -> r.StartReduce:
+        """Takes the quorum in, reduces, and prepares. ``live``, ``peak``: of what it compares beside the result."""
         self.take()
         start = self.pop(r.StartReduce)
         rows = [[self.table.last_step(incarnation_id, start)] for incarnation_id in start.members]
-        self.do(self.machine.reduced(start.quorum.fragment, start.quorum.attempt, digest, rows))
+        at = start.quorum
+        self.do(self.machine.reduced(at.fragment, at.attempt, digest, rows, live=live, peak=peak))
         return start
 
     def fetch(self, source: Seat, fragment: int = 0) -> None:
@@ -207,9 +210,9 @@ class Table:
         self.told: list[e.Emit] = []
         self.coordinator = Coordinator("j", now=self.now)
 
-    def start(self, *names: str) -> list[Seat]:
-        """A job of these replicas, started, nobody behind."""
-        seats = [Seat(self, name) for name in names]
+    def start(self, *names: str, kinds: Mapping[str, str] | None = None) -> list[Seat]:
+        """A job of these replicas, started, nobody behind. ``kinds``: of their machines."""
+        seats = [Seat(self, name, arithmetic=(kinds or {}).get(name, "")) for name in names]
         for seat in seats:
             seat.open()
         for seat in seats:
