@@ -11,7 +11,7 @@ so that all replicas step the same parameters, and weight decay and momentum do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
