@@ -9,16 +9,20 @@ from ftopt.errors import UserError
 
 COORDINATOR = "coordinator"
 POINTS = (
-    "inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply", "aggregated", "fetch",
-    "serve",
+    "inner", "propose", "gather", "reduce", "payload", "reduce.after", "prepare", "commit", "apply", "aggregated",
+    "fetch", "serve",
 )  # fmt: skip
 COORDINATOR_POINTS = ("join", "quorum", "decide", "abort")
 ACTIONS = ("kill", "stop", "hang", "partition", "corrupt", "nan", "slow")
 COORDINATOR_ACTIONS = ("kill", "stop", "partition")
 GRADIENT_KINDS = ("noise", "bit", "stuck", "bias")
-WHAT = {"corrupt": ("sum", "result", "anchor", "outer", *GRADIENT_KINDS), "nan": ("params", "grads")}
-_AT = {"sum": "reduce.after", "result": "prepare", "grads": "inner", **dict.fromkeys(GRADIENT_KINDS, "aggregated")}
-_DEFAULT = {"reduce.after": "sum", "prepare": "result", "aggregated": "noise"}
+FLIPPED = ("params", "grads", "inner", "payload", "sum", "result", "anchor", "outer")
+WHAT = {"corrupt": (*FLIPPED, *GRADIENT_KINDS), "nan": ("params", "grads")}
+_AT = {"grads": "inner", "payload": "payload", "sum": "reduce.after", "result": "prepare"} | dict.fromkeys(
+    GRADIENT_KINDS, "aggregated"
+)
+_DEFAULT = {"payload": "payload", "reduce.after": "sum", "prepare": "result", "aggregated": "noise"}
+_BITS = 32
 _LASTING = ("stop", "hang", "partition")
 
 
@@ -36,15 +40,20 @@ class Fault:
         rejoin_s: seconds until ``ftopt run`` restarts a killed process; null: never.
         incarnation: the incarnation of the replica that it aims at; 1 is the first, 2 its successor.
         journal: ``keep`` or ``delete``, for a killed coordinator that rejoins.
-        what: where ``corrupt`` flips a bit: ``sum`` (the reduced payloads; at ``reduce.after``, default there),
-            ``result`` (what was prepared, after its digest was computed; at ``prepare``, default there), ``anchor``
-            (default) or ``outer`` (the committed state); where ``nan`` puts one: ``params`` (default) or ``grads``. Or
+        what: where ``corrupt`` flips a bit: ``anchor`` (default) or ``outer`` (the committed state), ``params``,
+            ``inner`` (the inner optimizer's state), ``grads`` (at ``inner``), ``payload`` (this replica's, about to be
+            reduced; at ``payload``, default there), ``sum`` (the reduced payloads; at ``reduce.after``, default
+            there), ``result`` (what was prepared, after its digest was computed; at ``prepare``, default there); where
+            ``nan`` puts one: ``params`` (default) or ``grads``. Or
             how ``corrupt`` changes this replica's copy of the agreed gradient (at ``aggregated``, for methods that
             exchange gradients): ``noise`` (normal, of variance ``size``, on every element; default there), ``bit`` (one
             flipped bit), ``stuck`` (always the same element is ``size``), ``bias`` (``size`` on top of every element).
         times: number of strikes, for ``corrupt`` and ``nan``; null: unlimited. Default 1.
         every: strikes at every so many of the point's events, for ``corrupt`` and ``nan``. Default 1.
         size: of ``noise``, ``stuck`` and ``bias``, see ``what``.
+        bit: which one is flipped, 0 to 31, the highest exponent bit is 30. Default 22, the highest of the mantissa.
+        element: whose bit is flipped, counted through all of ``what``, from its start again beyond its end. Default:
+            the greatest in magnitude.
         factor: ``slow``: how many times as long an inner step takes.
 
     Raises:
@@ -63,6 +72,8 @@ class Fault:
     times: int | None = 1
     every: int = 1
     size: float | None = None
+    bit: int | None = None
+    element: int | None = None
     factor: float | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +136,14 @@ class Fault:
             raise UserError(
                 f"size={self.size} with what={self.aim or None!r}; noise needs a variance above 0, stuck and bias a "
                 "number, nothing else has one"
+            )
+
+        flips = self.do == "corrupt" and self.aim in FLIPPED
+        wrong = not 0 <= (self.bit or 0) < _BITS or (self.element or 0) < 0
+        if wrong or (not flips and (self.bit is not None or self.element is not None)):
+            raise UserError(
+                f"bit={self.bit}, element={self.element} with do={self.do!r}, what={self.aim or None!r}; a bit is 0 to "
+                f"{_BITS - 1}, an element at least 0, for corrupt with what one of {', '.join(FLIPPED)}"
             )
 
     def target(self, ids: Sequence[str]) -> str | None:

@@ -19,8 +19,10 @@ from ftopt.faults.spec import GRADIENT_KINDS, Fault
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.replica.client import Client
 
-_BIT = 1 << 22
+BIT = 22
 """The highest bit of a float's mantissa: the number changes by up to a half."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[str, Action]:
@@ -39,7 +41,18 @@ def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[
             gradients = [p.grad for p in trained() if p.grad is not None]
             corrupt(gradients, fault.aim, fault.size or 0.0, chance)
         else:
-            flip_bit(_target(core.started(), event.fragment or 0, fault.aim))
+            bit = BIT if fault.bit is None else fault.bit
+            flip_bit(targets(fault.aim, event.fragment or 0), bit=bit, element=fault.element)
+
+    def targets(what: str, fragment: int) -> list[Tensor]:
+        match what:
+            case "params":
+                return [p.data for p in trained()]
+            case "grads":
+                return [p.grad for p in trained() if p.grad is not None]
+            case "inner":
+                return _inner_state(core.inner.optimizers, trained())
+        return _outer_tensors(core.started(), fragment, what)
 
     @torch.no_grad()
     def nan(fault: Fault, event: Event) -> None:
@@ -55,24 +68,53 @@ def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[
     return {"corrupt": change, "nan": nan, "partition": partition}
 
 
-def _target(outer: OuterStep, index: int, what: str) -> Tensor:
+def _inner_state(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """What the inner optimizers keep of each element: momenta, second moments."""
+    states = [optimizer.state[p] for p in parameters for optimizer in optimizers if p in optimizer.state]
+    kept = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+    return [t for t in kept if t.dim() and t.is_floating_point()]
+
+
+def _outer_tensors(outer: OuterStep, index: int, what: str) -> list[Tensor]:
     fragment = outer.fragments[index]
-    match what:
-        case "anchor":
-            return fragment.state.anchor
-        case "outer":
-            return max(fragment.state.outer.values(), key=lambda t: float(t.abs().max()))
-        case "sum":
-            assert outer.reduction.reduced is not None
-            return outer.reduction.reduced
-    assert fragment.result is not None
-    return fragment.result.anchor
+    if what in ("payload", "sum"):
+        assert outer.reduction.reduced is not None
+        return [outer.reduction.reduced]
+    if what == "result":
+        assert fragment.result is not None
+        # Of a fragment of gradients the anchor is 0; what counts is the agreed gradient, which is its outer state.
+        gradients = fragment is outer.gradients
+        return list(fragment.result.outer.values()) if gradients else [fragment.result.anchor]
+    if fragment is outer.gradients and len(outer.fragments) > 1:
+        fragment = outer.fragments[1]
+    state = fragment.state
+    return [state.anchor] if what == "anchor" else [t for t in state.outer.values() if t.is_floating_point()]
 
 
-def flip_bit(flat: Tensor) -> None:
-    """Flips one bit of the fp32 tensor's greatest element, in place."""
-    index = int(flat.abs().argmax())
-    flat.view(torch.int32)[index] ^= _BIT
+def flip_bit(tensors: Sequence[Tensor], *, bit: int = BIT, element: int | None = None) -> None:
+    """Flips one bit of one element of the tensors, in place; nothing if they have none.
+
+    Args:
+        bit: from 0; of narrower elements than fp32 modulo their width.
+        element: counted through all tensors, modulo their number. Default: the greatest in magnitude.
+    """
+    tensors = [t for t in tensors if t.numel()]
+    if not tensors:
+        return
+    if element is None:
+        target = max(tensors, key=lambda t: float(t.abs().max()))
+        element = int(target.abs().argmax())
+    else:
+        element %= sum(t.numel() for t in tensors)
+        for target in tensors:
+            if element < target.numel():
+                break
+            element -= target.numel()
+    width = target.element_size()
+    bit %= 8 * width
+    mask = -(1 << bit) if bit == 8 * width - 1 else 1 << bit
+    place = torch.unravel_index(torch.tensor(element), target.shape)
+    target.view(_INTEGERS[width])[place] ^= mask
 
 
 def corrupt(tensors: Sequence[Tensor], how: str, size: float, chance: torch.Generator) -> None:

@@ -138,7 +138,12 @@ def test_the_coordinators_life_stands_for_its_incarnation() -> None:
     [
         ({"point": "nowhere"}, "allowed: inner"),
         ({"do": "corrupt", "what": "sum"}, "allowed: 'reduce.after'"),
-        ({"do": "corrupt", "what": "params"}, "allowed: sum, result, anchor, outer"),
+        ({"do": "corrupt", "what": "weights"}, "allowed: params, grads, inner, payload, sum, result, anchor, outer"),
+        ({"do": "corrupt", "what": "grads", "point": "propose"}, "allowed: 'inner'"),
+        ({"do": "corrupt", "what": "payload"}, "allowed: 'payload'"),
+        ({"do": "corrupt", "bit": 32}, "a bit is 0 to 31"),
+        ({"do": "corrupt", "element": -1}, "an element at least 0"),
+        ({"do": "nan", "bit": 3}, "for corrupt"),
         ({"do": "corrupt", "for_s": 1.0}, "use times"),
         ({"do": "corrupt", "point": "aggregated"}, "a variance above 0"),
         ({"do": "corrupt", "point": "inner", "what": "bit"}, "allowed: 'aggregated'"),

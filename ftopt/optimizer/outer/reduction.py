@@ -29,8 +29,8 @@ class Reduction:
 
     Attributes:
         lossy: payloads go through a codec that rounds.
-        reduced: of a mean that has arrived, the part without an outer step yet; while the event ``reduce.after`` is
-            emitted.
+        reduced: this replica's payload, while the event ``payload`` is emitted; of a mean that has arrived, the part
+            without an outer step yet, while ``reduce.after`` is.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -96,6 +96,9 @@ class Reduction:
             steps: list[pieces.Steps] = []
 
             def begin(mean: Tensor, at: Round) -> Summed | None:
+                self.reduced = mean  # so far this replica's payload
+                self._group.emit("payload", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt)
+                self.reduced = None
                 if averages or method.aggregation is not None or not in_pieces(fragment) or metrics.learns:
                     return None  # the step needs the whole mean
                 steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, memory))

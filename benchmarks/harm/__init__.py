@@ -1,0 +1,144 @@
+"""One flipped bit: in any place, at any moment, under any method; and nothing found where nothing is wrong.
+
+A cell is a run of up to four replicas, threads of one process with the real coordinator, in which one bit of one
+element flips. In line is a cell whose survivors end alike, with a held-out loss within the noise band of clean runs of
+the same method, inner optimizer and codec, and have lost no inner step. The band reaches to 1.25 times the worst of its
+clean runs; these differ in initial parameters and data, and in the number of replicas, which share one batch size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.harm import cells as design
+from benchmarks.harm.cells import SIZES, Cell
+from benchmarks.harm.play import RUN_S, Outcome, run_cell
+from benchmarks.harm.table import Band, Judged, failures, judge, plain, tables
+from benchmarks.harm.workers import in_processes
+from ftopt.cli.output import say
+
+CLEAN_RUNS = 20
+"""Clean runs for a band; a size of the job takes every fourth."""
+RESULT = Path(__file__).parents[1] / "results" / "harm.json"
+_PROGRESS_S = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Work for a process. ``seed``: of what is drawn; None: a clean run. ``data_seed``: of model and data."""
+
+    cell: Cell
+    seed: int | None
+    data_seed: int
+
+
+def do(run: Run) -> Outcome:
+    """One run, in this process."""
+    return run_cell(run.cell, run.seed or 0, flips=run.seed is not None, data_seed=run.data_seed)
+
+
+def hung(reason: str) -> Outcome:
+    """What came of a run that has not come to its end."""
+    return Outcome(float("inf"), False, failed=reason)
+
+
+def configuration(cell: Cell) -> str:
+    """The clean runs that a cell is compared with."""
+    return f"{cell.method}/{cell.inner}/{cell.codec}"
+
+
+def clean_runs(configurations: Iterable[str]) -> list[Run]:
+    """For their bands."""
+    runs = []
+    for name in configurations:
+        method, inner, codec = name.split("/")
+        for seed in range(CLEAN_RUNS):
+            cell = Cell(method, inner, codec, SIZES[seed % len(SIZES)], "params", 0, "inner", "middle", "stays")
+            runs.append(Run(cell, None, seed))
+    return runs
+
+
+def played(title: str, runs: Sequence[Run], jobs: int) -> list[Outcome]:
+    """All runs, with progress."""
+    found = dict[int, Outcome]()
+    began = told = time.monotonic()
+    for number, outcome in in_processes(do, runs, jobs=jobs, limit_s=2 * RUN_S, failed=hung):
+        found[number] = outcome
+        now = time.monotonic()
+        if now > told + _PROGRESS_S:
+            told, left_s = now, (now - began) / len(found) * (len(runs) - len(found))
+            say(f"{title}: {len(found)} of {len(runs)}, {left_s:.0f} s left")
+    say(f"{title}: {len(runs)} runs in {time.monotonic() - began:.0f} s")
+    return [found[number] for number in range(len(runs))]
+
+
+def bands_of(configurations: Iterable[str], jobs: int) -> dict[str, Band]:
+    """Bands by configuration."""
+    names = list(dict.fromkeys(configurations))
+    outcomes = played("clean runs", clean_runs(names), jobs)
+    for run, outcome in zip(clean_runs(names), outcomes, strict=True):
+        if outcome.failed or not outcome.equal:
+            raise RuntimeError(f"a clean run of {run.cell.name}, data seed {run.data_seed}, failed: {outcome}")
+    return {name: Band.of(outcomes[i * CLEAN_RUNS : (i + 1) * CLEAN_RUNS]) for i, name in enumerate(names)}
+
+
+def chosen(words: Sequence[str], seed: int, *, everything: bool) -> list[Cell]:
+    """The cells that the command line asks for: by name, or those of the design, or of the full product, that fit."""
+    named = [design.named(word) for word in words if "/" in word]
+    rest = [word for word in words if "/" not in word]
+    if named and not rest:
+        return named
+    found = design.every() if everything else dict.fromkeys([*design.core(seed), *design.covering(seed)])
+    return [*named, *filter(design.matching(rest), found)]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """[--all] [--cells WORD ...] [--seed N] [--jobs N] [--bands FILE] [--clean N [--each]]"""
+    parser.add_argument("--all", action="store_true", help="the full product, 2.8 million cells")
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="FACTOR=LEVEL[,LEVEL] for those that fit all of these, or cells by their names",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the design and the elements (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--bands", type=Path, metavar="FILE", help="take the noise bands of this earlier result")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the tables and writes the JSON; 1 when a cell is out of line."""
+    try:
+        cells = chosen(arguments.cells, arguments.seed, everything=arguments.all)
+    except ValueError as error:
+        say(str(error))
+        return 2
+    say(f"seed {arguments.seed}: {len(cells)} cells")
+    bands = dict[str, Band]()
+    if arguments.bands:
+        bands = {k: Band(**v) for k, v in json.loads(arguments.bands.read_text())["bands"].items()}
+    bands |= bands_of((c for c in map(configuration, cells) if c not in bands), arguments.jobs)
+    outcomes = played(
+        "cells", [Run(cell, arguments.seed, i % CLEAN_RUNS) for i, cell in enumerate(cells)], arguments.jobs
+    )
+    judged = [judge(c, o, bands[configuration(c)]) for c, o in zip(cells, outcomes, strict=True)]
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(plain(judged, bands), indent=1))
+    return _said(judged)
+
+
+def _said(judged: Sequence[Judged]) -> int:
+    say("\n".join(tables(judged)))
+    bad = failures(judged)
+    say("\n".join(["", *bad, "", f"{len(judged)} cells, {len(bad)} out of line; all of them are in {RESULT}"]))
+    return 1 if bad else 0

@@ -1,0 +1,98 @@
+"""Runs in processes, several at a time; one that hangs is ended, and the others go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_CONTEXT = multiprocessing.get_context("spawn")
+
+
+class _Worker:
+    """A process that does one thing after the other."""
+
+    def __init__(self, do: Callable[[Any], Any]) -> None:
+        self.pipe, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_serve, args=(theirs, do), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.number = -1
+        self.until_s = 0.0
+
+    def begin(self, number: int, what: object, limit_s: float) -> None:
+        self.number, self.until_s = number, time.monotonic() + limit_s
+        self.pipe.send(what)
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.join()
+        self.pipe.close()
+
+
+def _serve(pipe: Connection, do: Callable[[Any], Any]) -> None:
+    warnings.simplefilter("ignore")
+    while True:
+        try:
+            what = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(do(what))
+
+
+def in_processes(
+    do: Callable[[T], R], work: Sequence[T], *, jobs: int, limit_s: float, failed: Callable[[str], R]
+) -> Iterator[tuple[int, R]]:
+    """Gives ``(number, result)`` of each of ``work``, in the order in which they are done.
+
+    Args:
+        do: a module's function.
+        jobs: processes.
+        limit_s: seconds that one may take.
+        failed: makes the result of one that takes longer, or ends its process, from the reason.
+    """
+    todo, workers = iter(enumerate(work)), list[_Worker]()
+    try:
+        for number, what in todo:
+            workers.append(_Worker(do))
+            workers[-1].begin(number, what, limit_s)
+            if len(workers) == jobs:
+                break
+        while workers:
+            next_s = min(worker.until_s for worker in workers) - time.monotonic()
+            ready = wait([worker.pipe for worker in workers], timeout=max(0.0, next_s))
+            for worker in list(workers):
+                if worker.pipe in ready:
+                    number, (alive, result) = worker.number, _received(worker, failed)
+                elif time.monotonic() > worker.until_s:
+                    number, alive, result = worker.number, False, failed("hangs")
+                else:
+                    continue
+                yield number, result
+                workers.remove(worker)
+                if not alive:
+                    worker.end()
+                following = next(todo, None)
+                if following is not None:
+                    again = worker if alive else _Worker(do)
+                    again.begin(*following, limit_s)
+                    workers.append(again)
+                elif alive:
+                    worker.end()
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def _received(worker: _Worker, failed: Callable[[str], R]) -> tuple[bool, R]:
+    try:
+        return True, worker.pipe.recv()
+    except EOFError:
+        worker.process.join()
+        return False, failed(f"its process ended with status {worker.process.exitcode}")
