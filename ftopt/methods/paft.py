@@ -38,7 +38,8 @@ class PAFT(Averaging):
             5, 10 and 50.
         delay: inner steps from the snapshot to the application of the average: 0 (default, PAFT-Sync), or 1, which
             hides the averaging behind the next step (PAFT-Dyn); what the replica does in that step is kept.
-        clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not.
+        clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy of it again if it is longer
+            all the same, since it was corrupted; None (default): not.
         inner_state: the inner optimizer's moments stay with their replica (``keep``, default), or are averaged with the
             parameters (``average``; SGD with momentum, the Adam family, Muon): two or three times the payload, fp32
             only.

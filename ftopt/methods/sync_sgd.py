@@ -36,8 +36,9 @@ class SyncSGD(Method):
 
     Args:
         sync_every: backward passes a round, >= 1. Default 1.
-        clip_norm: the averaged gradient is clipped to this L2 norm; None (default): not. Clipping before ``step()``
-            clips each replica's own.
+        clip_norm: the averaged gradient is clipped to this L2 norm, and each replica's copy of it again if it is longer
+            all the same, since it was corrupted; None (default): not. Clipping before ``step()`` clips each replica's
+            own.
         verify_every: in every so many-th version the replicas compare their models and inner states, which should be
             equal to the bit. Those in the minority take over what the others have (event ``diverged``); replicas whose
             machines round otherwise (``unlike``) are made equal again. >= 1; None: never. Default 50.

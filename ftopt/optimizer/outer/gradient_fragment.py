@@ -6,12 +6,13 @@ optimizers take one step with the agreed gradient. All that differs from a fragm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ftopt.methods import GRADIENT, Method, OuterState, Round
+from ftopt.methods import GRADIENT, Method, OuterState, Round, SyncSGD
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
@@ -24,6 +25,9 @@ from ftopt.streams import publish
 from ftopt.sync.group import Committed, ReplicaGroup
 
 _LOCK_S = 1.0
+_LARGEST = torch.finfo(torch.float32).max
+_ROUNDED = 1.01
+"""So much longer than ``clip_norm`` may a sound copy be: it is rounded to the parameters' dtype."""
 
 
 class GradientFragment(Fragment):
@@ -57,6 +61,8 @@ class GradientFragment(Fragment):
         self.carries_over = group.global_batch is None
         self.live, self.stepped, self._verify_every = live, state, verify_every
         self._inner, self._group = inner, group
+        clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
+        self._clip_norm = _LARGEST if clip_norm is None else clip_norm
 
     def compared(self, version: int, on: CommittedState) -> tuple[str, float]:
         """The live state before the step of ``version``. While its contribution is undecided the training thread takes
@@ -100,9 +106,26 @@ class GradientFragment(Fragment):
             if GRADIENT in agreed:
                 self.view.give(agreed)
                 self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
+                self._check_copy(agreed)
                 self._inner.step(None)
             self.stepped = state
             publish(self.view.device)  # where the model is copied for a peer
+
+    def _check_copy(self, agreed: Mapping[str, Tensor]) -> None:
+        """What the inner optimizers are about to use is this replica's own copy, which may have been corrupted. One
+        longer than what was agreed can be is clipped again; one that is not finite is made anew, and moves nothing if
+        it is not finite then either."""
+        norm, limit = self.view.gradient_norm(), self._clip_norm
+        if norm is None or norm <= _ROUNDED * limit:
+            return
+        if math.isfinite(norm):
+            self.view.multiply_gradients(limit / norm)
+        else:
+            self.view.give(agreed)
+            if not math.isfinite(self.view.gradient_norm() or 0.0):
+                self._inner.zero_grad(set_to_none=True)
+        data = {"norm": norm if math.isfinite(norm) else None}
+        self._group.emit("spoiled", fragment=self.index, inner_step=self.inner_step(), data=data)
 
     def joined(
         self, anchor: Tensor, outer: OuterState, on: CommittedState, mean: Tensor, round: Round

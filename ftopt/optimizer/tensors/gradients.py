@@ -55,6 +55,11 @@ class GradientView(FlatView):
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(part)
 
+    @torch.no_grad()
+    def multiply_gradients(self, factor: float) -> None:
+        """Multiplies the gradients that the parameters have at present."""
+        torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
+
     def read(self, out: Tensor) -> Tensor:
         return out.copy_(self._sum)
 
