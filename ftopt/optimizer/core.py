@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.optimizer.counts import MAX_COUNT, one_number
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
@@ -88,6 +89,7 @@ class Core:
             return self._step_detached(closure)
         if self.group.global_batch is not None:
             return self._step_of_batch(self.group, self.group.global_batch, closure)
+        self.inner.check_rates()
         if self.inner.is_empty_step():
             return self.inner.step(closure)
         if self.closed or self._before_outer is not None:
@@ -113,8 +115,8 @@ class Core:
             loss = self.inner.step(closure)
             last.counted = True
         ended = self._clock()
-        if loss is not None and self._loss is None and isinstance(loss, int | float | Tensor):
-            self._loss = loss
+        if loss is not None and self._loss is None:
+            self._loss = one_number(loss)
         step_s = None if self._ended_at is None else ended - self._ended_at
         tokens = self._tokens
         counted = self._take_counted() if tokens or self._samples else None
@@ -170,6 +172,7 @@ class Core:
                 "step() before the global batch is whole; go through all micro-batches that "
                 "`loader.global_batches()` gives, also those that are inherited"
             )
+        self.inner.check_rates()
         began = self._clock()
         outer.apply()
         self._after_outer_work(outer)
@@ -353,11 +356,16 @@ class Core:
             outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
-        """Adds to what the next step uses; its loss."""
-        if loss is not None:
-            self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+        """Adds to what the next step uses; its loss. UserError: more than can be counted."""
+        life = 0 if self.outer is None else self.outer.counters.tokens
+        for what, sum_ in (("tokens", life + self._tokens + tokens), ("samples", self._samples + samples)):
+            if sum_ > MAX_COUNT:
+                raise UserError(
+                    f"count(): {sum_} {what} in all; at most 2^53 - 1 can be counted; mend what counts them"
+                )
         self._tokens += tokens
         self._samples += samples
+        self._loss = self._loss if loss is None else loss
 
     # What the user is doing, and the anchor in the model.
 

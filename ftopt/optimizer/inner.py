@@ -6,6 +6,7 @@ for the rest) groups follow each other in the order of the list, and parameters 
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -76,13 +77,24 @@ class Inner:
             optimizer.state = defaultdict(dict, part)
 
     def largest_lr(self) -> float:
-        """The largest rate of all groups; 0 if they have none."""
+        """The largest rate of all groups; 0 if they have none. UserError: one is not a finite number."""
         largest = 0.0
         for group in self.param_groups:  # no max(): every step asks
-            rate = group.get("lr", 0.0)
-            if rate > largest:
-                largest = rate
-        return float(largest)
+            rate = group.get("lr")
+            if rate is not None:
+                largest = max(largest, _finite_rate(rate))
+        return largest
+
+    def check_rates(self) -> None:
+        """UserError if a rate is not a finite number, as a scheduler may have left it: before a step has used it. One
+        that is a tensor elsewhere is not waited for: `largest_lr` reads it when it is needed."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                rate = group.get("lr")
+                if type(rate) is float and rate - rate == 0.0:
+                    continue  # as good as always
+                if rate is not None and not (isinstance(rate, Tensor) and rate.device.type != "cpu"):
+                    _finite_rate(rate)
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -166,6 +178,20 @@ class Inner:
             parts.append(list(groups[start : start + count]))
             start += count
         return parts
+
+
+def _finite_rate(rate: object) -> float:
+    try:
+        found = math.nan if isinstance(rate, str | bool) else float(rate)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # what is no number; a tensor of several
+        found = math.nan
+    if not math.isfinite(found):
+        raise UserError(
+            f"lr={rate!r:.60} in a parameter group; must be a finite number; mend the scheduler, or whatever has set "
+            f"it "
+            "(param_group['lr'])"
+        )
+    return found
 
 
 def _finite(tensor: Tensor) -> bool:

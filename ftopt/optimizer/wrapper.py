@@ -7,7 +7,6 @@ state dict is the inner one's with one key more.
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_PRE
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.core import Core
+from ftopt.optimizer.counts import one_number, whole
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
@@ -300,21 +300,22 @@ class OuterOptimizer(Optimizer):
         """Counts what the next ``step()`` uses; call it before that. Tokens go with the contribution.
 
         Args:
-            tokens: added to those of earlier calls before the same step.
+            tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor on
+                the CPU without dimensions; one on a device is refused, since reading it waits for the device.
             samples: likewise.
             loss: the step's, one number; for triggers that go by it (`ftopt.triggers.AdaComm`). A tensor is read at the
-                next outer step, not here. Default: what a closure returns.
+                next outer step, not here. One that is not finite is left out of the mean. Default: what a closure
+                returns.
 
         Raises:
-            UserError: a number that is negative, or not whole.
+            UserError: a number that is negative, not whole, or above 2^53 - 1 in all; a loss that is not one number.
+                Nothing is counted.
         """
-        try:
-            tokens, samples = operator.index(tokens), operator.index(samples)
-        except TypeError:
-            raise UserError(f"count(tokens={tokens!r}, samples={samples!r}); both must be whole numbers") from None
-        if tokens < 0 or samples < 0:
-            raise UserError(f"count(tokens={tokens}, samples={samples}); both must be 0 or more")
-        self._core.count(tokens=tokens, samples=samples, loss=loss)
+        found = None if loss is None else one_number(loss)
+        if loss is not None and found is None:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
+            raise UserError(f"count(loss={shown}); must be one real number; use loss.mean()")
+        self._core.count(tokens=whole("tokens", tokens), samples=whole("samples", samples), loss=found)
 
     @contextmanager
     def busy(self, state: str = "busy") -> Iterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 _SMOOTHING = 0.9
@@ -22,7 +23,7 @@ class StepTotals(NamedTuple):
     ``seconds`` over ``timed`` ones, ``rates`` over ``rated`` ones."""
 
     losses: float | Tensor = 0.0
-    counted: int = 0
+    counted: int | Tensor = 0
     rates_square: float = 0.0
     seconds: float = 0.0
     timed: int = 0
@@ -30,10 +31,13 @@ class StepTotals(NamedTuple):
     rated: int = 0
 
     def plus(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> StepTotals:
-        """Adds one step; its loss, and how many seconds it took, when that is known."""
+        """Adds one step; its loss, if that is finite, and how many seconds it took, when that is known."""
         losses, counted = self.losses, self.counted
-        if loss is not None:
-            losses, counted = losses + (loss.detach().double() if isinstance(loss, Tensor) else loss), counted + 1
+        if isinstance(loss, Tensor):  # not read here; one that is not finite would stay in all sums to come
+            losses = losses + torch.nan_to_num(loss.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+            counted = counted + torch.isfinite(loss).long()
+        elif loss is not None and math.isfinite(loss):
+            losses, counted = losses + loss, counted + 1
         seconds, timed = self.seconds + (step_s or 0.0), self.timed + (step_s is not None)
         rates, rated = self.rates, self.rated
         if math.isfinite(lr):
@@ -51,8 +55,8 @@ class StepTotals(NamedTuple):
         return (self.rates - since.rates) / (rated << _RATE_BITS) if rated else None
 
     def mean_loss(self, since: StepTotals) -> float | None:
-        """The mean of the losses counted after ``since``; None when there are none, or it is not finite."""
-        counted = self.counted - since.counted
+        """The mean of the losses counted after ``since``; None when there are none."""
+        counted = int(self.counted - since.counted)
         mean = float(self.losses - since.losses) / counted if counted else math.nan
         return mean if math.isfinite(mean) else None
 
@@ -63,6 +67,7 @@ class Counters:
     Attributes:
         local_steps: inner steps, of which each fragment has counted or dropped those up to its ``base.step``.
         tokens: tokens in them.
+        uncounted: steps of which no tokens were counted.
         totals: sums over them, for triggers.
         step_s: seconds that a step takes, a moving average; 0 before one was measured.
         rounds_applied: commits of a contribution of this replica that its parameters have followed.
@@ -71,6 +76,7 @@ class Counters:
     """
 
     def __init__(self) -> None:
+        self.uncounted = 0
         self.local_steps = self.tokens = self.rounds_applied = self.nonfinite_drops = 0
         self.totals = StepTotals()
         self.step_s = 0.0
@@ -80,6 +86,7 @@ class Counters:
         """Counts an inner step; ``step_s``: seconds since the one before, if nothing else was done in between."""
         self.local_steps += 1
         self.tokens += tokens
+        self.uncounted += not tokens
         if step_s is not None:
             self.step_s = self.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if self.step_s else step_s
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ftopt.errors import thread_failed
-from ftopt.methods import ContributionStats, ReplicaView, own_code
+from ftopt.methods import ContributionStats, Method, ReplicaView, own_code
 from ftopt.methods.method import reads_tensors
 from ftopt.methods.triggers import Measurement
 from ftopt.optimizer.outer.apply import Applier
@@ -115,7 +115,7 @@ class Freezer:
     def __init__(self, shared: Shared, schedule: SyncSchedule, applier: Applier, *, lossy: bool) -> None:
         self._shared, self._group = shared, shared.group
         self._schedule, self._applier, self._lossy = schedule, applier, lossy
-        self._warned_of_no_loss = False
+        self._warned_of_no_loss = self._warned_of_no_tokens = False
         self.thread = FreezeThread(shared.group.replica)
         self.under_way = self.thread.under_way
         self.in_place: dict[Fragment, Frozen] = {}
@@ -169,6 +169,8 @@ class Freezer:
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
         work = ContributionStats(steps, tokens, staleness=version - base.version)
         weight = own_code.weight(fragment.method, work)
+        if steps and share is None and counters.uncounted:
+            self._warn_of_no_tokens(fragment.method, weight)
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._shared.inner_step())
         ranges = self._group.units.offer() if self._group.units is not None and not index else ()
         tau = self._schedule.tau(fragment)
@@ -254,6 +256,19 @@ class Freezer:
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution, now=proposal.now)
+
+    def _warn_of_no_tokens(self, method: Method, weight: float) -> None:
+        asked = method.weights == "tokens" or method.weights == "tokens_per_step" != type(method).weights
+        if not asked or self._warned_of_no_tokens:
+            return
+        self._warned_of_no_tokens = True
+        counters, much = self._shared.counters, f"this contribution weighs {weight:g}"
+        warnings.warn(
+            f"{method.name}(weights={method.weights!r}), and no tokens were counted for {counters.uncounted} of "
+            f"{counters.local_steps} inner steps so far: {much if weight else 'the contribution weighs nothing'}; call "
+            "optimizer.count(tokens=n) before each step(), on every replica, or use weights='steps'",
+            stacklevel=2,
+        )
 
     def _warn_of_no_loss(self, fragment: Fragment) -> None:
         if not self._warned_of_no_loss:

@@ -42,6 +42,7 @@ class Client:
         self.replica, self.sync = session.replica, session.sync
         self.codec = codec_named(session.sync.codec_name)
         self.emit: EmitEvent = session.emit
+        self.check: Callable[[], None] = session.view.check
         self.tells_steps = wants_steps(session.on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
@@ -202,9 +203,6 @@ class Client:
             self._leaving = True
             if self.session.opened:
                 self.session.act(Replica.leave)
-
-    def check(self) -> None:
-        self._view.check()
 
     def leave(self, *, timeout_s: float) -> None:
         view = self._view

@@ -1,0 +1,42 @@
+"""What a training loop counts for a step, as it may be given: checked on the caller's thread, at the call."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+
+from torch import Tensor
+
+from ftopt.errors import UserError
+
+MAX_COUNT = (1 << 53) - 1
+"""What JSON carries exactly everywhere."""
+
+
+def whole(what: str, value: object) -> int:
+    """``value``, a count. UserError: not a whole number of 0 or more, or one that would have to be waited for."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        raise UserError(
+            f"count({what}=...): a tensor on {value.device}, and reading it would hold up training until the device is "
+            f"done; count on the CPU (targets.numel()), or give {what}.item()"
+        )
+    try:
+        truth = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+        if truth or (isinstance(value, Tensor) and value.dim()):
+            raise TypeError
+        found = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UserError(
+            f"count({what}={value!r:.60}); must be a whole number, an int or one of numpy or torch without dimensions; "
+            "use int(...), or targets.numel()"
+        ) from None
+    if found < 0:
+        raise UserError(f"count({what}={found}); must be 0 or more")
+    return found
+
+
+def one_number(loss: object) -> float | Tensor | None:
+    """``loss`` if it is one number, as a float or a tensor without dimensions, which is not read; else None."""
+    if isinstance(loss, Tensor):
+        return loss.detach().reshape(()) if loss.numel() == 1 and not loss.is_complex() else None
+    return float(loss) if isinstance(loss, Real) and not isinstance(loss, bool) else None
