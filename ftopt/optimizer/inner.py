@@ -187,9 +187,8 @@ def _finite_rate(rate: object) -> float:
         found = math.nan
     if not math.isfinite(found):
         raise UserError(
-            f"lr={rate!r:.60} in a parameter group; must be a finite number; mend the scheduler, or whatever has set "
-            f"it "
-            "(param_group['lr'])"
+            f"lr={rate!r:.60} in a parameter group; must be a finite number; mend the scheduler, or whatever "
+            "else sets it"
         )
     return found
 
