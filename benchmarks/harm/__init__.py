@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.harm import cells as design
+from benchmarks.harm import cells as cells_of
 from benchmarks.harm.cells import SIZES, Cell
 from benchmarks.harm.play import RUN_S, Outcome, run_cell
 from benchmarks.harm.table import Band, Judged, failures, judge, plain, tables
@@ -93,12 +93,12 @@ def bands_of(configurations: Iterable[str], jobs: int) -> dict[str, Band]:
 
 def chosen(words: Sequence[str], seed: int, *, everything: bool) -> list[Cell]:
     """The cells that the command line asks for: by name, or those of the design, or of the full product, that fit."""
-    named = [design.named(word) for word in words if "/" in word]
+    named = [cells_of.named(word) for word in words if "/" in word]
     rest = [word for word in words if "/" not in word]
     if named and not rest:
         return named
-    found = design.every() if everything else dict.fromkeys([*design.core(seed), *design.covering(seed)])
-    return [*named, *filter(design.matching(rest), found)]
+    found = cells_of.every() if everything else cells_of.design(seed)
+    return [*named, *filter(cells_of.matching(rest), found)]
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -33,13 +33,18 @@ FACTORS: Mapping[str, Sequence[object]] = {
 }
 """Factor -> its levels, in the order of a cell's name."""
 
+WORST = 30
+"""The exponent's highest bit: 0.5 becomes 1.7e38. The others make numbers smaller, or little greater."""
 TRIPLES = (
-    ("method", "codec", "target"),
+    ("method", "target", "codec"),
     ("method", "target", "fate"),
-    ("size", "target", "fate"),
+    ("method", "target", "size"),
+    ("method", "target", "moment"),
+    ("method", "target", "round"),
+    ("target", "size", "fate"),
     ("target", "moment", "round"),
+    ("method", "inner", "target"),
 )
-COVERED: Sequence[tuple[str, ...]] = (*itertools.combinations(FACTORS, 2), *TRIPLES)
 
 _WITH_OUTER = ("DiLoCo", "Streaming", "Streaming-2", "Decoupled", "SlowMo")
 _REDUCED = ("payload", "sum", "result")
@@ -136,18 +141,30 @@ def _turns(levels: list[object], chance: random.Random) -> Iterator[object]:
         yield from chance.sample(levels, len(levels))
 
 
-def covering(seed: int, *, tries: int = 8) -> list[Cell]:
-    """A covering design: every possible combination of the levels of any two factors, and of `TRIPLES`, is in a cell.
+def pairs(seed: int) -> list[Cell]:
+    """Every possible pair of levels of any two factors."""
+    return _covering(seed, FACTORS, list(itertools.combinations(FACTORS, 2)))
 
-    Greedy: a cell begins with a combination that is missing; the rest is the best of some draws.
-    """
+
+def worst(seed: int) -> list[Cell]:
+    """Of the bit that does most harm: every possible triple of levels of the other factors that `TRIPLES` names."""
+    return _covering(seed, {**FACTORS, "bit": (WORST,)}, TRIPLES)
+
+
+def design(seed: int) -> list[Cell]:
+    """The cells that are run by default."""
+    return list(dict.fromkeys([*core(seed), *pairs(seed), *worst(seed)]))
+
+
+def _covering(seed: int, factors: Mapping[str, Sequence[object]], tuples: Sequence[tuple[str, ...]]) -> list[Cell]:
+    """Greedy: a cell begins with a combination that is missing; the rest is the best of some draws."""
     chance, cells = random.Random(f"covering {seed}"), []
-    possible = {factors: _combinations(factors, chance) for factors in COVERED}
-    for factors in sorted(possible, key=lambda f: -len(possible[f])):
-        missing = possible[factors]
+    possible = {names: _combinations(names, factors, chance) for names in tuples}
+    for names in sorted(possible, key=lambda f: -len(possible[f])):
+        missing = possible[names]
         while missing:
-            start = dict(zip(factors, next(iter(missing)), strict=True))
-            drawn = [cell for _ in range(tries) if (cell := _drawn(start, chance)) is not None]
+            start = dict(zip(names, next(iter(missing)), strict=True))
+            drawn = [cell for _ in range(8) if (cell := _drawn(start, factors, chance)) is not None]
             best = max(drawn, key=lambda cell: sum(_levels(cell, f) in left for f, left in possible.items()))
             cells.append(best)
             for f, left in possible.items():
@@ -159,17 +176,19 @@ def _levels(cell: Cell, factors: Sequence[str]) -> tuple[object, ...]:
     return tuple(getattr(cell, name) for name in factors)
 
 
-def _combinations(factors: Sequence[str], chance: random.Random) -> dict[tuple[object, ...], None]:
+def _combinations(
+    names: Sequence[str], factors: Mapping[str, Sequence[object]], chance: random.Random
+) -> dict[tuple[object, ...], None]:
     """Those that some possible cell has, in a drawn order."""
-    found = list(itertools.product(*(FACTORS[name] for name in factors)))
+    found = list(itertools.product(*(factors[name] for name in names)))
     chance.shuffle(found)
-    return {c: None for c in found if _drawn(dict(zip(factors, c, strict=True)), chance) is not None}
+    return {c: None for c in found if _drawn(dict(zip(names, c, strict=True)), factors, chance) is not None}
 
 
-def _drawn(start: Mapping[str, object], chance: random.Random) -> Cell | None:
+def _drawn(start: Mapping[str, object], factors: Mapping[str, Sequence[object]], chance: random.Random) -> Cell | None:
     """A possible cell with these levels."""
     for _ in range(200):
-        levels = {name: start[name] if name in start else chance.choice(FACTORS[name]) for name in FACTORS}
+        levels = {name: start[name] if name in start else chance.choice(factors[name]) for name in factors}
         cell = Cell(**levels)  # type: ignore[arg-type]
         if cell.possible:
             return cell

@@ -31,7 +31,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     ),
     "LocalSGD": lambda: ftopt.LocalSGD(sync_every=H),
     "SlowMo": lambda: ftopt.SlowMo(sync_every=H, slow_momentum=0.2),
-    "SyncSGD": lambda: ftopt.SyncSGD(),
+    "SyncSGD": lambda: ftopt.SyncSGD(verify_every=H),
     "PAFT": lambda: ftopt.PAFT(sync_every=H),
     "PAFT-1": lambda: ftopt.PAFT(sync_every=H, delay=1),
 }
