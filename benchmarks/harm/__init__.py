@@ -12,15 +12,17 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.harm import cells as cells_of
+from benchmarks.harm import clean
 from benchmarks.harm.cells import SIZES, Cell
 from benchmarks.harm.play import RUN_S, Outcome, run_cell
-from benchmarks.harm.table import Band, Judged, failures, judge, plain, tables
+from benchmarks.harm.table import Band, failures, judge, plain, tables
 from benchmarks.harm.workers import in_processes
 from ftopt.cli.output import say
 
@@ -30,6 +32,7 @@ RESULT = Path(__file__).parents[1] / "results" / "harm.json"
 _PROGRESS_S = 10.0
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ def clean_runs(configurations: Iterable[str]) -> list[Run]:
     return runs
 
 
-def played(title: str, runs: Sequence[Run], jobs: int) -> list[Outcome]:
+def played(title: str, do: Callable[[T], R], runs: Sequence[T], jobs: int, *, failed: Callable[[str], R]) -> list[R]:
     """All runs, with progress."""
-    found = dict[int, Outcome]()
+    found = dict[int, R]()
     began = told = time.monotonic()
-    for number, outcome in in_processes(do, runs, jobs=jobs, limit_s=2 * RUN_S, failed=hung):
+    for number, outcome in in_processes(do, runs, jobs=jobs, limit_s=2 * RUN_S, failed=failed):
         found[number] = outcome
         now = time.monotonic()
         if now > told + _PROGRESS_S:
@@ -84,7 +87,7 @@ def played(title: str, runs: Sequence[Run], jobs: int) -> list[Outcome]:
 def bands_of(configurations: Iterable[str], jobs: int) -> dict[str, Band]:
     """Bands by configuration."""
     names = list(dict.fromkeys(configurations))
-    outcomes = played("clean runs", clean_runs(names), jobs)
+    outcomes = played("clean runs", do, clean_runs(names), jobs, failed=hung)
     for run, outcome in zip(clean_runs(names), outcomes, strict=True):
         if outcome.failed or not outcome.equal:
             raise RuntimeError(f"a clean run of {run.cell.name}, data seed {run.data_seed}, failed: {outcome}")
@@ -113,11 +116,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the design and the elements (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--clean", type=int, metavar="N", help="in place of cells, so many clean runs; 1000 is usual")
+    parser.add_argument("--each", action="store_true", help="with --clean: so many of each recipe")
     parser.add_argument("--bands", type=Path, metavar="FILE", help="take the noise bands of this earlier result")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the tables and writes the JSON; 1 when a cell is out of line."""
+    """Prints the tables and writes the JSON; 1 when a cell is out of line, or a clean run has an alarm."""
+    if arguments.clean is not None or any(map(clean.is_name, arguments.cells)):
+        return _run_clean(arguments)
     try:
         cells = chosen(arguments.cells, arguments.seed, everything=arguments.all)
     except ValueError as error:
@@ -128,17 +135,22 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.bands:
         bands = {k: Band(**v) for k, v in json.loads(arguments.bands.read_text())["bands"].items()}
     bands |= bands_of((c for c in map(configuration, cells) if c not in bands), arguments.jobs)
-    outcomes = played(
-        "cells", [Run(cell, arguments.seed, i % CLEAN_RUNS) for i, cell in enumerate(cells)], arguments.jobs
-    )
+    runs = [Run(cell, arguments.seed, zlib.crc32(cell.name.encode()) % CLEAN_RUNS) for cell in cells]
+    outcomes = played("cells", do, runs, arguments.jobs, failed=hung)
     judged = [judge(c, o, bands[configuration(c)]) for c, o in zip(cells, outcomes, strict=True)]
+    bad = failures(judged)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(plain(judged, bands), indent=1))
-    return _said(judged)
-
-
-def _said(judged: Sequence[Judged]) -> int:
     say("\n".join(tables(judged)))
-    bad = failures(judged)
     say("\n".join(["", *bad, "", f"{len(judged)} cells, {len(bad)} out of line; all of them are in {RESULT}"]))
+    return 1 if bad else 0
+
+
+def _run_clean(arguments: argparse.Namespace) -> int:
+    runs = [clean.named(word) for word in arguments.cells]
+    runs = runs or clean.clean_runs(arguments.clean, arguments.seed, each=arguments.each)
+    say(f"seed {arguments.seed}: {len(runs)} clean runs")
+    found = played("clean runs", clean.run_clean, runs, arguments.jobs, failed=lambda reason: [reason])
+    lines, bad = clean.said(runs, found)
+    say("\n".join(lines))
     return 1 if bad else 0

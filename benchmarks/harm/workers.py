@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 import warnings
@@ -24,11 +25,26 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.number = -1
-        self.until_s = 0.0
+        self.until_s = math.inf
+        self._started = False
+        self._limit_s = math.inf
 
     def begin(self, number: int, what: object, limit_s: float) -> None:
-        self.number, self.until_s = number, time.monotonic() + limit_s
+        self.number, self._limit_s = number, limit_s
+        if self._started:
+            self.until_s = time.monotonic() + limit_s
         self.pipe.send(what)
+
+    def has_only_started(self) -> bool:
+        """Takes the message that its imports are done, which may last; from then on time counts."""
+        if self._started or not self.pipe.poll():
+            return False
+        try:
+            self.pipe.recv()
+        except EOFError:
+            return False
+        self._started, self.until_s = True, time.monotonic() + self._limit_s
+        return True
 
     def end(self) -> None:
         self.process.terminate()
@@ -38,6 +54,7 @@ class _Worker:
 
 def _serve(pipe: Connection, do: Callable[[Any], Any]) -> None:
     warnings.simplefilter("ignore")
+    pipe.send(None)
     while True:
         try:
             what = pipe.recv()
@@ -66,8 +83,11 @@ def in_processes(
                 break
         while workers:
             next_s = min(worker.until_s for worker in workers) - time.monotonic()
-            ready = wait([worker.pipe for worker in workers], timeout=max(0.0, next_s))
+            timeout_s = max(0.0, next_s) if math.isfinite(next_s) else None
+            ready = wait([worker.pipe for worker in workers], timeout=timeout_s)
             for worker in list(workers):
+                if worker.pipe in ready and worker.has_only_started():
+                    continue
                 if worker.pipe in ready:
                     number, (alive, result) = worker.number, _received(worker, failed)
                 elif time.monotonic() > worker.until_s:
