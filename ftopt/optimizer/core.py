@@ -69,7 +69,7 @@ class Core:
         self.fallback: Fallback | None = None
         self._clock, self._memory = clock, memory
         self._before_outer: list[list[Tensor]] | None = None
-        self._rounds_applied = self._nonfinite_drops = 0  # of the outer step's counters, as last seen
+        self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
         self._ended_at: float | None = None
         self.last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
@@ -216,6 +216,10 @@ class Core:
         if outer.counters.nonfinite_drops != self._nonfinite_drops:
             self._nonfinite_drops = outer.counters.nonfinite_drops
             self.inner.forget_nonfinite_state()
+        if outer.counters.inner_resets != self._inner_resets:
+            self._inner_resets = outer.counters.inner_resets
+            if outer.live is None:  # else it is part of the committed state
+                self.inner.reset_state()
         if outer.counters.rounds_applied != self._rounds_applied:
             self._rounds_applied = outer.counters.rounds_applied
             if self.method is not None and self.method.inner_state == "reset":

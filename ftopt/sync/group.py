@@ -22,6 +22,7 @@ from ftopt.sync.protocol.messages import Means as Means
 from ftopt.sync.protocol.messages import Position as Position
 from ftopt.sync.protocol.messages import Reading as Reading
 from ftopt.sync.protocol.messages import Record as Record
+from ftopt.sync.protocol.messages import excluded as excluded
 from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
@@ -97,6 +98,10 @@ class Damaged(Exception):
     """A host's own committed state is not what it was: it takes part again when it has fetched it anew."""
 
 
+class Implausible(Exception):
+    """A result is not finite, or far out of line: the attempt fails, and is made again from the contributions."""
+
+
 class Foreign(ValueError):
     """A checkpoint is sound, and of another job; the message says what differs."""
 
@@ -130,6 +135,9 @@ class Host(Protocol):
 
     def discard(self, fragment: int) -> None:
         """The last attempt of ``fragment`` ended without a commit: its result may be dropped, the contribution not."""
+
+    def exclude(self, fragment: int, reason: str) -> None:
+        """The round has been decided without this replica's contribution, which was out of line. Before `commit`."""
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread."""

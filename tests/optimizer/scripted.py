@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs import FP32
+from ftopt.optimizer.outer.usual import USUAL, Usual
 from ftopt.optimizer.tensors.digest import digest
-from ftopt.sync.group import AttemptView, Committed, Contribution, Fingerprint, Host, Means, Reading
+from ftopt.sync.group import AttemptView, Committed, Contribution, Fingerprint, Host, Means, Reading, bits
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -24,8 +25,8 @@ class Lonely:
 
     rank, size, sent_bytes = 0, 1, 0
 
-    def __init__(self, *, fails: bool = False) -> None:
-        self.fails = fails
+    def __init__(self, contribution: Contribution | None = None, *, fails: bool = False) -> None:
+        self.contribution, self.fails = contribution, fails
 
     def all_reduce_(self, flat: Tensor, summed: Any = None) -> None:
         if self.fails:
@@ -39,7 +40,9 @@ class Lonely:
     def tell(self, row: Any) -> None: ...
 
     def told(self) -> list[list[int]]:
-        raise NotImplementedError("only for codecs")
+        c = self.contribution
+        told = (1.0, 1.0, 0.0, 0.0, 0.0) if c is None else (c.weight, float(c.steps), c.norm, c.peak, c.behind)
+        return [[0, *bits(told)]]
 
     def exchange(self, row: Any) -> list[list[int]]:
         return [list(row)]
@@ -106,7 +109,7 @@ class Scripted:
         self.attempts += 1
         weight = mine.weight
         attempt = AttemptView(0, self.committed.version + 1, self.attempts, 0, 1, weight, weight, int(weight > 0))
-        return attempt, host.reduce(attempt, Lonely(fails=fails))
+        return attempt, host.reduce(attempt, Lonely(mine, fails=fails))
 
     def _count(self, mine: Contribution) -> None:
         steps = range(mine.last_step - mine.steps + 1, mine.last_step + 1)
@@ -170,7 +173,7 @@ class Scripted:
     def _install(self, *, counted: int, reset: bool = False) -> None:
         assert self._host is not None
         self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
-        tensors = {"anchor": self.anchor.to(torch.float32, copy=True)}
+        tensors = {"anchor": self.anchor.to(torch.float32, copy=True), f"outer.{USUAL}": Usual().tensor()}
         self._host.install(self.committed, digest(tensors), tensors, reset=reset)
         self._outstanding = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -11,12 +12,15 @@ from torch import Tensor
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
+from ftopt.optimizer.outer.state import repaired
 from ftopt.optimizer.tensors.buffers import keep_between
 from ftopt.optimizer.tensors.digest import damage
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.mapped import behind
-from ftopt.optimizer.tensors.pieces import Measured, piece_of
+from ftopt.optimizer.tensors.pieces import piece_of
 from ftopt.streams import used_here
+
+_log = logging.getLogger(__name__)
 
 
 class Applier:
@@ -27,14 +31,42 @@ class Applier:
 
     def apply(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Applies newer committed states; one that counts this replica's snapshot ``tau`` steps after that, or early.
-        False when there is none, or one that has to wait."""
+        Then drops pending steps that are condemned. False when there is none, or one that has to wait."""
         if fragment.state is fragment.applied:
-            return False
+            return self._drop_condemned(fragment)
         tau = self._schedule.tau(fragment)
         while fragment.state is not fragment.applied:
             if not self._apply_newest(fragment, tau, early):
                 return False
         self._shared.committed_memory.release()
+        self._drop_condemned(fragment)
+        return True
+
+    def _drop_condemned(self, fragment: Fragment) -> bool:
+        """Drops pending steps that were out of line for the second time: the parameters go back to the anchor. If that
+        is damaged itself, it is repaired instead. False: nothing is condemned."""
+        reason = fragment.condemned
+        if not reason or self._group.outstanding(fragment.index):
+            return False
+        if not self._repair(fragment):
+            _log.warning("replica %s: %d steps dropped: %s", self._group.replica, fragment.pending_steps, reason)
+            self.drop(fragment, fragment.start, "outlier")
+            if self._group.units is not None and not fragment.index:
+                self._group.units.redo()
+        fragment.pardon()
+        return True
+
+    def _repair(self, fragment: Fragment) -> bool:
+        """Makes a damaged state sound that cannot be fetched, since nobody else holds it: where the anchor is damaged,
+        nothing is pending any more, and damaged outer state is zero. False: it is sound."""
+        state = fragment.applied
+        blocks = state.damage()
+        if not blocks:
+            return False
+        version = state.meta.version
+        self._group.emit("damaged", fragment=fragment.index, version=version, data={"blocks": blocks[:8]})
+        fragment.repair(repaired(state, fragment.view.read(fragment.view.empty())))
+        self._group.emit("repaired", fragment=fragment.index, version=version, data={"blocks": len(blocks)})
         return True
 
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
@@ -90,6 +122,8 @@ class Applier:
         """Drops the pending steps: the parameters go back to ``start``."""
         if reason == "nonfinite":
             self._shared.counters.count_nonfinite_drop()
+        if reason == "outlier" or (reason == "nonfinite" and not fragment.count_nonfinite()):
+            self._shared.counters.count_inner_reset()
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
 
@@ -142,16 +176,18 @@ def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice
         for block in unknown:
             base[block] = now[block]
     size = piece_of(start)
-    scratch, measured = start.new_empty(min(size, start.numel())), Measured()
+    scratch, sums = start.new_empty(min(size, start.numel())), list[Tensor]()
     for part, where in behind(view.parts(size), base, start):
         before, after = base[where].view(part.shape), start[where].view(part.shape)
         if part.dtype == torch.float32 and where.start < view.trained:
-            measured.see(part.sub_(before).add_(after))
+            sums.append(part.sub_(before).add_(after).sum())
             continue
         room = scratch[: part.numel()].view(part.shape) if part.numel() <= scratch.numel() else torch.empty_like(after)
         moved = torch.sub(part, before, out=room).add_(after)
         if where.start >= view.trained:
             keep_between(moved, part, after)
-        measured.see(moved)
+        sums.append(moved.sum())
         part.copy_(moved)
-    return measured.finite
+    if bool(torch.isfinite(torch.stack(sums)).all()):  # then so are their terms
+        return True
+    return all(bool(torch.isfinite(part).all()) for part, _ in view.parts(size))

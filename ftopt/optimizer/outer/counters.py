@@ -72,12 +72,14 @@ class Counters:
         step_s: seconds that a step takes, a moving average; 0 before one was measured.
         rounds_applied: commits of a contribution of this replica that its parameters have followed.
         nonfinite_drops: how often pending steps were dropped because they were not finite.
+        inner_resets: how often the inner state was to be given up, with pending steps that were out of line.
         resumed: they continue those of a checkpoint.
     """
 
     def __init__(self) -> None:
         self.uncounted = 0
-        self.local_steps = self.tokens = self.rounds_applied = self.nonfinite_drops = 0
+        self.local_steps = self.tokens = self.rounds_applied = 0
+        self.nonfinite_drops = self.inner_resets = 0
         self.totals = StepTotals()
         self.step_s = 0.0
         self.resumed = False
@@ -113,6 +115,10 @@ class Counters:
     def count_nonfinite_drop(self) -> None:
         """Counts a drop of pending steps that are not finite."""
         self.nonfinite_drops += 1
+
+    def count_inner_reset(self) -> None:
+        """Counts pending steps that were bad for the second time in a row: the cause may be in the inner state."""
+        self.inner_resets += 1
 
     def adopt(self, steps: int, tokens: int) -> None:
         """Adds inner steps that another replica, or another life of this one, has taken and that are pending here."""

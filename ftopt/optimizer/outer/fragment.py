@@ -22,7 +22,7 @@ Tensors are never touched under the lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -33,10 +33,14 @@ from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
 from ftopt.optimizer.outer.state import Base, CommittedState, Pending, Snapshot, check_fetched
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
+from ftopt.optimizer.outer.usual import Sizes, own_excess, remembered
 from ftopt.optimizer.tensors.buffers import joined
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
-from ftopt.sync.group import AttemptView, Committed
+from ftopt.sync.group import AttemptView, Committed, Contribution
+
+_BAD_ROUNDS = 2
+"""After so many in a row the pending work and the inner state are given up: a replica gets one more chance."""
 
 
 class Fragment:
@@ -51,6 +55,8 @@ class Fragment:
         keeps_still: its values change only in an inner step.
         residuals: error feedback, by the payload's units: what the codec left out of all that was counted.
         reset: the pending work is to be dropped when the state is applied: this replica had been declared gone.
+        bad_rounds: rounds in a row in which this replica's contribution was out of line or not finite.
+        condemned: why the pending work is to be dropped, "" when it is not: it was out of line twice.
         assumed: what the last round determined for the payload.
         trigger_from_step, trigger_from_s: when triggers began to count: at the last proposal, or when a state was
             applied that counts nothing of this replica.
@@ -77,10 +83,12 @@ class Fragment:
         self.result: CommittedState | None = None
         self.residuals: Mapping[str, Residual] = {}
         self.reset = False
+        self.bad_rounds, self.condemned = 0, ""
         self.assumed = Assumed()
         self.pace: float | None = None
         self.by_job = by_job
         self._counters, self._lock = counters, threading.Lock()
+        self._sizes: Sequence[Sizes] = ()
         self._period = None if by_job else self.timing.fixed_period
         self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
         self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
@@ -181,6 +189,13 @@ class Fragment:
         attempt for ``version`` compares that; here nothing."""
         return "", 0.0
 
+    def exclude(self, reason: str) -> None:
+        """A round has been decided without this replica's contribution, which was out of line."""
+        with self._lock:
+            self.bad_rounds += 1
+            if self.bad_rounds >= _BAD_ROUNDS:
+                self.condemned = reason
+
     def discard_result(self) -> None:
         """Drops the result of a failed attempt; the snapshot stays (FREEZE)."""
         with self._lock:
@@ -206,14 +221,20 @@ class Fragment:
         if self.state is self.applied:
             self._before = self._pending()
         snapshot, self.snapshot, self.result = self.snapshot, None, None
-        if snapshot is not None and snapshot.contribution.last_step <= state.meta.counted_step:
+        if snapshot is not None and self._is_counted(snapshot.contribution, state):
             # In place: the training thread waits, nothing is pending, and what it is measured from is not read.
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             step, version = snapshot.contribution.last_step, state.meta.version
             self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
+            if snapshot.contribution.finite and snapshot.contribution.steps:
+                self.bad_rounds = 0
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
+
+    def _is_counted(self, contribution: Contribution, state: CommittedState) -> bool:
+        weightless = not contribution.steps and contribution.last_step < self.snapshot_step  # its steps stay pending
+        return contribution.last_step <= state.meta.counted_step and not weightless
 
     # Steps 1 and 6, on the training thread (`offer`: also on the freezing one).
 
@@ -224,6 +245,18 @@ class Fragment:
                 return False
             self.snapshot = snapshot
             return True
+
+    def note_sizes(self, own: Sizes) -> float:
+        """Notes how large a contribution is that is about to be offered; returns how many times its holder's usual that
+        is (`own_excess`)."""
+        found, self._sizes = own_excess(self._sizes, own), remembered(self._sizes, own)
+        return found
+
+    def count_nonfinite(self) -> bool:
+        """Notes that the pending work is not finite, and whether it was in line the time before."""
+        with self._lock:
+            self.bad_rounds += 1
+            return self.bad_rounds < _BAD_ROUNDS
 
     def note_snapshot(self, step: int, pace: float | None = None) -> None:
         """Notes that the last snapshot is of ``step``; its result is applied ``delay`` steps later."""
@@ -252,6 +285,19 @@ class Fragment:
             self.applied, self._before = state, None
             if self.state is state:
                 self.reset = False
+
+    def pardon(self) -> None:
+        """The pending work that was condemned is dropped, or was not at fault."""
+        with self._lock:
+            self.bad_rounds, self.condemned = 0, ""
+
+    def repair(self, state: CommittedState) -> None:
+        """Replaces the applied state, which is the newest and damaged, by one that is sound; what is pending is
+        measured from that."""
+        with self._lock:
+            self.state = self.applied = state
+            self.start = self.view.cast(state.anchor)
+            self.base = replace(self.base, params=self.start)
 
     def follow(self, state: CommittedState) -> None:
         """Does what else a state that is being applied requires; here nothing."""

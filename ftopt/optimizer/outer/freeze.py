@@ -14,7 +14,6 @@ contribution or in the next.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -35,10 +34,11 @@ from ftopt.optimizer.outer.mean import in_pieces
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, Snapshot
+from ftopt.optimizer.outer.usual import Sizes, sizes, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.pieces import Measured, piece_of
 from ftopt.streams import SideStream, reached
-from ftopt.sync.group import Contribution
+from ftopt.sync.group import Contribution, excluded
 
 FreezeTask = Callable[[], Callable[[], None]]
 """Work for the freezing thread; returns what is left for the training thread."""
@@ -168,7 +168,7 @@ class Freezer:
         base, version, start = fragment.base, applied.meta.version, fragment.start
         steps, tokens, totals = fragment.pending_steps, counters.tokens - base.tokens, counters.totals
         work = ContributionStats(steps, tokens, staleness=version - base.version)
-        weight = own_code.weight(fragment.method, work)
+        weight = own_code.weight(fragment.method, work) if share is None else float(share.samples)
         if steps and share is None and counters.uncounted:
             self._warn_of_no_tokens(fragment.method, weight)
         self._group.emit("propose", fragment=index, version=version + 1, inner_step=self._shared.inner_step())
@@ -179,13 +179,15 @@ class Freezer:
             version=version,
             steps=steps,
             last_step=counters.local_steps,
-            weight=weight if share is None else float(share.samples),
+            weight=weight,
             tokens=tokens,
             ranges=ranges if share is None else share.units,
             plan=share.plan if share is not None else 0,
             overlap_s=tau * counters.step_s,
             grace=fragment.overlap.adaptive_grace,
         )
+        if share is None and weight <= 0:
+            contribution = excluded(contribution)  # not counted: its steps stay pending
         seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
@@ -222,7 +224,7 @@ class Freezer:
         parts: pieces.Parts = fragment.view.parts(piece_of(params))
         if share is not None and share.samples:
             parts = flat_parts(fragment.view.read(params).div_(share.samples), piece_of(params))
-        measured = pieces.copy(parts, proposal.start, params, fragment.view.measured)
+        measured = pieces.copy(parts, proposal.start, params, fragment.view.trained, fragment.view.measured)
         return Frozen(fragment.view, params), measured
 
     def _copy_and_offer(self, fragment: Fragment, proposal: _Proposal) -> Callable[[], None]:
@@ -238,8 +240,7 @@ class Freezer:
         """Offers the frozen parameters; if they are not finite, gives them up. (Freezing thread if they are.)"""
         contribution, start = proposal.contribution, proposal.start
         if measured.finite:
-            norm = measured.norm if math.isfinite(measured.norm) else 0.0
-            contribution = replace(contribution, norm=norm, finite=True)
+            contribution = self._sized(fragment, proposal, sizes(contribution.steps, measured))
         else:
             contribution = replace(contribution, weight=0.0, finite=False)
             params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
@@ -268,6 +269,20 @@ class Freezer:
             f"{counters.local_steps} inner steps so far: {much if weight else 'the contribution weighs nothing'}; call "
             "optimizer.count(tokens=n) before each step(), on every replica, or use weights='steps'",
             stacklevel=2,
+        )
+
+    def _sized(self, fragment: Fragment, proposal: _Proposal, own: Sizes) -> Contribution:
+        """The contribution with how large it is, by itself and beside what is usual."""
+        ratio = self._group.sync.outlier_ratio
+        return replace(
+            proposal.contribution,
+            norm=own.norm,
+            peak=own.peak,
+            behind=own.behind,
+            excess=0.0 if ratio is None else usual_of(proposal.on.outer).excess(own, ratio),
+            own_excess=fragment.note_sizes(own),
+            gradients=not fragment.keeps_still,
+            finite=True,
         )
 
     def _warn_of_no_loss(self, fragment: Fragment) -> None:

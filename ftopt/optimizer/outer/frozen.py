@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.pieces import piece_of
 from ftopt.streams import Point, finish, follow, reached
 
 
@@ -56,6 +57,16 @@ class Frozen:
         follow(self._view.device, self.point)
         return self.copy
 
+    def read(self) -> Tensor:
+        """The parameters, flat fp32; a copy of them if they are frozen in place."""
+        if self.copy is not None:
+            return self.flat()
+        out = self._view.empty()
+        with self.parts(piece_of(out)) as parts:
+            for part, where in parts:
+                out[where] = part.reshape(-1)
+        return out
+
     def offer(self, assumed: Assumed, payload: Tensor) -> None:
         """Keeps a payload that was computed when the parameters were frozen."""
         self.point = reached(self._view.device)
@@ -85,6 +96,26 @@ class Frozen:
                     yield self._view.parts(size)
                 finally:
                     finish(self._view.device)
+
+    def clamp(self, start: Tensor, peak: float, trained: int) -> int:
+        """Takes out what is further from ``start`` than any element was when the parameters were frozen: their memory
+        has changed since. Returns how many of the first ``trained`` elements.
+
+        What is taken out is no part of the contribution, nor of what later work is measured from.
+        """
+        found = 0
+        with self.parts(piece_of(start)) as parts:
+            for part, where in parts:
+                if where.start >= trained:
+                    continue
+                if where.stop > trained:  # of a copy, which is flat
+                    part, where = part[: trained - where.start], slice(where.start, trained)
+                before = start[where].view(part.shape)
+                wrong = ~(torch.sub(before, part).abs_() <= peak)  # NaN is wrong, too
+                if bool(wrong.any()):
+                    found += int(wrong.sum())
+                    part.copy_(torch.where(wrong, before, part))
+        return found
 
     def thaw(self, *, keep: bool) -> None:
         """Lets the parameters change. Training thread. ``keep``: the contribution is undecided, so a copy stays."""

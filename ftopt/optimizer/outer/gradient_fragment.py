@@ -17,6 +17,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.state import CommittedState, name_tensors
+from ftopt.optimizer.outer.usual import USUAL
 from ftopt.optimizer.tensors.digest import digest_and_sums
 from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
@@ -135,7 +136,7 @@ class GradientFragment(Fragment):
 
     def unmoved(self, state: CommittedState) -> OuterState:
         """Nobody has a gradient."""
-        return {name: torch.zeros_like(tensor) for name, tensor in state.outer.items()}
+        return {name: tensor if name == USUAL else torch.zeros_like(tensor) for name, tensor in state.outer.items()}
 
     def start_at(self, meta: Committed) -> None:
         before = self.applied

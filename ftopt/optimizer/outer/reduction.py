@@ -5,7 +5,10 @@ The table of all six steps is in ``step.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +18,26 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, place_all
+from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, place_all, repaired
 from ftopt.optimizer.outer.trigger_metrics import methods_own
+from ftopt.optimizer.outer.usual import USUAL, moved, told, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import part
 from ftopt.optimizer.tensors.digest import digest_and_sums, largest
 from ftopt.streams import SideStream, reached
-from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Reduced, Summed
+from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Implausible, Reduced, Summed
+
+
+@dataclass(slots=True)
+class _Made:
+    """The next anchor and outer state. ``moved``: the largest change of an element; inf: something is not finite.
+    ``stepped``: an outer step made them, they are not the present ones."""
+
+    anchor: Tensor
+    outer: Mapping[str, Tensor]
+    moved: float = 0.0
+    stepped: bool = False
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Reduction:
@@ -39,6 +55,7 @@ class Reduction:
         self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
+        self._doubted: dict[int, int] = {}  # likewise of a result that was not plausible
         self.lossy = not shared.group.codec.exact
         self.reduced: Tensor | None = None
 
@@ -88,50 +105,100 @@ class Reduction:
         state: CommittedState,
         snapshot: Snapshot,
     ) -> CommittedState:
-        """The reduction, the outer step and the digests."""
-        anchor, outer, sums = state.anchor, state.outer, dict[str, Tensor]()
+        """The reduction, the outer step, whether it is plausible, and the digests."""
+        index, version = fragment.index, attempt.version
+        doubted = self._doubted.get(index) == version
+        if doubted:
+            self._clamp(attempt, fragment, snapshot)
+        if doubted and attempt.size == 1:  # nobody to fetch from
+            state = repaired(state, snapshot.params.read())
+            snapshot = replace(snapshot, start=fragment.view.cast(state.anchor))
+        made = _Made(state.anchor, state.outer)
         if attempt.total_weight > 0:
-            method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
-            averages, metrics = attempt.inner_step < method.average_until_step, fragment.trigger_metrics
-            steps: list[pieces.Steps] = []
-
-            def begin(mean: Tensor, at: Round) -> Summed | None:
-                self.reduced = mean  # so far this replica's payload
-                self._group.emit("payload", fragment=attempt.fragment, version=attempt.version, attempt=attempt.attempt)
-                self.reduced = None
-                if averages or method.aggregation is not None or not in_pieces(fragment) or metrics.learns:
-                    return None  # the step needs the whole mean
-                steps.append(pieces.Steps(method, state.anchor, methods_own(state.outer), mean, at, memory))
-                return steps[0].there
-
-            work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
-            self.reduced = steps[0].waiting() if steps else work
-            index, version = attempt.fragment, attempt.version
-            self._group.emit("reduce.after", fragment=index, version=version, attempt=attempt.attempt)
-            self.reduced = None
-            anchor, mean = part(state.anchor, trained), part(work, trained)
-            if averages:
-                anchor = own_code.like(method.average, anchor, anchor, mean, at)
+            made = self._step(attempt, collective, fragment, state, snapshot)
+            usual, members = usual_of(state.outer), [told(row) for row in collective.told()]
+            if not (doubted or usual.allows(made.moved, members, self._group.sync.outlier_ratio)):
+                self._doubt(attempt, made.moved)
+            if math.isfinite(made.moved):
+                made.outer = {**made.outer, USUAL: usual.after(members, made.moved).tensor()}
             else:
-                gradient = mean
-                if method.aggregation is not None:
-                    gradient = own_code.like(method.aggregation.aggregate, mean, mean, at)
-                own = methods_own(state.outer)
-                if method.execution.elementwise:
-                    step = steps[0] if steps else pieces.Steps(method, anchor, own, gradient, at, memory)
-                    anchor, outer, (of_anchor, of_outer) = step.finish()
-                    sums = name_tensors(of_anchor, of_outer)
-                else:
-                    anchor, outer = outer_step(method, anchor, own, gradient, at, collective)
-            if anchor.numel() < work.numel():
-                anchor, outer = fragment.joined(anchor, outer, state, work, at)
-                sums.pop("anchor", None)
-            outer = {**outer, **metrics.after(state.outer, at.seen)}
-        else:
-            outer = fragment.unmoved(state)
-        anchor, outer = self._committed_memory.place(anchor), place_all(outer, self._committed_memory)
-        digest, sums = digest_and_sums(name_tensors(anchor, outer), sums)
+                self._emit("overflow", attempt, steps=snapshot.contribution.steps)
+                made = _Made(state.anchor, state.outer)
+        if not made.stepped:
+            made.outer = fragment.unmoved(state)
+        anchor, outer = self._committed_memory.place(made.anchor), place_all(made.outer, self._committed_memory)
+        digest, sums = digest_and_sums(name_tensors(anchor, outer), made.sums)
         return CommittedState(state.meta, anchor, outer, digest, sums, made=attempt)
+
+    def _step(
+        self,
+        attempt: AttemptView,
+        collective: Collective,
+        fragment: Fragment,
+        state: CommittedState,
+        snapshot: Snapshot,
+    ) -> _Made:
+        """The reduction and the outer step."""
+        method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
+        averages, metrics = attempt.inner_step < method.average_until_step, fragment.trigger_metrics
+        own, steps = methods_own(state.outer), list[pieces.Steps]()
+
+        def begin(mean: Tensor, at: Round) -> Summed | None:
+            self.reduced = mean  # so far this replica's payload
+            self._emit("payload", attempt)
+            self.reduced = None
+            if averages or method.aggregation is not None or not in_pieces(fragment) or metrics.learns:
+                return None  # the step needs the whole mean
+            steps.append(pieces.Steps(method, state.anchor, own, mean, at, memory))
+            return steps[0].there
+
+        work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
+        self.reduced = steps[0].waiting() if steps else work
+        self._emit("reduce.after", attempt)
+        self.reduced = None
+        before, mean = part(state.anchor, trained), part(work, trained)
+        made = _Made(before, own, stepped=True)
+        if averages:
+            made.anchor = own_code.like(method.average, before, before, mean, at)
+        else:
+            gradient = mean
+            if method.aggregation is not None:
+                gradient = own_code.like(method.aggregation.aggregate, mean, mean, at)
+            if method.execution.elementwise:
+                step = steps[0] if steps else pieces.Steps(method, before, own, gradient, at, memory)
+                made.anchor, made.outer, (of_anchor, of_outer) = step.finish()
+                made.moved, made.sums = step.moved, name_tensors(of_anchor, of_outer)
+            else:
+                made.anchor, made.outer = outer_step(method, before, own, gradient, at, collective)
+        if averages or not method.execution.elementwise:
+            made.moved = moved(before, made.anchor, made.outer)
+        if before.numel() < work.numel():
+            made.anchor, made.outer = fragment.joined(made.anchor, made.outer, state, work, at)
+            made.sums.pop("anchor", None)
+            if not pieces.is_finite(made.anchor):
+                made.moved = math.inf
+        made.outer = {**state.outer, **made.outer, **metrics.after(state.outer, at.seen)}
+        return made
+
+    def _doubt(self, attempt: AttemptView, moved: float) -> None:
+        """Fails the attempt. The next one for this version is computed anew from contributions that are checked, and
+        stands if it is finite: what two attempts give alike is no flipped bit."""
+        self._doubted[attempt.fragment] = self._tried[attempt.fragment] = attempt.version
+        self._emit("implausible", attempt, moved=moved if math.isfinite(moved) else None)
+        text = f"the result of version {attempt.version} moves an element by {moved:.3g}"
+        raise Implausible(f"{text}, far more than its contributions or any outer step before")
+
+    def _clamp(self, attempt: AttemptView, fragment: Fragment, snapshot: Snapshot) -> None:
+        """Takes out of the frozen parameters what has changed since they were frozen."""
+        c = snapshot.contribution
+        if attempt.weight > 0:
+            elements = snapshot.params.clamp(snapshot.start, c.peak, fragment.view.trained)
+            if elements:
+                self._emit("repaired", attempt, elements=elements)
+
+    def _emit(self, event: str, attempt: AttemptView, **data: Any) -> None:
+        at = attempt
+        self._group.emit(event, fragment=at.fragment, version=at.version, attempt=at.attempt, data=data)
 
     def _check_damage(self, state: CommittedState) -> None:
         """Checks before a retry of what had been prepared: digests may have differed because of this replica."""
@@ -145,6 +212,10 @@ class Reduction:
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
         """Makes the result of ``attempt`` the committed state; the training thread applies it at its next boundary."""
         self._fragments[attempt.fragment].commit(attempt, committed)
+
+    def exclude(self, fragment: int, reason: str) -> None:
+        """Takes note that a round was decided without this replica's contribution, which was out of line."""
+        self._fragments[fragment].exclude(reason)
 
     def discard(self, fragment: int) -> None:
         """Drops the result of a failed attempt; the contribution stays (FREEZE)."""

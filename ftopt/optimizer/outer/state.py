@@ -46,8 +46,11 @@ class CommittedState:
 
     def damage(self) -> list[str]:
         """The blocks whose memory has changed since, which must not happen: ``name[start:stop]`` in elements."""
-        found = [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
-        return [f"{name}[{part.start}:{part.stop}]" for name, part in found]
+        return [f"{name}[{part.start}:{part.stop}]" for name, part in self.damaged_parts()]
+
+    def damaged_parts(self) -> list[tuple[str, slice]]:
+        """The same as names of `tensors` and slices."""
+        return [(name, part) for name, t in self.tensors().items() for part in damage(t, self.sums[name])]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by the names under which peers fetch them."""
@@ -66,6 +69,17 @@ def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tenso
 def place_all(outer: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
     """An outer state, where committed states lie."""
     return {name: memory.place(tensor) for name, tensor in outer.items()}
+
+
+def repaired(state: CommittedState, params: Tensor) -> CommittedState:
+    """A damaged state with ``params`` (flat fp32) in damaged parts of the anchor, and 0 in those of the outer state."""
+    tensors = dict(state.tensors())
+    for name, where in state.damaged_parts():
+        tensors[name] = tensors[name].clone()
+        tensors[name][where] = params[where] if name == "anchor" else 0
+    found, sums = digest_and_sums(tensors)
+    outer = {name.removeprefix(_OUTER): t for name, t in tensors.items() if name != "anchor"}
+    return replace(state, anchor=tensors["anchor"], outer=outer, digest=found, sums=sums)
 
 
 def check_fetched(held: CommittedState, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> CommittedState:

@@ -37,6 +37,7 @@ from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, name_tensors, place_all
 from ftopt.optimizer.outer.trigger_metrics import first_agreed
+from ftopt.optimizer.outer.usual import first_usual
 from ftopt.optimizer.tensors.arithmetic import arithmetic_of
 from ftopt.optimizer.tensors.buffers import averaged, part
 from ftopt.optimizer.tensors.digest import digest, digest_and_sums
@@ -129,8 +130,8 @@ class OuterStep:
     ) -> CommittedState:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
-        outer = own_code.init(method, part(anchor, slice(0, view.trained)))
-        outer = outer | first_agreed(method.timing.uses) | dict(more)
+        trained = part(anchor, slice(0, view.trained))
+        outer = own_code.init(method, trained) | first_agreed(method.timing.uses) | first_usual(trained) | dict(more)
         outer = place_all(outer, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
         return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
@@ -211,6 +212,7 @@ class OuterStep:
                         step < fragment.ask_from
                         and step != fragment.apply_step
                         and fragment.state is fragment.applied
+                        and not fragment.condemned
                         and not called_in(fragment.index)
                     ):
                         continue  # nothing, as after nearly every step

@@ -16,6 +16,7 @@ from torch import Tensor
 from ftopt.methods import Method, ReplicaView, own_code
 from ftopt.methods.triggers import AT_ROUNDS, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.counters import StepTotals
+from ftopt.optimizer.outer.usual import USUAL
 from ftopt.optimizer.tensors.buffers import of
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.gradients import PRESENT
@@ -112,7 +113,7 @@ def first_agreed(uses: Measurement) -> dict[str, Tensor]:
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The part of an outer state that is the method's."""
-    return {name: tensor for name, tensor in outer.items() if name not in (AGREED, PRESENT)}
+    return {name: tensor for name, tensor in outer.items() if name not in (AGREED, PRESENT, USUAL)}
 
 
 def pack(record: RoundStats | MemberStats) -> list[float]:

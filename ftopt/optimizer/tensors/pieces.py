@@ -21,6 +21,9 @@ from ftopt.optimizer.tensors.memory import Memory
 Parts = Iterable[tuple[Tensor, slice]]
 """Parameters in parts, of any shape and dtype, and where each lies in a flat tensor."""
 
+_UNDERFLOWS = 1e-18
+"""A norm below this may have been taken of squares that are too small for fp32."""
+
 _ON_CPU, _ELSEWHERE = 1 << 18, 1 << 24
 """Elements of a piece, a multiple of the digest's blocks: on a CPU half a dozen of them fit into the cache, and calls
 cost a tenth of the time."""
@@ -32,30 +35,58 @@ def piece_of(flat: Tensor) -> int:
 
 
 class Measured:
-    """The L2 norm of all pieces seen, and whether they were finite: the norm says so, unless it overflows.
+    """The L2 norm and the largest absolute element of all pieces seen, and whether they were finite.
 
-    On a CUDA device the norms stay there, in fp64, until they are asked for, which waits for the device.
+    On a CPU the norm of a piece is taken in fp32, and again in fp64 where that overflows or underflows. On a CUDA
+    device the numbers stay there, in fp64, until they are asked for, which waits for the device.
     """
 
     def __init__(self) -> None:
-        self._squares = 0.0
+        self._squares = self._peak = self._behind = 0.0
         self._finite = True
-        self._there: list[Tensor] = []
+        self._there: list[tuple[Tensor, bool]] = []
 
-    def see(self, piece: Tensor) -> None:
-        """One more piece."""
-        if piece.is_cuda:
-            self._there.append(torch.linalg.vector_norm(piece, dtype=torch.float64))
+    def see(self, piece: Tensor, *, behind: bool = False) -> None:
+        """One more piece. ``behind``: it is no part of the parameters (buffers, averaged inner state)."""
+        if not piece.numel():
             return
-        norm = float(torch.linalg.vector_norm(piece))
-        self._squares += norm * norm
-        self._finite = self._finite and (math.isfinite(norm) or bool(torch.isfinite(piece).all()))
+        low, high = torch.aminmax(piece)
+        if piece.is_cuda:
+            norm = torch.linalg.vector_norm(piece, dtype=torch.float64)
+            self._there.append((torch.stack([norm, torch.maximum(-low, high).double()]), behind))
+            return
+        peak = max(-float(low), float(high))  # NaN in one is NaN in both
+        norm = float(torch.linalg.vector_norm(piece)) if math.isfinite(peak) else math.inf
+        if peak and math.isfinite(peak) and not _UNDERFLOWS < norm < math.inf:
+            norm = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+        self._take(norm, peak, behind)
+
+    def _take(self, norm: float, peak: float, behind: bool) -> None:
+        if not math.isfinite(peak):
+            self._finite = False
+        elif behind:
+            self._behind = max(self._behind, peak)
+        else:
+            self._squares += norm * norm
+            self._peak = max(self._peak, peak)
 
     @property
     def norm(self) -> float:
-        """Inf if it overflows."""
+        """Of the parameters."""
         self._look()
         return math.sqrt(self._squares)
+
+    @property
+    def peak(self) -> float:
+        """The largest absolute element of the parameters."""
+        self._look()
+        return self._peak
+
+    @property
+    def behind(self) -> float:
+        """The largest absolute element of what is no part of them."""
+        self._look()
+        return self._behind
 
     @property
     def finite(self) -> bool:
@@ -65,19 +96,35 @@ class Measured:
 
     def _look(self) -> None:
         if self._there:
-            norms = torch.stack(self._there).tolist()
-            self._there.clear()
-            self._squares += sum(norm * norm for norm in norms)
-            self._finite = self._finite and all(map(math.isfinite, norms))
+            there, self._there = self._there, []
+            for (norm, peak), (_, behind) in zip(torch.stack([t for t, _ in there]).tolist(), there, strict=True):
+                self._take(norm, peak, behind)
 
 
-def copy(parts: Parts, start: Tensor, out: Tensor, until: int) -> Measured:
-    """``out <- params``; measures the first ``until`` elements of ``start - params``."""
+def measure(flat: Tensor) -> Measured:
+    """Measures a flat tensor."""
+    measured = Measured()
+    for piece in torch.split(flat, piece_of(flat)):
+        measured.see(piece)
+        let_go(piece)
+    return measured
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are. A sum that is finite says so in the cheapest sweep there is."""
+    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def copy(parts: Parts, start: Tensor, out: Tensor, trained: int, until: int) -> Measured:
+    """``out <- params``; measures the first ``until`` elements of ``start - params``. Those behind ``trained`` are no
+    parameters."""
     measured, scratch = Measured(), start.new_empty(min(piece_of(start), start.numel()))
     for part, where in behind(parts, start):
         kept = out[where].copy_(part.reshape(-1))
         room = scratch[: kept.numel()] if kept.numel() <= scratch.numel() else torch.empty_like(kept)
-        measured.see(torch.sub(start[where], kept, out=room)[: max(0, until - where.start)])
+        moved, ours = torch.sub(start[where], kept, out=room), max(0, trained - where.start)
+        measured.see(moved[:ours])
+        measured.see(moved[ours : max(0, until - where.start)], behind=True)
     return measured
 
 
@@ -108,6 +155,7 @@ class Steps:
         state: the present outer state, the method's own.
         mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
         memory: for the next state.
+
     """
 
     def __init__(
@@ -121,6 +169,8 @@ class Steps:
         # Of each piece the elements that are missing; 0: its step is done.
         self._missing = [piece.numel() for piece in torch.split(mean, self._size)]
         self._made_anchor = memory.target(mean)
+        self._moved, self._finite = Measured(), True
+        self._scratch = mean.new_empty(min(self._size, mean.numel()))
 
     def there(self, start: int, stop: int) -> None:
         """Takes note that these elements of the mean have arrived; steps the pieces that are whole."""
@@ -144,6 +194,11 @@ class Steps:
                 self._step(number)
         return self._made_anchor, self._made, (self._of_anchor, self._of_state)
 
+    @property
+    def moved(self) -> float:
+        """The largest change of an element of the anchor; inf if something in the next state is not finite."""
+        return self._moved.peak if self._finite and self._moved.finite else math.inf
+
     @torch.no_grad()
     def _step(self, number: int) -> None:
         start = number * self._size
@@ -152,6 +207,7 @@ class Steps:
         sums = slice(start // block, -(-where.stop // block))
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
         new_anchor, new = own_code.outer_step(self._method, self._anchor[where], own, place, self._round)
+        self._moved.see(torch.sub(new_anchor, self._anchor[where], out=self._scratch[: place.numel()]))
         place = self._made_anchor[where]
         if new_anchor.data_ptr() != place.data_ptr():
             place.copy_(new_anchor)
@@ -161,6 +217,7 @@ class Steps:
             if not tensor.dim():
                 self._made[name] = tensor
                 continue
+            self._finite = self._finite and is_finite(tensor)
             if name not in self._made:
                 self._made[name] = self._memory.take(self._mean.numel(), self._mean.device)
                 self._of_state[name] = _room(self._mean)

@@ -92,9 +92,10 @@ class TrainOn:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """The contribution is part of no attempt and never will be (nobody had any weight)."""
+    """The contribution is part of no attempt and never will be (nobody had any weight). ``outlier``: as in `Quorum`."""
 
     fragment: int
+    outlier: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,12 @@ class Contribution:
         last_step: the holder's own count of executed inner steps at the snapshot, in this incarnation.
         weight: its weight in the mean, >= 0 (DiLoCo, LocalSGD: ``steps``). 0: sends zeros, receives the result.
         tokens: tokens in it, 0 when not counted.
-        norm: L2 norm of its outer gradient, 0 when not finite.
+        norm: L2 norm of its outer gradient (of a method that exchanges gradients: of their sum), 0 when not finite.
+        peak: likewise the largest absolute element.
+        behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
+        excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
+        own_excess: likewise of its holder's last contributions.
+        gradients: it is made of gradients, which differ more between honest replicas than displacements do.
         finite: False when a NaN or Inf is in it (its weight is then 0).
         ranges: units ``(start, stop)`` that its steps have used, and steps before them that came to nothing; empty
             without a ledger, and of any fragment but 0.
@@ -44,6 +49,11 @@ class Contribution:
     weight: Annotated[float, within(limits.MAX_WEIGHT)]
     tokens: Number = 0
     norm: Annotated[float, within(math.inf)] = 0.0
+    peak: Annotated[float, within(math.inf)] = 0.0
+    behind: Annotated[float, within(math.inf)] = 0.0
+    excess: Annotated[float, within(math.inf)] = 0.0
+    own_excess: Annotated[float, within(math.inf)] = 0.0
+    gradients: bool = False
     finite: bool = True
     ranges: UnitRanges = ()
     overlap_s: Annotated[float, within(limits.MAX_OVERLAP_S)] = 0.0

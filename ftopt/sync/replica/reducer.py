@@ -8,7 +8,7 @@ import sys
 import threading
 from concurrent.futures import Future
 
-from ftopt.sync.group import AttemptView, Collective, Damaged, bits
+from ftopt.sync.group import AttemptView, Collective, Damaged, Implausible, bits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as e
 from ftopt.sync.replica.shell import Shell
@@ -92,7 +92,8 @@ class Reducer:
             shell.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
             group = self._group(q)
             before = group.sent_bytes
-            group.tell([start.contribution.last_step, *bits([attempt.weight])])
+            c = start.contribution
+            group.tell([c.last_step, *bits([attempt.weight, float(c.steps), c.norm, c.peak, c.behind])])
             reduced = shell.host.reduce(attempt, group)
             rows = [row[:1] for row in group.told()]
             self._sent_bytes += group.sent_bytes - before
@@ -103,7 +104,7 @@ class Reducer:
             reason = f"{error}"[:500]
             shell.act(lambda machine: machine.damaged(q.fragment, q.attempt, reason=reason))
         # What may go otherwise the next time. (An interruption is heeded if it is news.)
-        except (InterruptedError, ConnectionError, TimeoutError, FloatingPointError) as error:
+        except (Implausible, InterruptedError, ConnectionError, TimeoutError, FloatingPointError) as error:
             rank = getattr(error, "rank", None)
             peer = start.members[rank][0] if rank is not None and 0 <= rank < len(start.members) else ""
             self._failed(q, f"{error}", peer)

@@ -307,15 +307,15 @@ class Session:
             case e.Send(message=message):
                 self._send(message)
             case e.StartReduce(quorum=q):
-                if q.outlier:
-                    data = {"reason": q.outlier}
-                    self.emit("outlier", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
                 record = self.machine.fragments[q.fragment].record
                 self.reducer.begin(effect, record.inner_step if record is not None else 0)
             case e.StopReduce(fragment=fragment, attempt=attempt):
                 self.reducer.abort(attempt)
                 self.host.discard(fragment)
                 self.view.stop(fragment)
+            case e.Excluded(fragment=fragment, version=version, reason=reason):
+                self.emit("outlier", fragment=fragment, version=version, data={"reason": reason})
+                self.host.exclude(fragment, reason)
             case e.CommitPrepared(attempt=attempt, record=record):
                 started = self.reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)

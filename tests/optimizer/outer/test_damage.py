@@ -58,9 +58,8 @@ def one_that_has_worked() -> tuple[Vector, OuterStep, Silent, torch.Tensor]:
 def install(outer: OuterStep, version: int, anchor: torch.Tensor, *, inner_step: int = 0) -> None:
     from ftopt.optimizer.tensors.digest import digest
 
-    outer.reduction.install(
-        Committed(0, version, inner_step, 0), digest({"anchor": anchor}), {"anchor": anchor}, reset=False
-    )
+    tensors = {"anchor": anchor, "outer.usual": outer.fragments[0].state.outer["usual"].clone()}
+    outer.reduction.install(Committed(0, version, inner_step, 0), digest(tensors), tensors, reset=False)
 
 
 def test_a_flipped_bit_is_found_in_its_block() -> None:

@@ -102,10 +102,11 @@ def test_a_blocking_round_copies_no_parameters(monkeypatch: pytest.MonkeyPatch) 
     assert together([lambda m=m: replica(m) for m in range(2)]) == [0, 0]  # type: ignore[misc]
 
 
-def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made() -> None:
+def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made_and_its_steps_stay_pending() -> None:
     models, groups = [TASK.model(0) for _ in range(3)], local_groups(3, sync=PATIENT)
     method = DiLoCo(sync_every=1, weights="tokens", outer=SGD(lr=1.0))
     own: dict[int, Tensor] = {}
+    before = next(models[0].parameters()).detach().clone()
 
     def replica(m: int) -> Tensor:
         inner, parameter = torch.optim.SGD(models[m].parameters(), lr=0.1), next(models[m].parameters())
@@ -115,10 +116,13 @@ def test_who_weighs_nothing_sends_nothing_although_its_payload_was_made() -> Non
             own[m] = parameter.detach() - 0.1 * parameter.grad
             optimizer.count(tokens=5 if m < 2 else 0)
             optimizer.step()
+            assert optimizer.pending_steps == (m == 2)
             return parameter.detach().clone()
 
-    for after in together([lambda m=m: replica(m) for m in range(3)]):  # type: ignore[misc]
-        torch.testing.assert_close(after, (own[0] + own[1]) / 2)
+    afters = together([lambda m=m: replica(m) for m in range(3)])  # type: ignore[misc]
+    mean = (own[0] + own[1]) / 2
+    for m, after in enumerate(afters):
+        torch.testing.assert_close(after, mean + (own[m] - before if m == 2 else 0))
 
 
 def test_with_delay_the_training_thread_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,4 +71,4 @@ def test_a_peer_that_fetches_the_initial_model_early_gets_no_gradient(monkeypatc
     (fragment,) = one(1)[1].fragments
     fragment.start_at(Committed(0, 0, 0, 0))
     peers[0].join()
-    assert [set(tensors) for tensors in served] == [{"params"}]
+    assert [set(tensors) for tensors in served] == [{"params", "usual"}]

@@ -65,12 +65,16 @@ def test_what_is_copied_is_measured_also_if_it_is_not_finite_or_overflows() -> N
     a, kept = torch.randn(N), torch.empty(N)
 
     def measured() -> pieces.Measured:
-        return pieces.copy(flat_parts(a, 1 << 16), torch.zeros(N), kept, N)
+        return pieces.copy(flat_parts(a, 1 << 16), torch.zeros(N), kept, N, N)
 
     found = measured()
     assert torch.equal(kept, a)
     assert found.finite and found.norm == pytest.approx(float(torch.linalg.vector_norm(a.double())))
+    assert found.peak == pytest.approx(float(a.abs().max()))
     a[-1] = 3e38
     assert measured().finite
+    assert measured().norm == pytest.approx(3e38) and measured().peak == pytest.approx(3e38)
+    a.normal_().mul_(1e-30)
+    assert measured().norm == pytest.approx(float(a.double().norm()), rel=1e-5, abs=0) and measured().norm > 0
     a[-1] = torch.nan
     assert not measured().finite

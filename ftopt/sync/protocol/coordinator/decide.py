@@ -66,8 +66,7 @@ class Decide:
         effects = [self._event("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
         for x in members:
             if reason := formed.outliers.get(x.replica):
-                data = {"reason": reason, "norm": self._gather.proposals[x.replica].norm}
-                effects.append(Emit("outlier", *x.incarnation_id, self._fragment, a.version, a.attempt, data=data))
+                effects.append(self._gather.excluded(x, reason, attempt=a.attempt))
         for rank, member in enumerate(members):
             effects += self._invite(member, rank, a, formed.outliers.get(member.replica, ""))
         return effects

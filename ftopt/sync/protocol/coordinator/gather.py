@@ -210,12 +210,22 @@ class Gather:
         odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
-            return effects + self._void(members), None
+            return effects + self._void(members, odd), None
         return effects, Formed(members, chosen, odd, self.retry)
 
-    def _void(self, members: list[Member]) -> Effects:
+    def excluded(self, member: Member, reason: str, *, attempt: int | None = None) -> Emit:
+        """The event of an outlier."""
+        c = self.proposals[member.replica]
+        data = {"reason": reason, "norm": c.norm, "peak": c.peak}
+        return Emit("outlier", *member.incarnation_id, self._fragment, self._next, attempt, data=data)
+
+    def _void(self, members: list[Member], odd: Mapping[str, str]) -> Effects:
         """Nobody has any weight: these contributions will be in no attempt."""
-        effects = send(members, m.Void(self._fragment))
+        effects: Effects = []
+        for x in members:
+            if reason := odd.get(x.replica):
+                effects.append(self.excluded(x, reason))
+            effects += send([x], m.Void(self._fragment, odd.get(x.replica, "")))
         self._membership.taken({x.incarnation_id for x in members}, self.proposals)
         for x in members:
             x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once

@@ -1,4 +1,10 @@
-"""Contributions whose norm is out of line with their peers': they weigh nothing, and stay with their holder."""
+"""Contributions that are out of line: they weigh nothing, and stay with their holder.
+
+Three can tell: the job's own history (`Contribution.excess`, from the committed state), the peers in the same round,
+and its holder's own contributions before. The history comes first, because one or two members have it, too. What
+exceeds it may be honest all the same: the peers grow likewise, or this replica has always been so. They vouch for it,
+up to the square of the limit, which nothing may exceed.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +14,63 @@ from collections.abc import Mapping, Sequence
 from ftopt.sync.protocol.messages import Contribution
 
 _PEERS = 2
-"""With fewer peers none can be told from the others."""
+"""With fewer peers none can be told from the others by these alone."""
 
 
-def outliers(contributions: Mapping[str, Contribution], limit: float | None) -> dict[str, str]:
+def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> dict[str, str]:
     """Replica -> why its contribution must not be summed.
 
-    A norm may be ``limit`` times the median of the peers' norms, and more in proportion for one that brings more steps
-    than they do: a replica that was cut off for long is not out of line. ``limit`` None: there are no outliers.
+    A norm, or a largest element, may be ``ratio`` times the usual, and more in proportion for a contribution with more
+    steps: a replica that was cut off for long is not out of line. Gradients may be ``ratio`` squared times the usual.
+    ``ratio`` None: there are no outliers.
     """
-    if limit is None:
+    if ratio is None:
         return {}
     counting = {replica: c for replica, c in contributions.items() if c.weight > 0}
-    if len(counting) <= _PEERS:
-        return {}
-    norms, all_steps = sorted(c.norm for c in counting.values()), sorted(c.steps for c in counting.values())
+    sizes = [sorted(column) for column in zip(*map(_sizes, counting.values()), strict=True)]
+    all_steps = sorted(c.steps for c in counting.values())
     found = {}
     for replica, c in counting.items():
-        norm, steps = _median_of_others(norms, c.norm), _median_of_others(all_steps, c.steps)
-        allowed = limit * norm * max(1.0, c.steps / max(steps, 1.0))
-        if norm > 0 and c.norm > allowed:
-            found[replica] = (
-                f"the norm of its contribution, {c.norm:.3g} over {c.steps} steps, is {c.norm / norm:.3g} times the "
-                f"median of its peers', {norm:.3g}; at most {allowed / norm:.3g} times is taken (sync.outlier_ratio); "
-                "its steps stay pending; end it, or lower its learning rate"
-            )
+        limit, peers = ratio * ratio if c.gradients else ratio, 0.0
+        if len(counting) > 1:
+            longer = max(1.0, c.steps / max(_median_of_others(all_steps, c.steps), 1.0))
+            usual = (_median_of_others(ordered, own) for ordered, own in zip(sizes, _sizes(c), strict=True))
+            peers = max(times(own, its * longer) for own, its in zip(_sizes(c), usual, strict=True))
+        if reason := _reason(c, limit, peers, compares=len(counting) > _PEERS):
+            found[replica] = reason
     return found
 
 
+def _sizes(c: Contribution) -> tuple[float, float, float]:
+    return c.norm, c.peak, c.behind
+
+
+def times(value: float, usual: float) -> float:
+    """How many times ``usual`` a norm is; 0 if nothing is known of what is usual."""
+    return value / usual if usual > 0 else 0.0
+
+
+def _reason(c: Contribution, limit: float, peers: float, *, compares: bool) -> str:
+    """Why it is out of line, "" if it is not. ``peers``: how many times their median it is; ``compares``: there are
+    enough of them to tell without a history."""
+    if c.excess > limit:
+        vouched = 0 < peers <= limit or 0 < c.own_excess <= limit
+        if vouched and c.excess <= limit * limit:
+            return ""
+        found = f"{c.excess:.3g} times what is usual in this job"
+    elif not c.excess and compares and peers > limit:
+        found = f"{peers:.3g} times the median of its peers'"
+    else:
+        return ""
+    return (
+        f"its contribution over {c.steps} steps, of norm {c.norm:.3g} and largest element {c.peak:.3g}, is {found}; at "
+        f"most {limit:g} times is taken (sync.outlier_ratio)"
+    )
+
+
 def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """The median of sorted numbers but for one that is ``own``."""
+    """The median of sorted numbers but for one that is ``own``; the lower of two, so that of two others one may be out
+    of line itself."""
     n, at = len(ordered) - 1, bisect.bisect_left(ordered, own)
-    low, high = ((n - 1) // 2, n // 2)
-    return (ordered[low + (low >= at)] + ordered[high + (high >= at)]) / 2
+    low = (n - 1) // 2
+    return ordered[low + (low >= at)]

@@ -41,6 +41,15 @@ class CommitPrepared:
 
 
 @dataclass(frozen=True, slots=True)
+class Excluded:
+    """A round has been decided without this replica's contribution, which was out of line: its steps stay pending."""
+
+    fragment: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Fetch the state at ``position`` from one of ``sources``, or what `FragmentState.wanted` is by then.
 
@@ -103,8 +112,8 @@ class Notice:
 
 
 ReplicaEffect = (
-    Send | StartReduce | StopReduce | CommitPrepared | Fetch | Begin | RestoreCheckpoint | Settled | Reset | GiveUp
-    | Disconnect | Notice | m.Grant | m.Plan | m.Keep | m.Inherit
+    Send | StartReduce | StopReduce | CommitPrepared | Excluded | Fetch | Begin | RestoreCheckpoint | Settled | Reset
+    | GiveUp | Disconnect | Notice | m.Grant | m.Plan | m.Keep | m.Inherit
 )  # fmt: skip
 """The messages are passed on. `m.Grant`: units to use. `m.Plan`: the own share of the newest plan. `m.Keep`: fetch this
 copy, keep it, answer with `Replica.keeps`. `m.Inherit`: adopt the predecessor's units, used first, and its copy, from

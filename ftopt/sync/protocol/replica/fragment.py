@@ -13,7 +13,7 @@ from enum import Enum, auto
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import contains
 from ftopt.sync.protocol.limits import HISTORY
-from ftopt.sync.protocol.replica.effects import Fetch, ReplicaEffect, Send, StopReduce
+from ftopt.sync.protocol.replica.effects import Excluded, Fetch, ReplicaEffect, Send, StopReduce
 from ftopt.sync.protocol.replica.prepared import PreparedResult
 
 
@@ -309,8 +309,10 @@ class FragmentState:
                 self.last_means = message
             case m.TrainOn():
                 self.train_on()
-            case m.Void():
+            case m.Void(outlier=outlier):
                 effects = self.stop()
+                if outlier and self.offer is not None and self.record is not None:
+                    effects.append(Excluded(self.index, self.record.version + 1, outlier))
                 self.free()
                 return effects
             case m.Abort(attempt=attempt):

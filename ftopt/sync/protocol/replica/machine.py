@@ -201,7 +201,7 @@ class Replica:
         if q is None or q.attempt != attempt or f.record is None:
             return self.reduce_failed(fragment, attempt, reason="the attempt is over")
         agreed, record = agree(f.record, q, f.members, rows, digest)
-        f.become_prepared(PreparedResult(attempt, agreed, record))
+        f.become_prepared(PreparedResult(attempt, agreed, record, q.outlier))
         return self._send(m.Prepared(fragment, attempt, agreed, live, peak))
 
     def reduce_failed(self, fragment: int, attempt: int, *, reason: str, peer: str = "") -> list[e.ReplicaEffect]:
@@ -399,7 +399,8 @@ class Replica:
             return [] if known or f.fetching else self._lacks(f)
         settled = self.lease.settle(p.record, f.contribution, counted=self.counted_step(p.record))
         f.become_holding(p.record)
-        return [e.CommitPrepared(p.attempt, p.record), *settled]
+        excluded = [e.Excluded(f.index, p.record.version, p.outlier)] if p.outlier else []
+        return [*excluded, e.CommitPrepared(p.attempt, p.record), *settled]
 
     def _lacks(self, f: FragmentState) -> list[e.ReplicaEffect]:
         """It does not hold what it should; both ends begin with an empty member list again."""

@@ -12,11 +12,12 @@ from ftopt.sync.protocol.intervals import union
 
 @dataclass(slots=True)
 class PreparedResult:
-    """What an attempt has made, and the record that its commit makes current."""
+    """What an attempt has made, and the record that its commit makes current. ``outlier``: as in its quorum."""
 
     attempt: int
     digest: str
     record: m.Record
+    outlier: str = ""
 
 
 def agree(
