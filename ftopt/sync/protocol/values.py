@@ -29,17 +29,17 @@ class Contribution:
         weight: its weight in the mean, >= 0 (DiLoCo, LocalSGD: ``steps``). 0: sends zeros, receives the result.
         tokens: tokens in it, 0 when not counted.
         norm: L2 norm of its outer gradient (of a method that exchanges gradients: of their sum), 0 when not finite.
-        peak: likewise the largest absolute element.
-        behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
-        excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
-        own_excess: likewise of its holder's last contributions.
-        gradients: it is made of gradients, which differ more between honest replicas than displacements do.
         finite: False when a NaN or Inf is in it (its weight is then 0).
         ranges: units ``(start, stop)`` that its steps have used, and steps before them that came to nothing; empty
             without a ledger, and of any fragment but 0.
         overlap_s: how long its holder trains on without the result: ``delay`` of its steps.
         grace: gamma of the adaptive grace (`pace`), >= 0. 0: the grace is ``grace_s``.
         plan: the plan that ``ranges`` are a share of (`plans`); 0 without a global batch.
+        peak: the largest absolute element of what ``norm`` is of.
+        behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
+        excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
+        own_excess: likewise of its holder's last contributions.
+        gradients: it is made of gradients, which differ more between honest replicas than displacements do.
     """
 
     fragment: FragmentIndex
@@ -49,16 +49,16 @@ class Contribution:
     weight: Annotated[float, within(limits.MAX_WEIGHT)]
     tokens: Number = 0
     norm: Annotated[float, within(math.inf)] = 0.0
-    peak: Annotated[float, within(math.inf)] = 0.0
-    behind: Annotated[float, within(math.inf)] = 0.0
-    excess: Annotated[float, within(math.inf)] = 0.0
-    own_excess: Annotated[float, within(math.inf)] = 0.0
-    gradients: bool = False
     finite: bool = True
     ranges: UnitRanges = ()
     overlap_s: Annotated[float, within(limits.MAX_OVERLAP_S)] = 0.0
     grace: Annotated[float, within(limits.MAX_GRACE)] = 0.0
     plan: Number = 0
+    peak: Annotated[float, within(math.inf)] = 0.0
+    behind: Annotated[float, within(math.inf)] = 0.0
+    excess: Annotated[float, within(math.inf)] = 0.0
+    own_excess: Annotated[float, within(math.inf)] = 0.0
+    gradients: bool = False
 
 
 def excluded(contribution: Contribution) -> Contribution:

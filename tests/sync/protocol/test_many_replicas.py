@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from statistics import median_low
 from typing import Any
 
 import pytest
@@ -96,8 +97,6 @@ def test_the_median_of_the_others_is_that_of_a_list_without_the_own_number() -> 
         offers = {f"r{i}": m.Contribution(0, 1, 10, 10, 10.0, norm=norm) for i, norm in enumerate(norms)}
         odd = set()
         for i, norm in enumerate(norms):
-            others = sorted(norms[:i] + norms[i + 1 :])
-            half = len(others) // 2
-            median = others[half] if len(others) % 2 else (others[half - 1] + others[half]) / 2
+            median = median_low(norms[:i] + norms[i + 1 :])
             odd |= {f"r{i}"} if norm > 5 * median > 0 else set()
         assert outliers(offers, 5.0).keys() == odd

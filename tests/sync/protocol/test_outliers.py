@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ftopt.sync.protocol.coordinator.outliers import outliers
@@ -20,7 +22,7 @@ def offers(*norms: float, steps: tuple[int, ...] = (), weights: tuple[float, ...
 def test_one_beyond_the_multiple_of_its_peers_median_is_out_of_line() -> None:
     found = outliers(offers(1.0, 1.2, 0.9, 130.0), 100.0)
     assert list(found) == ["r3"]
-    assert "130 times the median of its peers', 1" in found["r3"]
+    assert "130 times the median of its peers'" in found["r3"]
     assert "sync.outlier_ratio" in found["r3"]
 
 
@@ -37,6 +39,55 @@ def test_one_beyond_the_multiple_of_its_peers_median_is_out_of_line() -> None:
 )
 def test_nobody_is_out_of_line(contributions: dict[str, Contribution]) -> None:
     assert outliers(contributions, 100.0) == {}
+
+
+def sized(*excesses: float, norms: tuple[float, ...] = (), own: float = 0.0, gradients: bool = False) -> set[str]:
+    """Who is out of line, by how many times the job's usual the contributions are. ``own``: of the last one."""
+    offered = offers(*(norms or excesses))
+    found = {
+        replica: replace(c, excess=excess, own_excess=own if replica == f"r{len(excesses) - 1}" else 0.0, peak=c.norm)
+        for (replica, c), excess in zip(offered.items(), excesses, strict=True)
+    }
+    return set(outliers({r: replace(c, gradients=gradients) for r, c in found.items()}, 100.0))
+
+
+def test_one_or_two_members_are_judged_by_the_jobs_own_history() -> None:
+    assert sized(101.0) == {"r0"}
+    assert sized(99.0) == set()
+    assert sized(1.0, 1e30) == {"r1"}
+    assert sized(1e30, 1e30) == {"r0", "r1"}, "what is far beyond is never taken, however many agree"
+
+
+def test_who_is_in_line_with_the_history_needs_no_peers() -> None:
+    assert sized(0.1, 0.1, 50.0, norms=(1.0, 1.0, 500.0)) == set()
+    assert sized(0.1, 0.1, 101.0, norms=(1.0, 1.0, 1010.0)) == {"r2"}
+
+
+def test_peers_that_have_grown_alike_vouch_for_each_other() -> None:
+    assert sized(150.0, 160.0, 170.0) == set()
+    assert sized(150.0, 160.0) == set()
+    assert sized(150.0, 1.0) == {"r0"}
+    assert sized(1e5, 1e5, 1e5) == {"r0", "r1", "r2"}
+
+
+def test_two_that_are_bad_at_once_do_not_vouch_for_each_other_among_three() -> None:
+    assert sized(9000.0, 1.0, 9500.0) == {"r0", "r2"}
+
+
+def test_who_has_always_been_so_is_honest() -> None:
+    assert sized(1.0, 1.0, 400.0, own=1.0) == set()
+    assert sized(1.0, 1.0, 400.0, own=399.0) == {"r2"}
+    assert sized(1.0, 1.0, 1e5, own=1.0) == {"r2"}
+
+
+def test_gradients_may_differ_by_the_square_of_the_ratio() -> None:
+    assert sized(1.0, 1.0, 400.0, gradients=True) == set()
+    assert sized(1.0, 1.0, 2e4, gradients=True) == {"r2"}
+
+
+def test_a_single_large_element_is_out_of_line_where_the_norm_is_not() -> None:
+    offered = {r: replace(c, peak=200.0 if r == "r3" else 1.0) for r, c in offers(300.0, 300.0, 300.0, 360.0).items()}
+    assert set(outliers(offered, 100.0)) == {"r3"}
 
 
 def test_without_a_limit_nobody_is() -> None:
