@@ -6,8 +6,9 @@ Equation, with the letters of ``method.py``::
 
 The parameters themselves are sent, not differences: ``A - (A - p)`` is another number than ``p`` in 2-15 % of
 all elements. ``A - a`` is exactly 0 for fp32 parameters. For bf16 and fp16 it is what the anchor knows below
-the parameters' last bit, and stays with the anchor. Through a codec that rounds, the differences ``a - p`` are sent:
-they are small, so that less is lost.
+the parameters' last bit, and stays with the anchor. The mean of equal parameters is that parameter, bit for bit,
+whatever the weights: what nobody has trained does not move. Through a codec that rounds, the differences ``a - p``
+are sent: they are small, so that less is lost, and those of untrained parameters are 0.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ftopt.methods.values import AnchorAndState, Execution, OuterState, ReplicaV
 class Averaging(Method):
     """The equations of `LocalSGD`."""
 
-    execution = Execution(elementwise=True)
+    execution = Execution(elementwise=True, values=True)
 
     def payload(self, view: ReplicaView, out: Tensor) -> Tensor:
         """``p + (A - a)``; exactly ``p`` for fp32 parameters, and for a replica that is alone; ``a - p`` if lossy."""

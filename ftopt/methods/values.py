@@ -124,12 +124,15 @@ class Execution:
     Args:
         elementwise: both treat every element alike and independently of the others: they are then called piece by
             piece, and the scalars of the outer state that the pieces return must be equal.
+        values: the payload holds values, not displacements, unless it goes through a codec that rounds. Their mean is
+            taken so that the mean of equal values is that value, bit for bit.
         sharded: `outer_step` may give other bits on other machines: each element is computed by one member, and
             gathered. It must then treat every element alike and independently of the others; scalars of the outer state
             are rank 0's.
     """
 
     elementwise: bool = False
+    values: bool = False
     sharded: bool = False
 
 

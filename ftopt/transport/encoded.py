@@ -3,7 +3,9 @@
 The payload is cut into one span a member, nearly equal, on the codec's blocks; rank r answers for span r.
 
 1. **First hop**, all to all: everybody sends its span r, encoded, to rank r. Rank r decodes them and adds them up in
-   fp32, in rank order: ``sum over m of share_m * decode(encode(flat_m))``. Its own part goes the same way.
+   fp32, in rank order: ``sum over m of share_m * decode(encode(flat_m))``. Its own part goes the same way. With an
+   exact codec the sum is ``flat_f - sum over m of share_m * (flat_f - flat_m)``, f the first of positive share: of
+   equal values exactly that value, though shares are rounded.
 2. **Second hop**, all to all: rank r sends its sum, encoded with ``codec.for_sum`` (mostly the same codec), to
    everybody, who decodes it. What that leaves out of the sum rank r owes: it adds it to the sum the next time that it
    answers for those elements.
@@ -154,7 +156,7 @@ class EncodedMean:
         self.pieces = max(-(-(stop - start) // self._step) for start, stop in self._spans)
         at_once = _AT_ONCE if flat.device.type == "cpu" else _ELSEWHERE
         self._at_once = min(self._step, max(1, at_once // codec.block) * codec.block)
-        self._room = flat.new_empty(2, self._at_once)
+        self._room = flat.new_empty(2 + codec.exact, self._at_once)
         self._owed = owed
         self._first, stop = self._spans[rank]
         self._left = flat.new_empty(0 if owed is None else stop - self._first)
@@ -201,13 +203,16 @@ class EncodedMean:
         sums = self._parts(self._rank, piece, self._sum_codec)
         for (start, stop, bytes_), (*_, their) in zip(sums, self._parts(self._rank, piece, self._codec), strict=True):
             total, term = self._room[0][: stop - start], self._room[1][: stop - start]
-            for number, (share, place) in enumerate(terms):
-                if number:
-                    total += self._codec.decode(place[their], term).mul_(share)
-                else:
-                    self._codec.decode(place[their], total).mul_(share).add_(0.0)  # as from 0 on: no negative zeros
-            if not terms:
-                total.zero_()
+            if self._codec.exact:
+                self._mean_of_values([(share, place[their]) for share, place in terms], total, term)
+            else:
+                for number, (share, place) in enumerate(terms):
+                    if number:
+                        total += self._codec.decode(place[their], term).mul_(share)
+                    else:
+                        self._codec.decode(place[their], total).mul_(share).add_(0.0)  # as from 0 on: no negative zeros
+                if not terms:
+                    total.zero_()
             encoded = mine[bytes_]
             if self._owed is None:
                 self._sum_codec.encode(total, encoded)
@@ -220,6 +225,17 @@ class EncodedMean:
             place.copy_(mine)
         self._buffers.give(first.sent, first.received)
         return exchange
+
+    def _mean_of_values(self, terms: Sequence[tuple[float, Tensor]], total: Tensor, term: Tensor) -> None:
+        """``total <- first - sum of share * (first - other)``."""
+        apart = self._room[2][: total.numel()].zero_()
+        if not terms:
+            total.zero_()
+            return
+        self._codec.decode(terms[0][1], total)
+        for share, place in terms[1:]:
+            apart += torch.sub(total, self._codec.decode(place, term), out=term).mul_(share)
+        total -= apart
 
     def take(self, piece: int, second: Exchange) -> None:
         """The result, into ``flat``."""

@@ -72,6 +72,9 @@ class Collective(Protocol):
         decoded, the products are added in fp32 in rank order, and the sum travels encoded. The payload of a member of
         share 0 is not looked at. One member alone keeps what it has.
 
+        With an exact codec the mean of equal values is that value, bit for bit, whatever the shares: the products are
+        those of each payload's differences from the first one of positive share.
+
         Each member answers for a span of the sum. It adds what it ``owed`` there, unless that is None (on all members
         alike), and is returned what the encoded sum leaves out, to be given to the next call when this one counts.
         ``carry`` is called for each part of the payload before and after it is encoded; ``summed`` as in `all_reduce_`.

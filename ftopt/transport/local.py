@@ -112,8 +112,9 @@ class LocalCollective:
         """The weighted mean over the members, in place, as if all had travelled encoded, in both hops.
 
         ``flat <- decode(encode(sum over m of shares[m] * decode(encode(flat_m)) + owed))``, the sum in fp32, in rank
-        order, encoded with ``codec.for_sum``. ``summed`` is called for the third quarter of the elements, then for the
-        first, as if the others were on the wire. See `ftopt.transport.interface.Collective`.
+        order (with an exact codec from the first payload on), encoded with ``codec.for_sum``. ``summed`` is called for
+        the third quarter of the elements, then for the first, as if the others were on the wire. See
+        `ftopt.transport.interface.Collective`.
         """
         assert flat.dim() == 1 and flat.is_contiguous() and flat.dtype == torch.float32, "flat, contiguous fp32 tensor"
         assert len(shares) == self.size, (shares, self.size)
@@ -127,10 +128,12 @@ class LocalCollective:
 
         def mean(brought: dict[int, Tensor]) -> Tensor:
             total = torch.zeros_like(debts)
-            for rank, share in enumerate(shares):
-                if share:
-                    total += brought[rank][0] * share
-            for rank in range(self.size):
+            terms = [(share, brought[rank][0]) for rank, share in enumerate(shares) if share]
+            first = terms[0][1] if codec.exact and terms else None
+            for share, flat in terms:
+                total += (flat if first is None else first - flat) * share
+            total = total if first is None else first - total
+            for rank in range(self.size) if owed is not None else ():
                 total += brought[rank][1]
             sent = roundtrip(sum_codec(codec, shares), total, torch.empty_like(total))
             return torch.stack([sent, total - sent])

@@ -112,14 +112,25 @@ def mean_and_owed(
     for r in range(size):
         span = slice(min(n, blocks * r // size * codec.block), min(n, blocks * (r + 1) // size * codec.block))
         total = torch.zeros(span.stop - span.start)
+        if codec.exact:
+            total = mean_of_values([flat[span] for flat in flats], shares)
         for m in range(size):
-            if shares[m] > 0:
+            if shares[m] > 0 and not codec.exact:
                 received = codec.decode(codec.encode(flats[m][span].clone()), torch.empty(total.shape))
                 total = total + received * shares[m]
         total = total + owed[span]
         gathered.append(for_sum.decode(for_sum.encode(total), torch.empty(total.shape)))
         left.append(total - gathered[-1])
     return torch.cat(gathered), torch.cat(left)
+
+
+def mean_of_values(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The weighted mean, from the first one of positive share on: of equal values exactly that value."""
+    brought = [(value, share) for value, share in zip(values, shares, strict=True) if share > 0]
+    first, apart = brought[0][0], torch.zeros_like(brought[0][0])
+    for value, share in brought[1:]:
+        apart = apart + (first - value) * share
+    return first - apart
 
 
 class Mean:
@@ -145,7 +156,12 @@ class Mean:
         return not self._codec.exact
 
     def __call__(
-        self, brought: Sequence[Sequence[Tensor]], shares: Sequence[float] | None = None, *, place: Hashable = 0
+        self,
+        brought: Sequence[Sequence[Tensor]],
+        shares: Sequence[float] | None = None,
+        *,
+        place: Hashable = 0,
+        values: bool = False,
     ) -> list[Tensor]:
         """The mean, tensor by tensor; they travel together, one behind the other.
 
@@ -153,9 +169,11 @@ class Mean:
             brought: each replica's tensors.
             shares: of the replicas. Default: the same for all.
             place: what has residuals of its own: a fragment, gradients, payloads of other units.
+            values: they bring values, not differences; the mean of equal ones is exact.
         """
         flats = [torch.cat([t.detach().reshape(-1) for t in tensors]) for tensors in brought]
-        mean = self._of(flats, shares or [1 / len(flats)] * len(flats), place)
+        shares = shares or [1 / len(flats)] * len(flats)
+        mean = mean_of_values(flats, shares) if values else self._of(flats, shares, place)
         parts = mean.split([t.numel() for t in brought[0]])
         return [part.view(t.shape) for part, t in zip(parts, brought[0], strict=True)]
 

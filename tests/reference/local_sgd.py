@@ -43,7 +43,7 @@ def local_sgd(
                     deltas = mean([[t - p for t, p in zip(theta, m.parameters(), strict=True)] for m in models])
                     theta = [t - delta for t, delta in zip(theta, deltas, strict=True)]
                 else:
-                    theta = mean([list(m.parameters()) for m in models])
+                    theta = mean([list(m.parameters()) for m in models], values=True)
                 for model in models:
                     for p, t in zip(model.parameters(), theta, strict=True):
                         p.copy_(t)

@@ -64,7 +64,7 @@ def paft(
                     deltas = mean([[a - p for a, p in zip(anchor, own, strict=True)] for own in now], place=PARAMETERS)
                     anchor = [a - delta for a, delta in zip(anchor, deltas, strict=True)]
                 else:
-                    anchor = mean(now, place=PARAMETERS)
+                    anchor = mean(now, place=PARAMETERS, values=True)
                 if overlap and not starting:
                     bases = now
                 else:

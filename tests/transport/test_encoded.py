@@ -94,6 +94,26 @@ def test_gloo_gets_what_plain_loops_get_bit_for_bit(
 
 
 @pytest.mark.parametrize("transport", ["local", "gloo"])
+@pytest.mark.parametrize("shares", [[0.3, 0.7], [1 / 3] * 3, [0.0, 0.1, 0.2, 0.3, 0.4], [1 / 6] * 6, [1 / 7] * 7])
+def test_the_mean_of_equal_values_is_that_value_bit_for_bit(shares: list[float], transport: str) -> None:
+    size, ops = len(shares), DictOps()
+    flat = torch.randn(3001).mul_(torch.logspace(-44, 37, 3001))
+    flat[7], flat[8] = -0.0, 0.0
+    made: Any = LocalTransport() if transport == "local" else GlooTransport("127.0.0.1", NEVER_S)
+    collectives = [made.connect(key="a", rank=rank, size=size, ops=ops) for rank in range(size)]
+
+    def work(rank: int) -> Tensor:
+        mine = flat.clone()
+        collectives[rank].mean_encoded_(mine, FP32(), shares)
+        return mine
+
+    got = in_threads(size, work)
+    for collective in collectives:
+        collective.close()
+    assert all(torch.equal(mine.view(torch.int32), flat.view(torch.int32)) for mine in got)
+
+
+@pytest.mark.parametrize("transport", ["local", "gloo"])
 @by_name([BF16(), FP4()])
 def test_what_is_told_to_be_there_is_the_mean_and_may_be_changed(codec: Codec, transport: str) -> None:
     size, numel = 3, 30_001

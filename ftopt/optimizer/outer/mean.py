@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ftopt.codecs import Codec
+from ftopt.codecs import FP32, Codec
 from ftopt.methods import ReplicaView, Round, own_code
 from ftopt.methods.method import reads_tensors
 from ftopt.optimizer.outer.error_feedback import Feedback, Residual
@@ -57,20 +57,24 @@ class Mean:
             averages=attempt.inner_step < method.average_until_step,
         )
         scalars = own_code.scalars(method, of(own, slice(0, view.trained)) if reads_tensors(method) else own)
-        at, shares = self._round(attempt, collective, own, scalars)
+        values = values_of(fragment, own)
+        at, shares = self._round(attempt, collective, own, scalars, values.start < view.numel)
         share = attempt.weight / attempt.total_weight if attempt.weight > 0 and not own.alone else None
-        fragment.assume(Assumed(None if own.lossy else share, own.alone, own.averages))
+        fragment.assume(Assumed(None if own.lossy or not values.start else share, own.alone, own.averages))
         work = self._payload(attempt, fragment, own, frozen)
-        exact, summed = work, begin(work, at)
+        exact, summed = part(work, slice(0, values.start)), begin(work, at)
         if own.lossy:
             trained = part(work, slice(0, view.trained))
             units = own_code.call(method.aggregation.units, own) if method.aggregation is not None else ""
             self._encoded(attempt, fragment, collective, trained, shares, units, summed)
-            exact = work[view.trained :]  # What is no direction of descent but a statistic is not rounded.
-        if exact.numel():
-            if share is not None and own.lossy:
+            exact = exact[view.trained :]  # What is no direction of descent is not rounded.
+            if share is not None:
                 exact.mul_(share)
+        if exact.numel():
             collective.all_reduce_(exact, summed if exact is work else None)
+        if values.start < view.numel:
+            alike = part(work, values)
+            collective.mean_encoded_(alike, FP32(), shares, summed=summed if alike is work else None)
         if fragment.trigger_metrics.learns:
             distance = fragment.trigger_metrics.distance(method, own, work) if attempt.weight > 0 else None
             sent = replace(snapshot.seen, weight=attempt.weight, distance=distance)
@@ -79,12 +83,12 @@ class Mean:
         return work, at
 
     def _round(
-        self, attempt: AttemptView, collective: Collective, own: ReplicaView, scalars: Sequence[float]
+        self, attempt: AttemptView, collective: Collective, own: ReplicaView, scalars: Sequence[float], values: bool
     ) -> tuple[Round, list[float]]:
         """What all members know alike of the round, and all their shares, if they are needed."""
         at = Round(attempt.fragment, attempt.version, attempt.inner_step, own.layout, lossy=own.lossy)
         shares = list[float]()
-        if scalars or own.lossy:
+        if scalars or own.lossy or values:
             shares = [floats(row)[1] / attempt.total_weight for row in collective.told()]
             rows = [floats(row) for row in collective.exchange(bits(scalars))] if scalars else [()] * len(shares)
             present = [(share, row) for share, row in zip(shares, rows, strict=True) if share > 0]
@@ -105,7 +109,9 @@ class Mean:
                 pieces.payload(method, own, parts, work, assumed.share)
             return work
         payload_with_buffers(method, own, work, trained=view.trained)
-        return work if assumed.share is None else work.mul_(assumed.share)
+        if assumed.share is not None:
+            part(work, slice(0, values_of(fragment, own).start)).mul_(assumed.share)
+        return work
 
     def _encoded(
         self,
@@ -132,6 +138,13 @@ class Mean:
         owed = collective.mean_encoded_(payload, self.codec, shares, paid, feedback, summed)
         if owed is not None:
             fragment.leave_out(units, Residual(after, owed))
+
+
+def values_of(fragment: Fragment, own: ReplicaView) -> slice:
+    """The part of its payload that holds values, whose mean is exact where they are equal: buffers, and parameters
+    where the method averages them as they are."""
+    plain = fragment.method.execution.values and not own.lossy
+    return slice(0 if plain else fragment.view.carried.stop, None)
 
 
 def in_pieces(fragment: Fragment) -> bool:
