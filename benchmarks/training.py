@@ -10,6 +10,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import statistics
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -102,6 +103,8 @@ class Outcome:
         discarded: inner steps that were mixed away.
         own: each replica's own accuracy at the end, for tasks that have one.
         mean: that of the mean of their parameters.
+        training: the replicas' mean loss on their own batches, at their own parameters, over the whole run.
+        averages: how often the anchor was set.
     """
 
     curve: list[tuple[int, float]]
@@ -112,6 +115,8 @@ class Outcome:
     discarded: int
     own: list[float]
     mean: float | None
+    training: float
+    averages: int
 
 
 def train(case: Case) -> Outcome:
@@ -145,17 +150,20 @@ def train(case: Case) -> Outcome:
     curve: list[tuple[int, float]] = []
     scores: list[tuple[float, float | None]] = []
     own, finals = dict[int, float](), dict[int, Tensor]()
+    losses, averages = list[float](), list[int]()
 
     def replica(m: int) -> None:
         task, group = tasks[m], groups[m]
         with wrapped(case, task, group) as optimizer:
-            for step in inner_steps(case, task, optimizer, group.replica):
+            for step, loss in inner_steps(case, task, optimizer, group.replica):
+                losses.append(float(loss))
                 if m == 0 and step % case.eval_every == 0:
                     with optimizer.outer_parameters():
                         curve.append((step, task.score(thorough=False).loss))
             if task.classifies:
                 own[m] = task.score(thorough=True).accuracy or 0.0
                 finals[m] = nn.utils.parameters_to_vector(task.model.parameters()).detach().clone()
+            averages.append(optimizer.versions[-1])
             optimizer.sync()
             if m == 0:
                 with optimizer.outer_parameters():
@@ -171,7 +179,18 @@ def train(case: Case) -> Outcome:
         nn.utils.vector_to_parameters(torch.stack(list(finals.values())).mean(0), tasks[0].model.parameters())
         mean = tasks[0].score(thorough=True).accuracy
     seconds = round(time.perf_counter() - started, 1)
-    return Outcome(curve, loss, accuracy, sum(sent) / case.replicas, seconds, discarded[0], list(own.values()), mean)
+    return Outcome(
+        curve,
+        loss,
+        accuracy,
+        sum(sent) / case.replicas,
+        seconds,
+        discarded[0],
+        list(own.values()),
+        mean,
+        statistics.fmean(losses),
+        averages[0],
+    )
 
 
 def task_for(case: Case) -> Task:
@@ -192,8 +211,8 @@ def wrapped(case: Case, task: Task, group: ftopt.ReplicaGroup) -> ftopt.OuterOpt
     return ftopt.wrap(inner, task.model, case.method, group=group)
 
 
-def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica: str) -> Iterator[int]:
-    """Takes the case's inner steps; gives the number of those taken after each."""
+def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica: str) -> Iterator[tuple[int, Tensor]]:
+    """Takes the case's inner steps; gives the number of those taken after each, and its loss."""
     recipe = load(case.recipe)
     inner = recipe.inner[0] if isinstance(recipe.inner, list) else recipe.inner
     batches = task.batches(seed_of(case.seed, replica, 1))
@@ -208,7 +227,7 @@ def inner_steps(case: Case, task: Task, optimizer: ftopt.OuterOptimizer, replica
             nn.utils.clip_grad_norm_(task.model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        yield step + 1
+        yield step + 1, loss.detach()
 
 
 class Book:

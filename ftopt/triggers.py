@@ -4,6 +4,7 @@ from ftopt.methods.adaptive import AdaComm as AdaComm
 from ftopt.methods.adaptive import ExactDivergence as ExactDivergence
 from ftopt.methods.adaptive import LinearFDA as LinearFDA
 from ftopt.methods.adaptive import LocalCondition as LocalCondition
+from ftopt.methods.adaptive import PAFTRatio as PAFTRatio
 from ftopt.methods.adaptive import SignalToNoise as SignalToNoise
 from ftopt.methods.triggers import AllOf as AllOf
 from ftopt.methods.triggers import AnyOf as AnyOf

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,7 @@ class Learner:
         sync = replace(PATIENT, codec=case.codec, start_replicas=case.replicas)
         group = ftopt.connect(told["url"], told["replica"], job=job, sync=sync, host=told["host"], on_event=self._hear)
         self._optimizer = wrapped(case, self._task, group)
-        self._steps: Iterator[int] = inner_steps(case, self._task, self._optimizer, told["replica"])
+        self._steps = inner_steps(case, self._task, self._optimizer, told["replica"])
 
     def begin(self) -> None:
         """Waits for the others."""
@@ -49,7 +48,7 @@ class Learner:
         """So many inner steps; the seconds of all so far."""
         began = time.perf_counter()
         for _ in range(part):
-            step = next(self._steps)
+            step, _ = next(self._steps)
             if step % self._case.eval_every == 0:
                 self._seconds += time.perf_counter() - began
                 self._look(step)

@@ -52,6 +52,7 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "exact_divergence": triggers.ExactDivergence,
         "adacomm": triggers.AdaComm,
         "signal_to_noise": triggers.SignalToNoise,
+        "paft_ratio": triggers.PAFTRatio,
         "any_of": triggers.AnyOf,
         "all_of": triggers.AllOf,
     },

@@ -1,5 +1,5 @@
-"""Triggers by what is measured. Letters as in ``triggers.py``; ``M`` members, ``d`` elements, ``eta`` the inner rate,
-``F`` the mean loss of the steps that the outer step counted, index 0 the first one's.
+"""Triggers by what is measured. Letters as in ``triggers.py``; ``M`` members, ``eta`` the inner rate, ``F`` the mean
+loss of the steps that the outer step counted, index 0 the first one's.
 
 `LocalCondition` and `LinearFDA` look between two outer steps at how far the replicas have moved. They bound the
 divergence from above without a collective::
@@ -114,22 +114,17 @@ class _Period(Trigger):
             )
 
     def due(self, progress: Progress) -> Due:
-        return Due.YES if progress.steps >= self.period(progress.agreed, progress.elements) else Due.NO
+        return Due.YES if progress.steps >= self.period(progress.agreed) else Due.NO
 
-    def period(self, agreed: RoundStats, elements: int) -> int:
-        """``H``, from ``least`` to ``most``.
-
-        Args:
-            agreed: of the last outer step.
-            elements: ``d``.
-        """
-        wanted = self._wanted(agreed, elements)
+    def period(self, agreed: RoundStats) -> int:
+        """``H``, from ``least`` to ``most``; ``agreed`` is of the last outer step."""
+        wanted = self._wanted(agreed)
         if wanted is None:
             return self.initial
         return int(min(max(wanted, self.least), self.most))
 
     @abstractmethod
-    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats) -> float | None:
         """``H`` before it is clipped, a whole number or infinite; None: nothing is known."""
 
     @property
@@ -167,7 +162,7 @@ class ExactDivergence(_Period):
         super().__post_init__()
         check_number("trigger.threshold", self.threshold, "(0, inf)")
 
-    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats) -> float | None:
         if agreed.members < 2 or agreed.divergence is None or agreed.steps is None:
             return None
         if not agreed.divergence:
@@ -203,7 +198,7 @@ class AdaComm(_Period):
         super().__post_init__()
         check_choice("trigger.formula", self.formula, FORMULAS)
 
-    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
+    def _wanted(self, agreed: RoundStats) -> float | None:
         loss, first_loss, lr, first_lr = agreed.loss, agreed.first_loss, agreed.lr, agreed.first_lr
         if loss is None or first_loss is None or loss <= 0 or first_loss <= 0:
             return None
@@ -216,37 +211,81 @@ class AdaComm(_Period):
 
 @dataclass(frozen=True, kw_only=True)
 class SignalToNoise(_Period):
-    """PAFT's: the noisier the gradients that replicas have applied, the more often they average their parameters::
+    """For `PAFT`: the further noise takes replicas apart, beside what they move together, the sooner they average::
 
-        sigma^2 = Var / (drift * d * ((M - 1) / M) * sum eta^2)
-        H      <- round(|g| / (sigma * sqrt(d)))
+        signal^2 = |mean u|^2 - Var / (M - 1)       grows as steps^2: what the steps have in common adds up
+        drift^2  = Var * M / (M - 1)                grows as steps: noise that is new in each step
+        H       <- round(most * signal / drift)
 
-    For replicas that should not drift at all: their gradients are averaged at each step and corrupted on the way, each
-    in its own way. The law ``Var = ((M - 1) / M) * d * sigma^2 * sum eta^2`` is plain SGD's. ``sum eta^2`` goes over
-    the steps since the last outer step, ``|g|`` is the mean of the members' gradient norms at their snapshots.
+    Both are lengths in the space of parameters, over the steps since the last average, of replicas that would be
+    alike without the noise. With ``s = signal / steps``, the displacement a step, and ``sigma = drift / sqrt(steps)``,
+    the drift a root step, the period comes to rest where ``sigma * sqrt(H) = s * most``: between two averages noise
+    takes a replica as far as the signal takes all of them in ``most`` steps, the longest period, and no further. That
+    is at ``H = (most * s / sigma)^2``. The formula goes half the way there (on a scale of logarithms) each time, so
+    that it does not swing where the signal does not add up either: because batches are noisy, or at a minimum.
+
+    What scales both lengths cancels: the loss's units, the rate, momentum, Adam's normalisation. Multiplying the loss
+    by a number leaves H as it is, with AdamW (but for its ``eps``), and with SGD of any momentum when the rate is
+    divided by it. With the same rate SGD takes other steps, and H is what suits those.
+
+    It assumes that the noise is independent from replica to replica and of one size, and that members weigh the same:
+    then ``Var`` holds ``(M - 1) / M`` of the noise, and the mean moves by the rest, ``Var / (M - 1)``, which is no
+    signal. Where nothing else is left, H is ``least``. A bias in one replica grows as ``steps^2``; H is then
+    ``most * signal / drift`` at once. Noise that all replicas have in common, as of their batches, counts as signal.
 
     Args:
-        initial: the period before the first outer step. Default 8.
+        initial: the period before the first outer step, and as long as there is one member. Default 8.
         least: of the period. Default 1.
-        most: of the period. Default 16. Also the period when there is no noise.
-        drift: how far the inner optimizer drifts under noise, as a multiple of plain SGD's variance. Default 1; with
-            momentum ``beta`` 1 / (1 - beta)^2 in the long run (0.9: 72 was measured), AdamW 0.24.
+        most: of the period. Default 16. Also the period when replicas do not drift.
 
-    Source: OpenReview cPZepCZlFW (PAFT-Dyn). The paper writes ``all-reduce(|g_m| / |theta_bar - theta_m|)``, which
-    depends on eta and H and is not clipped; the estimate of sigma, the mean as the reduction, and the limits are ours.
+    Cost: four sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
+
+    Source: OpenReview cPZepCZlFW (PAFT-Dyn) for the idea; for its formula see `PAFTRatio`.
+    """
+
+    uses = Measurement.DISTANCE | Measurement.DISPLACEMENT
+
+    def _wanted(self, agreed: RoundStats) -> float | None:
+        m, var, moved = agreed.members, agreed.divergence, agreed.displacement
+        if m < 2 or var is None or moved is None:
+            return None
+        if not var:
+            return math.inf
+        signal_square, drift_square = max(0.0, moved - var / (m - 1)), var * m / (m - 1)
+        return round(min(self.most * math.sqrt(signal_square / drift_square), self.most))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PAFTRatio(_Period):
+    """The ratio that PAFT-Dyn publishes, as a period: the gradient over the drift::
+
+        H <- round(all-reduce(|g_m| / |theta_bar - theta_m|))
+
+    It is a ratio of unlike units: with plain SGD it is ``1 / eta`` times one of lengths, and with Adam it changes with
+    the units of the loss. It also falls with the steps that the drift was measured over. `SignalToNoise` does neither;
+    this one is for comparing with the paper, which leaves open:
+
+    - the reduction: here the members' mean norm over the root of their mean squared distance, so that one member that
+      happens to be close to the mean does not decide;
+    - which gradient: here the agreed one as it was corrupted in the replica, at the snapshot;
+    - a normalisation by the number of elements or steps: here none;
+    - the first period, and limits: here the settings.
+
+    Args:
+        initial: the period before the first outer step, and as long as there is one member. Default 8.
+        least: of the period. Default 1.
+        most: of the period. Default 16. Also the period when replicas do not drift.
+
+    Cost: three sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
+
+    Source: OpenReview cPZepCZlFW (PAFT-Dyn).
     """
 
     uses = Measurement.DISTANCE | Measurement.GRADIENT
-    drift: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("trigger.drift", self.drift, "(0, inf)")
-
-    def _wanted(self, agreed: RoundStats, elements: int) -> float | None:
-        m, rates = agreed.members, agreed.rates_square
-        if m < 2 or agreed.divergence is None or agreed.gradient_norm is None or not rates:
+    def _wanted(self, agreed: RoundStats) -> float | None:
+        if agreed.members < 2 or agreed.divergence is None or agreed.gradient_norm is None:
             return None
-        sigma = math.sqrt(agreed.divergence / (self.drift * elements * ((m - 1) / m) * rates))
-        noise = sigma * math.sqrt(elements)
-        return round(agreed.gradient_norm / noise) if noise else math.inf
+        if not agreed.divergence:
+            return math.inf
+        return round(min(agreed.gradient_norm / math.sqrt(agreed.divergence), self.most))

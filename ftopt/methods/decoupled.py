@@ -20,7 +20,7 @@ from ftopt.errors import UserError, check_number
 from ftopt.methods.aggregation import DIRECTIONS, RadialDirectional, directions_, lengths
 from ftopt.methods.fragments import Balanced, Partition
 from ftopt.methods.streaming import StreamingDiLoCo
-from ftopt.methods.triggers import LOCAL, Measurement
+from ftopt.methods.triggers import AT_MEAN, LOCAL
 from ftopt.methods.values import Execution, Overlap, ReplicaView
 
 
@@ -62,7 +62,7 @@ class DecoupledDiLoCo(StreamingDiLoCo):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_number("adaptive_grace", self.adaptive_grace, "[0, 1e6]", hint="use 1, or 0 for sync.grace_s")
-        if Measurement.DISTANCE in self.timing.uses:
+        if self.timing.uses & AT_MEAN:
             raise UserError(
                 "trigger: decoupled_diloco sends directions, whose distances do not say how far replicas are apart; "
                 "use linear_fda or local_condition"

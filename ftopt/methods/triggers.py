@@ -52,6 +52,8 @@ class Measurement(Flag):
     """``<xi, u>``: a sweep, and a flat tensor is kept for ``xi``."""
     DISTANCE = auto()
     """``|p - mean(p)|^2`` at an outer step: two sweeps and a flat tensor, at each."""
+    DISPLACEMENT = auto()
+    """``|mean(u)|^2`` at an outer step: two sweeps and a flat tensor, at each."""
     LOSS = auto()
     """The mean loss of the steps that an outer step counts; needs ``optimizer.count(loss=)``."""
     GRADIENT = auto()
@@ -60,7 +62,9 @@ class Measurement(Flag):
     """The members' inner steps a second."""
 
 
-AT_ROUNDS = Measurement.DISTANCE | Measurement.LOSS | Measurement.GRADIENT | Measurement.PACE
+AT_MEAN = Measurement.DISTANCE | Measurement.DISPLACEMENT
+"""What is measured on the mean of an outer step."""
+AT_ROUNDS = AT_MEAN | Measurement.LOSS | Measurement.GRADIENT | Measurement.PACE
 """What the members of an outer step exchange in it; all else is measured between two outer steps."""
 
 
@@ -93,20 +97,20 @@ class MemberStats:
         weight: ``w``.
         steps: inner steps of its contribution.
         lr: the inner optimizer's largest rate at its snapshot.
-        rates_square: the sum of ``lr^2`` over these steps.
         loss: the mean of the losses of these steps.
         gradient_norm: the L2 norm of the gradient at the snapshot.
         distance: ``|p - mean(p)|^2``, measured on what is sent.
+        displacement: ``|mean(u)|^2``, likewise; the members' numbers differ by rounding at most.
         pace: inner steps a second over these steps, without breaks.
     """
 
     weight: float
     steps: float
     lr: float
-    rates_square: float
     loss: float | None = None
     gradient_norm: float | None = None
     distance: float | None = None
+    displacement: float | None = None
     pace: float | None = None
 
 
@@ -118,7 +122,7 @@ class RoundStats:
 
     Args:
         members: those of positive weight; 0 before the first outer step.
-        steps, lr, rates_square, loss, gradient_norm: means of `MemberStats`.
+        steps, lr, loss, gradient_norm, displacement: means of `MemberStats`.
         divergence: the mean of ``distance``: ``Var``, exactly.
         first_loss: ``F_0``, the loss of the first outer step that knew one.
         first_lr: the rate of that one.
@@ -129,9 +133,9 @@ class RoundStats:
     members: float = 0.0
     steps: float | None = None
     lr: float | None = None
-    rates_square: float | None = None
     loss: float | None = None
     gradient_norm: float | None = None
+    displacement: float | None = None
     divergence: float | None = None
     first_loss: float | None = None
     first_lr: float | None = None
@@ -139,7 +143,7 @@ class RoundStats:
 
     def after(self, seen: Sequence[MemberStats]) -> RoundStats:
         """What is known after an outer step of these members. The same bits on every machine."""
-        means = {name: _mean(seen, name) for name in ("steps", "lr", "rates_square", "loss", "gradient_norm")}
+        means = {name: _mean(seen, name) for name in ("steps", "lr", "loss", "gradient_norm", "displacement")}
         first = self.first_loss is None and means["loss"] is not None
         paces = [x.pace for x in seen if x.pace is not None]
         return RoundStats(
@@ -171,7 +175,6 @@ class Progress:
         local_steps: inner steps executed in this incarnation.
         inner_step: the job's committed inner step plus the pending ones.
         seconds: since the same moment as ``steps``.
-        elements: of the fragment.
         own: this replica's numbers, as far as they were asked for at this step.
         means: all replicas' means; None: none were received since the last outer step.
         agreed: of the last outer step.
@@ -185,7 +188,6 @@ class Progress:
     local_steps: int
     inner_step: int
     seconds: float = 0.0
-    elements: int = 0
     own: Measurements = Measurements()
     means: MeanMeasurements | None = None
     agreed: RoundStats = RoundStats()

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
+from ftopt.job.harm import corrupt
 from ftopt.methods import PAFT, Method, SlowMo
 from ftopt.optimizer import wrap
-from ftopt.triggers import SignalToNoise
-from tests.optimizer.running import PATIENT, together, train_and_look
+from ftopt.triggers import PAFTRatio, SignalToNoise
+from tests.optimizer.running import PATIENT, Noise, together, train_and_look
 from tests.problems import Problem, problem
 from tests.reference.paft import paft
 
@@ -34,6 +35,8 @@ def train(
     method: Method,
     *,
     steps: int = STEPS,
+    spoil: Noise = white,
+    watch: Callable[[Event], None] = lambda event: None,
     look: Callable[[int, list[nn.Module]], None] = lambda step, models: None,
 ) -> list[list[Tensor]]:
     """Trains with corrupted gradients; ``look`` is called by one replica while all wait at the end of a step."""
@@ -41,9 +44,10 @@ def train(
     steps_done = [0] * REPLICAS
 
     def on_event(event: Event) -> None:
+        watch(event)
         if event.event == "aggregated":
             m = int(event.replica[1:])
-            white(m, steps_done[m] + 1, [p.grad for p in models[m].parameters() if p.grad is not None])
+            spoil(m, steps_done[m] + 1, [p.grad for p in models[m].parameters() if p.grad is not None])
 
     groups = local_groups(REPLICAS, sync=PATIENT, on_event=on_event)
     barrier = threading.Barrier(REPLICAS)
@@ -138,23 +142,74 @@ def test_moments_are_not_rounded(method: Method) -> None:
         train_and_look(problem("mlp", "adamw"), method, replicas=1, steps=1, codec="int8")
 
 
-def test_paft_averages_by_the_noise_it_finds_when_asked_to() -> None:
-    """PAFT-Dyn's period: |g| / (sigma sqrt d), with sigma from the drift since the last average."""
-    task = Problem(wide, lambda parameters: torch.optim.SGD(parameters, lr=0.01))
-    trigger = SignalToNoise(initial=20, least=2, most=200)
-    periods: list[tuple[int, float, int]] = []
+@dataclass(frozen=True)
+class Scaled(Problem):
+    """The loss of a `Problem` times ``by``."""
+
+    by: float = 1.0
+
+    def backward(self, model: nn.Module, replica: int, step: int) -> Tensor:
+        """The gradients times ``by`` too."""
+        loss = super().backward(model, replica, step)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(self.by)
+        return loss * self.by
+
+
+def noisy(deviation: float) -> Noise:
+    """What the fault ``noise`` does to a replica's gradients."""
+    chances = [torch.Generator().manual_seed(m) for m in range(REPLICAS)]
+
+    def spoil(replica: int, step: int, gradients: list[Tensor]) -> None:
+        corrupt(gradients, "noise", deviation**2, chances[replica])
+
+    return spoil
+
+
+def periods(task: Problem, method: PAFT, *, deviation: float, steps: int = 60) -> list[int]:
+    """The steps between two averages, of a training with this noise in each replica's gradients."""
     averaged = [0]
 
-    def look(step: int, models: list[nn.Module]) -> None:
-        values = [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in models]
-        if all(torch.equal(values[0], other) for other in values):
-            gradient = torch.cat([p.grad.reshape(-1) for p in models[0].parameters() if p.grad is not None])
-            periods.append((step - averaged[0], float(gradient.norm()), gradient.numel()))
-            averaged[0] = step
+    def watch(event: Event) -> None:
+        if (event.event, event.replica, event.fragment) == ("propose", "r0", 1):
+            averaged.append(event.inner_step)
 
-    train(task, PAFT(sync_every=200, trigger=trigger), steps=80, look=look)
-    assert periods[0][0] == 20
-    assert len(periods) >= 3
-    for (_, norm, d), (period, _, _) in pairwise(periods):
-        wanted = min(max(norm / (SIGMA * math.sqrt(d)), 2), 200)
-        assert abs(period - wanted) <= 1 + 0.15 * wanted, (period, wanted)
+    train(task, method, steps=steps, spoil=noisy(deviation), watch=watch)
+    return [after - before for before, after in pairwise(averaged)]
+
+
+INNERS: dict[str, Callable[[float], Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]]] = {
+    "sgd": lambda scale: lambda parameters: torch.optim.SGD(parameters, lr=0.1 / scale),
+    "momentum": lambda scale: lambda parameters: torch.optim.SGD(parameters, lr=0.01 / scale, momentum=0.9),
+    "adamw": lambda scale: lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-12),
+}
+"""Inner optimizers that take the same steps when the loss is multiplied by a number."""
+
+
+@pytest.mark.parametrize(("inner", "deviation"), [("sgd", 0.05), ("momentum", 0.1), ("adamw", 0.3)])
+def test_signal_to_noise_is_the_same_in_whatever_units_the_loss_is(inner: str, deviation: float) -> None:
+    method, found = PAFT(sync_every=32, trigger=SignalToNoise(initial=8, most=32)), list[list[int]]()
+    for scale in (1e-3, 1.0, 1e3):
+        task = Scaled(wide, INNERS[inner](scale), scale)
+        found.append(periods(task, method, deviation=deviation * scale))
+    assert found[0] == found[1] == found[2]
+    assert found[1][0] == 8 and all(1 <= period < 32 for period in found[1][1:]), found[1]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_more_noise_there_is_the_more_often_signal_to_noise_averages(delay: int) -> None:
+    task = Problem(wide, INNERS["sgd"](1.0))
+    method = PAFT(sync_every=16, delay=delay, trigger=SignalToNoise(initial=4, most=16))
+    found = [periods(task, method, deviation=deviation) for deviation in (0.0, 0.05, 0.3)]
+    assert found[0][:4] == [4, 16, 16, 16], "without any it is the longest period"
+    assert max(found[2][2:]) <= 6 and len(found[2]) > 1.5 * len(found[1]) > 2 * len(found[0]), found
+
+
+def test_the_ratio_of_the_paper_changes_with_the_units_of_the_loss() -> None:
+    """What `SignalToNoise` is for: under AdamW the gradient scales with the loss, and the drift does not."""
+    method = PAFT(sync_every=50, trigger=PAFTRatio(initial=8, most=50))
+    small, large = (
+        periods(Scaled(wide, INNERS["adamw"](scale), scale), method, deviation=0.1 * scale) for scale in (1e-3, 1e3)
+    )
+    assert small[:3] == [8, 1, 1] and large[:2] == [8, 50]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ftopt.triggers import (
     ExactDivergence,
     LinearFDA,
     LocalCondition,
+    PAFTRatio,
     SignalToNoise,
     Trigger,
 )
@@ -173,12 +175,12 @@ def test_linear_fda_goes_by_the_means_at_its_own_steps() -> None:
 
 
 def _agreed(**known: float) -> Progress:
-    return _after(1, elements=1000, agreed=RoundStats(**{"members": 4.0, "steps": 10.0, **known}))
+    return _after(1, agreed=RoundStats(**{"members": 4.0, "steps": 10.0, **known}))
 
 
-def _period(trigger: ExactDivergence | AdaComm | SignalToNoise, **known: float) -> int:
+def _period(trigger: ExactDivergence | AdaComm | SignalToNoise | PAFTRatio, **known: float) -> int:
     progress = _agreed(**known)
-    period = trigger.period(progress.agreed, progress.elements)
+    period = trigger.period(progress.agreed)
     assert [trigger.due(replace(progress, steps=n)) for n in (period - 1, period)] == [NO, YES]
     return period
 
@@ -198,7 +200,7 @@ def test_exact_divergence_finds_the_period_under_noise_and_under_steady_drift(po
     steps = float(trigger.initial)
     for _ in range(20):
         var = (steps / 200) ** power
-        steps = float(trigger.period(RoundStats(members=4.0, steps=steps, divergence=var), 1))
+        steps = float(trigger.period(RoundStats(members=4.0, steps=steps, divergence=var)))
     assert 190 <= steps <= 200
 
 
@@ -217,36 +219,67 @@ def test_adacomm_equals_both_formulas() -> None:
     assert _period(paddle, loss=1.0, first_loss=2.0, lr=0.1, first_lr=0.0) == 16, "a warm-up that begins with 0"
 
 
+def _drifted(workers: int, steps: int, *, signal: float, noise: float, seed: int = 0) -> RoundStats:
+    """After steps of ``signal`` in one direction, and noise of this length of each replica's own."""
+    generator, d = torch.Generator().manual_seed(seed), 20_000
+    u = torch.randn(workers, d, generator=generator, dtype=torch.float64) * (noise * math.sqrt(steps / d))
+    u[:, 0] += signal * steps
+    distances = (u - u.mean(0)).square().sum(1).tolist()
+    moved = float(u.mean(0).square().sum())
+    rows = [MemberStats(1.0, steps, 0.1, distance=x, displacement=moved) for x in distances]
+    return RoundStats().after(rows)
+
+
 @pytest.mark.parametrize("workers", [2, 4, 16])
-@pytest.mark.parametrize("sigma", [0.01, 0.1])
-def test_signal_to_noise_finds_the_noise_of_plain_sgd(workers: int, sigma: float) -> None:
-    generator = torch.Generator().manual_seed(workers)
-    d, steps, norm = 20_000, 30, 40.0
-    rates = torch.linspace(0.1, 0.02, steps, dtype=torch.float64)
-    theta = torch.zeros(workers, d, dtype=torch.float64)
-    for eta in rates:
-        theta -= eta * sigma * torch.randn(workers, d, generator=generator, dtype=torch.float64)
-    divergence = float((theta - theta.mean(0)).square().sum(1).mean())
-    agreed = RoundStats(
-        members=workers, rates_square=float(rates.square().sum()), divergence=divergence, gradient_norm=norm
-    )
-    expected = norm / (sigma * math.sqrt(d))
-    assert SignalToNoise(most=1000).period(agreed, d) == pytest.approx(expected, abs=0.5 + 0.02 * expected)
-    assert SignalToNoise(most=1000, drift=4.0).period(agreed, d) == pytest.approx(2 * expected, abs=1 + 0.04 * expected)
+@pytest.mark.parametrize("noise", [2.0, 8.0])
+def test_signal_to_noise_comes_to_rest_where_the_drift_is_the_signal_of_the_longest_period(
+    workers: int, noise: float
+) -> None:
+    trigger, steps = SignalToNoise(most=32), [8]
+    for seed in range(12):
+        steps.append(trigger.period(_drifted(workers, steps[-1], signal=1.0, noise=noise, seed=seed)))
+    wanted = min((32 / noise) ** 2, 32)
+    assert steps[-1] == pytest.approx(wanted, abs=1 + 0.1 * wanted), steps
+    assert all(abs(math.log(b / wanted)) <= abs(math.log(a / wanted)) + 0.15 for a, b in pairwise(steps)), "no swing"
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+def test_the_share_of_the_noise_that_moves_the_mean_is_no_signal(workers: int) -> None:
+    agreed = _drifted(workers, 8, signal=0.0, noise=1.0)
+    assert agreed.displacement == pytest.approx(8 / workers, rel=0.1)
+    assert SignalToNoise(most=20).period(agreed) <= 3
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e3, 1e30])
+def test_signal_to_noise_is_a_ratio_of_lengths(scale: float) -> None:
+    trigger = SignalToNoise(most=40)
+    assert _period(trigger, divergence=3.0 * scale, displacement=2.0 * scale) == 20  # sqrt((2 - 3 / 3) / 4) * 40
 
 
 def test_signal_to_noise_without_noise_or_without_peers() -> None:
     trigger = SignalToNoise(initial=3, least=2, most=50)
-    known = {"rates_square": 1.0, "gradient_norm": 1.0}
-    assert _period(trigger, divergence=0.0, **known) == 50
-    assert _period(trigger, divergence=1e9, **known) == 2
-    assert _period(trigger, members=1.0, divergence=0.0, **known) == 3
+    assert _period(trigger, divergence=0.0, displacement=1.0) == 50
+    assert _period(trigger, divergence=0.0, displacement=0.0) == 50
+    assert _period(trigger, divergence=5e-324, displacement=1.0) == 50
+    assert _period(trigger, divergence=1e9, displacement=1.0) == 2
+    assert _period(trigger, divergence=1e9, displacement=0.0) == 2
+    assert _period(trigger, members=1.0, divergence=0.0, displacement=1.0) == 3
+    assert _period(trigger, divergence=1.0) == _period(trigger, displacement=1.0) == 3
+
+
+def test_the_ratio_of_the_paper_is_the_gradient_over_the_drift() -> None:
+    trigger = PAFTRatio(initial=3, least=2, most=50)
+    assert _period(trigger, divergence=4.0, gradient_norm=20.0) == 10
+    assert _period(trigger, divergence=4e-6, gradient_norm=20.0) == 50
+    assert _period(trigger, divergence=4e6, gradient_norm=20.0) == 2
+    assert _period(trigger, divergence=0.0, gradient_norm=20.0) == 50
+    assert _period(trigger, members=1.0, divergence=0.0, gradient_norm=20.0) == 3
     assert _period(trigger, divergence=1.0) == 3
 
 
 def test_what_members_agree_on_are_weighted_means_over_those_who_know() -> None:
-    a = MemberStats(4.0, 4, 0.1, 0.04, loss=2.0, distance=8.0)
-    b = MemberStats(12.0, 12, 0.1, 0.12, distance=4.0)
+    a = MemberStats(4.0, 4, 0.1, loss=2.0, distance=8.0)
+    b = MemberStats(12.0, 12, 0.1, distance=4.0)
     first = RoundStats().after([a, b])
     assert (first.members, first.steps, first.divergence) == (2.0, 10.0, 5.0)
     assert (first.loss, first.first_loss, first.first_lr) == (2.0, 2.0, pytest.approx(0.1))
@@ -306,7 +339,8 @@ def test_every_method_takes_a_trigger_that_replicas_must_agree_on() -> None:
         (lambda: LinearFDA(1.0, check_every=0), "trigger.check_every=0"),
         (lambda: AdaComm(initial=99), "trigger.initial=99 with least=1 and most=16"),
         (lambda: AdaComm(formula="magic"), "allowed: loss, loss_and_rate"),
-        (lambda: SignalToNoise(drift=0.0), "trigger.drift=0.0"),
+        (lambda: SignalToNoise(least=0), "trigger.least=0"),
+        (lambda: PAFTRatio(most=2.5), "trigger.most=2.5"),
         (lambda: AnyOf([]), "an empty list; must be triggers"),
         (lambda: AllOf([3]), "got 3; must be triggers"),  # type: ignore[list-item]
         (lambda: LocalSGD(sync_every=5, trigger=7), "use ftopt.triggers.Every"),  # type: ignore[arg-type]

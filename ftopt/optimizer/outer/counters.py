@@ -19,12 +19,11 @@ _RATE_BITS = 200
 
 
 class StepTotals(NamedTuple):
-    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``rates_square`` (``lr^2``) over all,
-    ``seconds`` over ``timed`` ones, ``rates`` over ``rated`` ones."""
+    """Sums over the inner steps so far: ``losses`` over ``counted`` steps, ``seconds`` over ``timed`` ones,
+    ``rates`` over ``rated`` ones."""
 
     losses: float | Tensor = 0.0
     counted: int | Tensor = 0
-    rates_square: float = 0.0
     seconds: float = 0.0
     timed: int = 0
     rates: int = 0
@@ -42,7 +41,7 @@ class StepTotals(NamedTuple):
         rates, rated = self.rates, self.rated
         if math.isfinite(lr):
             rates, rated = rates + int(math.ldexp(lr, _RATE_BITS)), rated + 1
-        return StepTotals(losses, counted, self.rates_square + lr * lr, seconds, timed, rates, rated)
+        return StepTotals(losses, counted, seconds, timed, rates, rated)
 
     def pace(self, since: StepTotals) -> float | None:
         """Steps a second after ``since``; None when no time was measured."""

@@ -76,8 +76,9 @@ class Mean:
             alike = part(work, values)
             collective.mean_encoded_(alike, FP32(), shares, summed=summed if alike is work else None)
         if fragment.trigger_metrics.learns:
-            distance = fragment.trigger_metrics.distance(method, own, work) if attempt.weight > 0 else None
-            sent = replace(snapshot.seen, weight=attempt.weight, distance=distance)
+            sent = replace(snapshot.seen, weight=attempt.weight)
+            if attempt.weight > 0:
+                sent = fragment.trigger_metrics.at_mean(sent, method, own, work)
             found = [seen_of(floats(row)) for row in collective.exchange(bits(pack(sent)))]
             at = replace(at, seen=tuple(x for x in found if x.weight > 0))
         return work, at

@@ -45,7 +45,6 @@ class SyncSchedule:
             local_steps=self._shared.counters.local_steps,
             inner_step=self._shared.inner_step(),
             seconds=self._shared.clock() - fragment.trigger_from_s,
-            elements=fragment.view.trained,
             agreed=fragment.trigger_metrics.agreed(fragment.applied.outer),
             pace=fragment.pace or self._shared.counters.totals.pace(fragment.base.totals),
         )

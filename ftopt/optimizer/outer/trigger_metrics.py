@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 from torch import Tensor
 
 from ftopt.methods import Method, ReplicaView, own_code
-from ftopt.methods.triggers import AT_ROUNDS, Measurement, Measurements, MemberStats, RoundStats
+from ftopt.methods.triggers import AT_MEAN, AT_ROUNDS, Measurement, Measurements, MemberStats, RoundStats
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.outer.usual import USUAL
 from ftopt.optimizer.tensors.buffers import of
@@ -78,17 +78,25 @@ class TriggerMetrics:
         gradient = self._view.gradient_norm() if Measurement.GRADIENT in self._uses else None
         loss = now.mean_loss(base) if Measurement.LOSS in self._uses else None
         pace = now.pace(base) if Measurement.PACE in self._uses else None
-        return MemberStats(0.0, steps, lr, now.rates_square - base.rates_square, loss, gradient, pace=pace)
+        return MemberStats(0.0, steps, lr, loss, gradient, pace=pace)
 
     # At an outer step. Reducer thread.
 
-    def distance(self, method: Method, view: ReplicaView, mean: Tensor) -> float | None:
-        """The squared distance between this replica's payload and the mean; None when it is not used."""
-        if Measurement.DISTANCE not in self._uses:
-            return None
+    def at_mean(self, seen: MemberStats, method: Method, view: ReplicaView, mean: Tensor) -> MemberStats:
+        """Adds what is measured on the ``mean`` of the payloads: the squared distances to it of this replica's payload,
+        and of the payload of one that has not moved."""
+        if not self._uses & AT_MEAN:
+            return seen
         view, mean = of(view, slice(0, self._view.trained)), self._trained(mean)
-        apart = own_code.payload(method, view, torch.empty_like(mean)).sub_(mean)
-        return dot(apart, apart)
+        apart = torch.empty_like(mean)
+
+        def square(view: ReplicaView) -> float:
+            difference = own_code.payload(method, view, apart).sub_(mean)
+            return dot(difference, difference)
+
+        distance = square(view) if Measurement.DISTANCE in self._uses else None
+        displacement = square(replace(view, params=view.start)) if Measurement.DISPLACEMENT in self._uses else None
+        return replace(seen, distance=distance, displacement=displacement)
 
     def _trained(self, flat: Tensor) -> Tensor:
         return flat[: self._view.trained]  # without the buffers: they move, but not by anything that diverges
@@ -123,8 +131,8 @@ def pack(record: RoundStats | MemberStats) -> list[float]:
 
 def seen_of(row: Sequence[float]) -> MemberStats:
     """The reverse of `pack`."""
-    weight, steps, lr, rates_square, *rest = row
-    return MemberStats(weight, steps, lr, rates_square, *map(_known, rest))
+    weight, steps, lr, *rest = row
+    return MemberStats(weight, steps, lr, *map(_known, rest))
 
 
 def _tensor(agreed: RoundStats) -> Tensor:

@@ -32,6 +32,7 @@ from ftopt.triggers import (
     ExactDivergence,
     LinearFDA,
     LocalCondition,
+    PAFTRatio,
     SignalToNoise,
 )
 from tests.optimizer.running import PATIENT, together, train_and_look
@@ -164,9 +165,11 @@ def _naive(task: Problem, replicas: int, steps: int) -> tuple[list[Tensor], list
 
 @pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
 def test_members_agree_on_the_exact_divergence_and_the_mean_loss(method: type[Method]) -> None:
-    trigger = AnyOf([ExactDivergence(threshold=1e9, initial=6, most=6), AdaComm(initial=6), SignalToNoise(initial=6)])
+    parts = [ExactDivergence(threshold=1e9, initial=6, most=6), AdaComm(initial=6), SignalToNoise(initial=6)]
+    trigger = AnyOf([*parts, PAFTRatio(initial=6)])
     found = _replicas(method(sync_every=16, trigger=trigger), 6)
     params, losses = _naive(problem("linear", "sgd"), 3, 6)
+    start = flat(problem("linear", "sgd").model(0)).double()
     theta = torch.stack(params)
     var = float((theta - theta.mean(0)).square().sum(1).mean())
     for ((step, agreed),) in found:
@@ -174,8 +177,8 @@ def test_members_agree_on_the_exact_divergence_and_the_mean_loss(method: type[Me
         assert (agreed.members, agreed.steps) == (3.0, 6.0)
         assert agreed.divergence == pytest.approx(var, rel=1e-5)
         assert agreed.loss == agreed.first_loss == pytest.approx(sum(losses) / 3, rel=1e-6)
-        assert agreed.rates_square == pytest.approx(6 * 0.05**2)
-        assert agreed.gradient_norm > 0
+        assert agreed.displacement == pytest.approx(float((theta.mean(0) - start).square().sum()), rel=1e-5)
+        assert agreed.gradient_norm is not None and agreed.gradient_norm > 0
     assert found[0] == found[1] == found[2], "bit for bit"
 
 
@@ -230,7 +233,37 @@ def test_a_newcomer_knows_what_was_agreed_on_before_it_came() -> None:
         second.close(flush=False)
 
 
-@pytest.mark.parametrize("trigger", [ExactDivergence(threshold=1.0), SignalToNoise(), AdaComm()], ids=repr)
+def test_a_newcomer_takes_the_period_that_the_others_measured() -> None:
+    task, trigger = problem("linear", "sgd"), SignalToNoise(initial=4, most=64)
+    method, groups = LocalSGD(sync_every=64, trigger=trigger), local_groups(3, sync=replace(PATIENT, start_replicas=2))
+    models, have_trained = [task.model(0) for _ in range(3)], threading.Barrier(3, timeout=60.0)
+
+    def replica(m: int) -> RoundStats:
+        optimizer = wrap(task.inner(models[m].parameters()), models[m], method, group=groups[m])
+        with optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                task.backward(models[m], m, step)
+                optimizer.step()
+            have_trained.wait()
+            have_trained.wait()
+            return _agreed(optimizer)
+
+    def newcomer() -> RoundStats:
+        have_trained.wait()
+        optimizer = wrap(task.inner(models[2].parameters()), models[2], method, group=groups[2])
+        optimizer._core.start()
+        agreed = _agreed(optimizer)
+        have_trained.wait()
+        optimizer.close(flush=False)
+        return agreed
+
+    found = together([lambda: replica(0), lambda: replica(1), newcomer])
+    assert found[0] == found[1] == found[2]
+    assert found[2].members == 2 and trigger.period(found[2]) != trigger.initial
+
+
+@pytest.mark.parametrize("trigger", [ExactDivergence(threshold=1.0), SignalToNoise(), PAFTRatio(), AdaComm()], ids=repr)
 @pytest.mark.parametrize("method", [DiLoCo, StreamingDiLoCo], ids=lambda x: x.__name__)
 def test_what_is_agreed_on_leaves_the_anchor_as_it_is(trigger: Any, method: type[DiLoCo]) -> None:
     """With a trigger that never fires first, the same bits as without one."""
