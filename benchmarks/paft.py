@@ -113,6 +113,7 @@ def chosen_case(inner: str, method: Method, variance: float, seed: int) -> Case:
     return Case(
         recipe="digits",
         method=method,
+        replicas=2,
         steps=PERIOD_STEPS,
         seed=seed,
         corrupted=noise,
