@@ -23,7 +23,7 @@ STEPS = 200
 SIGMAS = (1e-4, 1e-3, 1e-2, 1e-1)
 PERIOD_STEPS = 128
 """Of the runs with fixed and with chosen periods: a whole number of each fixed one."""
-PERIOD_SIGMAS = (1e-2, 1e-1)
+PERIOD_SIGMAS = (1e-2, 3e-2, 1e-1)
 FIXED = (1, 2, 4, 8, 16, 32, 64)
 INNERS: dict[str, dict[str, Any]] = {
     "SGD": {"inner": "sgd", "momentum": 0.0, "lr": 0.3},
