@@ -236,7 +236,8 @@ class SignalToNoise(_Period):
     Args:
         initial: the period before the first outer step, and as long as there is one member. Default 8.
         least: of the period. Default 1.
-        most: of the period. Default 16. Also the period when replicas do not drift.
+        most: of the period, and the measure of the drift that is borne: twice as many, and it is twice as far. Default
+            16. Also the period when replicas do not drift.
 
     Cost: four sweeps over the parameters, a flat tensor, and an exchange of eight numbers, at each outer step.
 
