@@ -241,7 +241,7 @@ class Freezer:
         contribution, start = proposal.contribution, proposal.start
         if measured.finite:
             contribution = self._sized(fragment, proposal, sizes(contribution.steps, measured))
-        else:
+        if not measured.finite or self._spoils_batch(proposal, contribution):
             contribution = replace(contribution, weight=0.0, finite=False)
             params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
             if proposal.share is None:  # with more units in it, a share still holds what is not finite
@@ -284,6 +284,19 @@ class Freezer:
             gradients=not fragment.keeps_still,
             finite=True,
         )
+
+    def _spoils_batch(self, proposal: _Proposal, contribution: Contribution) -> bool:
+        """Whether a share of a global batch is out of line: the batch is not made without its units, so the share is
+        left out of its mean, as one that is not finite."""
+        ratio = self._group.sync.outlier_ratio
+        if proposal.share is None or ratio is None or contribution.excess <= ratio * ratio:
+            return False
+        reason = (
+            f"its share of the global batch, of norm {contribution.norm:.3g}, is {contribution.excess:.3g} times what "
+        )
+        reason += f"is usual in this job; at most {ratio * ratio:g} times is taken (sync.outlier_ratio)"
+        self._group.emit("outlier", fragment=0, version=contribution.version + 1, data={"reason": reason})
+        return True
 
     def _warn_of_no_loss(self, fragment: Fragment) -> None:
         if not self._warned_of_no_loss:
