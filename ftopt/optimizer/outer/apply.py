@@ -107,6 +107,9 @@ class Applier:
                 self._group.units.redo()
             fragment.trigger_metrics.moved(before.anchor, state.anchor, version - before.meta.version)
             fragment.follow(state)
+            if state.live is not None:  # a peer's parameters have replaced this replica's own work on them
+                for other in self._shared.fragments[fragment.index + 1 :]:
+                    self._discard(other, other.pending_steps, "replaced")
             fragment.apply(state, start, nothing_pending=nothing_pending)
         except BaseException:
             if fragment.applied is not state:

@@ -229,10 +229,12 @@ class OuterStep:
         return acted
 
     def _in_step(self) -> bool:
-        """Whether the step with the agreed gradient has been taken. If not, this replica is behind the others: its
-        parameters are not to be averaged with theirs before it has what they have."""
+        """Whether the last step with an agreed gradient was taken with the others. One that joins or was cut off may
+        still be behind when it has fetched; its parameters are averaged with theirs from its first common step on."""
         first = self.gradients
-        return first is None or (first.state is first.applied and not self._group.outstanding(0))
+        if first is None:
+            return True
+        return first.state is first.applied and not first.applied.fetched and not self._group.outstanding(0)
 
     def _attend(
         self, fragment: Fragment, largest_lr: Callable[[], float], wait: list[tuple[Fragment, float | None]]
@@ -306,7 +308,7 @@ class OuterStep:
 
     def _propose_pending(self, fragment: Fragment, lr: float, *, spent: bool = False, waits: bool = False) -> bool:
         index, units = fragment.index, self._group.units
-        if not fragment.carries_over or self._group.outstanding(index):
+        if not fragment.carries_over or self._group.outstanding(index) or (index and not self._in_step()):
             return False
         rest = spent and index == 0 and units is not None and bool(units.offer())
         if not (fragment.pending_steps or self._group.called_in(index) or rest):

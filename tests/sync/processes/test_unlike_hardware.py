@@ -29,3 +29,24 @@ def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_pa
     assert summary["outer_steps"] >= 10
     assert alarms == []
     assert_nothing_lost(summary)
+
+
+def test_replicas_that_take_each_step_alike_are_told_apart_at_the_start_and_made_equal_again(tmp_path: Path) -> None:
+    """AdamW gives other bits under other kernels: nobody is at fault, and the drift does not add up."""
+    with tiny_job(
+        tmp_path,
+        method=ftopt.SyncSGD(verify_every=10),
+        environ={"r1": {"ATEN_CPU_CAPABILITY": "default"}},
+        width=4000,
+        steps=40,
+        sync=replace(FAST, grace_s=20.0),
+    ) as job:
+        job.start_all()
+        job.end()
+        unlike, equalized = job.events("unlike"), job.events("equalized")
+        alarms = [e for e in job.events() if e["event"] in ("mismatch", "diverged", "evicted", "fork")]
+    names = {e["replica"] for e in unlike} | {name for e in unlike for name in e["data"]["others"]}
+    assert "r1" in names and len(unlike) <= 2, "once for each that differs from those before it"
+    assert len(equalized) >= 2
+    assert all(e["data"] == {"of": ["r1"], "to": ["r0", "r2"]} for e in equalized)
+    assert alarms == []
