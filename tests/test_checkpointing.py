@@ -252,6 +252,16 @@ def test_more_replicas_begin_with_the_newest_state(tmp_path: Path, made: Path) -
     assert len({end.began[0] for end in ends}) == 1
 
 
+@pytest.mark.parametrize("method", [PAFT(sync_every=1000), PAFT(sync_every=10)], ids=["long ago", "just averaged"])
+def test_where_all_take_each_step_alike_the_work_of_one_is_that_of_all(tmp_path: Path, method: Method) -> None:
+    run(tmp_path / "a", method, every=6)
+    there = whole(tmp_path / "a")[1]
+    saved = Checkpoint(there).own("r0")["replica"]["fragments"][1]["params"]
+    for names in (("r0",), ("r0", "r7"), ("r7",), ("r0", "r1", "r2", "r3")):
+        ends = run(tmp_path / "b", method, names=names, resume=there, more=0, every=100)
+        assert all(torch.equal(end.params, saved) for end in ends), names
+
+
 # With a sample ledger.
 
 

@@ -192,7 +192,8 @@ class Freezer:
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
             self._warn_of_no_loss(fragment)
         fragment.note_snapshot(counters.local_steps, seen.pace)
-        self._schedule.restart(fragment, anew=self._schedule.averages(fragment))
+        # Replicas that step alike are due alike again, also one that was called in at another step.
+        self._schedule.restart(fragment, anew=fragment.by_job or self._schedule.averages(fragment))
         rate = totals.mean_rate(base.totals)
         lr = lr if rate is None else rate  # None: adopted steps alone, or nobody asks
         make = partial(Snapshot, start=start, tokens=counters.tokens, lr=lr, totals=totals, seen=seen)

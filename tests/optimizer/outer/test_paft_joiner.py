@@ -98,6 +98,8 @@ def test_one_that_was_cut_off_has_them_when_it_is_back(every: int, delay: int) -
             run.until = min(run.until, step + 15)
 
     run = Run(ftopt.PAFT(sync_every=every, delay=delay), inner="adamw", until=1 << 40, boundary=boundary)
-    distances = run.distances(2, after=cut[0] + 2)
+    distances = list(run.distances(2, after=cut[0] + 2).values())
     assert len(distances) >= 5
-    assert max(distances.values()) <= 1e-5, distances
+    assert distances[0] <= 1e-5 and distances[-1] <= 1e-5, distances
+    # All the steps that it was cut off for are counted at once: others may then average a step before it does.
+    assert max(distances) <= 5e-3, distances
