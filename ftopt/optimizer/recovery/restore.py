@@ -74,7 +74,8 @@ class Fallback(Protocol):
 
 def newcomer(held: Held, newest: Sequence[CommittedVersion], peer: SavedReplica) -> SavedReplica:
     """A replica that was not there: the newest state, nothing pending, a fresh inner state; or ``peer``'s model
-    and inner state, where replicas take each step alike. ``held``: its membership; ``newest``: one version a fragment."""
+    and inner state, where replicas take each step alike. ``held``: its membership; ``newest``: one version a
+    fragment."""
     own: Tree = Counters().capture() | {
         "fragments": [None] * len(newest),
         "inner": peer.own["inner"] if peer.own["model"] is not None else None,
