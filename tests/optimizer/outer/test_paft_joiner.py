@@ -30,7 +30,7 @@ class Run:
         *,
         inner: str = "sgd",
         join_at: int | None = None,
-        until: int = 45,
+        until: int = 1 << 40,
         boundary: Callable[[Run, int, int], None] = lambda run, m, step: None,
     ) -> None:
         self.task, self.method, self.until, self.boundary = problem("mlp", inner), method, until, boundary
@@ -79,7 +79,11 @@ class Run:
 def test_a_joiner_has_the_parameters_and_moments_of_the_others_from_its_first_step(
     every: int, inner: str, delay: int
 ) -> None:
-    run = Run(ftopt.PAFT(sync_every=every, delay=delay), inner=inner, join_at=25)
+    def boundary(run: Run, m: int, step: int) -> None:
+        if m == 3 and run.held[3]:
+            run.until = min(run.until, step + 15)
+
+    run = Run(ftopt.PAFT(sync_every=every, delay=delay), inner=inner, join_at=25, boundary=boundary)
     distances = run.distances(3)
     assert len(distances) >= 5
     assert max(distances.values()) <= 1e-5, distances
@@ -97,7 +101,7 @@ def test_one_that_was_cut_off_has_them_when_it_is_back(every: int, delay: int) -
         if m == 2 and cut and max(run.held[2]) > cut[0] + 2:  # it is back, and has missed some
             run.until = min(run.until, step + 15)
 
-    run = Run(ftopt.PAFT(sync_every=every, delay=delay), inner="adamw", until=1 << 40, boundary=boundary)
+    run = Run(ftopt.PAFT(sync_every=every, delay=delay), inner="adamw", boundary=boundary)
     distances = list(run.distances(2, after=cut[0] + 2).values())
     assert len(distances) >= 5
     assert distances[0] <= 1e-5 and distances[-1] <= 1e-5, distances

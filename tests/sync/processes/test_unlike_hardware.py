@@ -38,7 +38,7 @@ def test_replicas_that_take_each_step_alike_are_told_apart_at_the_start_and_made
         method=ftopt.SyncSGD(verify_every=10),
         environ={"r1": {"ATEN_CPU_CAPABILITY": "default"}},
         width=4000,
-        steps=40,
+        steps=90,
         sync=replace(FAST, grace_s=20.0),
     ) as job:
         job.start_all()
