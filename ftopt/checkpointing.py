@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.writer import Writer
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_whole
 from ftopt.optimizer.inner_state import restore_groups
 from ftopt.optimizer.recovery.capture import CommittedVersion, Cut, SavedReplica
 from ftopt.optimizer.recovery.layout import layout
@@ -67,12 +68,20 @@ class Checkpoints:
         keep: how many complete checkpoints are kept, >= 1. Default 2.
 
     Raises:
-        UserError: ``folder`` is a file.
+        UserError: ``folder`` is a file; an argument is of another kind, or out of range.
     """
 
     def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
-        if (every is not None and every < 1) or keep < 1:
-            raise UserError(f"Checkpoints(every={every}, keep={keep}); both must be at least 1; use every=5, keep=2")
+        if every is not None:
+            check_whole("every", every, 1, of="outer steps", hint="use every=5, or None for no checkpoints")
+        check_whole("keep", keep, 1, of="checkpoints", hint="use keep=2")
+        if not isinstance(folder, str | os.PathLike):
+            raise UserError(f"folder={folder!r:.60}; must be the path of a folder that all replicas see")
+        if not isinstance(optimizer, OuterOptimizer):
+            raise UserError(
+                f"optimizer is a {type(optimizer).__name__}; give the one that ftopt.wrap() returned, as in "
+                "ftopt.Checkpoints(folder, optimizer)"
+            )
         self._core = optimizer._core
         group = self._core.group
         if group is None:
@@ -114,6 +123,8 @@ class Checkpoints:
             return False
         checkpoint = find(Path(path) if path is not None else self._folder)
         mine = self._group.replica
+        if isinstance(replicas, str):
+            raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
         present = sorted({*(replicas if replicas is not None else checkpoint.replicas), mine})
         self._core.go_on_from(self._read(checkpoint, lambda: _resume_of(checkpoint, mine, present)))
         return True
@@ -151,8 +162,15 @@ class Checkpoints:
         random number generators and the learning rates that making a scheduler has changed.
 
         Raises:
-            UserError: the checkpoint does not hold one of them.
+            UserError: the checkpoint does not hold one of them; one has no state dict.
         """
+        for name, each in state.items():
+            if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
+                raise UserError(
+                    f"include({name}=...): a {type(each).__name__} without state_dict() and load_state_dict(); leave "
+                    f"it "
+                    "out, or give what has them"
+                )
         self._watched |= state
         if self._resumed is None:
             return

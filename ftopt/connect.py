@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from ftopt.errors import UserError, check_whole
+from ftopt.errors import UserError, check_number, check_whole
 from ftopt.events import Event, OnEvent, ignore
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
@@ -84,6 +84,10 @@ def connect(
     for what, name in (("replica", replica), ("job", job)):
         _check_name(what, name)
     _check_sync(sync)
+    _check_on_event(on_event)
+    check_number("connect_s", connect_s, "[0, inf)", of="seconds")
+    if host is not None and not isinstance(host, str):
+        raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
@@ -126,6 +130,9 @@ def local_groups(
         names: the replicas' ids, default ``r0 .. r{n-1}``. A name that comes again is that replica's next life.
     """
     check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
+    _check_on_event(on_event)
+    if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
+        raise UserError(f"names={names!r:.60}; must be a list of {n} names, one for each group")
     names = [f"r{i}" for i in range(n)] if names is None else list(names)
     if len(names) != n:
         raise UserError(f"names={names!r}; must be {n} names, one for each group")
@@ -158,6 +165,11 @@ def local_groups(
 def _check_name(what: str, name: object) -> None:
     if wrong := wrong_name(name) if isinstance(name, str) else "it is no string":
         raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
+
+
+def _check_on_event(on_event: object) -> None:
+    if not callable(on_event):
+        raise UserError(f"on_event={on_event!r:.60}; must be a function of a ftopt.Event; leave it out for none")
 
 
 def _check_sync(sync: object) -> None:

@@ -5,8 +5,11 @@ The functions check settings of methods, codecs and the outer-sync layer; ``hint
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
+from typing import Any, Self
 
 
 class FtoptError(Exception):
@@ -35,6 +38,40 @@ def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     )
     failed.__cause__ = error
     return failed
+
+
+class Settings:
+    """The base of the frozen dataclasses that users make: methods, their parts, codecs, `Sync`.
+
+    A name that is none of their settings, or a value without one, is a UserError that says what there is.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, /, *values: object, **named: object) -> Self:
+        fields: list[dataclasses.Field[Any]] = []
+        if dataclasses.is_dataclass(cls):
+            fields = [f for f in dataclasses.fields(cls) if f.init]
+        known = [f.name for f in fields if not f.metadata.get("internal")]
+        unknown = [name for name in named if name not in [f.name for f in fields]]
+        if fields and _made_by_dataclass(cls):
+            if unknown:
+                near = [n for n in known if n in unknown[0].split("_")]  # outer_optimizer, fragment_sync_delay
+                near = near or difflib.get_close_matches(unknown[0], known, n=1)
+                meant = f"did you mean {near[0]}? " if near else ""
+                raise UserError(f"{cls.__name__} has no setting {unknown[0]!r}; {meant}it has {', '.join(known)}")
+            if len(values) > sum(not f.kw_only for f in fields):
+                raise UserError(
+                    f"{cls.__name__}({values[-1]!r:.60}); settings go by name: {cls.__name__}({known[0]}=...); it has "
+                    f"{', '.join(known)}"
+                )
+        return super().__new__(cls)
+
+
+def _made_by_dataclass(cls: type) -> bool:
+    """Whether its ``__init__`` takes the fields: a subclass may have one of its own."""
+    first = next(each for each in cls.__mro__ if "__init__" in vars(each) or "__dataclass_fields__" in vars(each))
+    return "__dataclass_fields__" in vars(first)
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object], hint: str = "") -> None:

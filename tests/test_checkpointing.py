@@ -402,7 +402,7 @@ def test_a_job_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
 def test_settings_are_checked(tmp_path: Path) -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=local_groups(1)[0])
-    with pytest.raises(ValueError, match="both must be at least 1"):
+    with pytest.raises(ValueError, match="every=0; must be a whole number of outer steps, at least 1"):
         Checkpoints(tmp_path, optimizer, every=0)
     with pytest.raises(ValueError, match="a copy without a group"):
         Checkpoints(tmp_path, copy.deepcopy(optimizer))

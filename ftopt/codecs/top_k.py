@@ -12,7 +12,7 @@ from torch import Tensor
 from ftopt.codecs.bf16 import MAX
 from ftopt.codecs.blockwise import Blockwise, bytes_as
 from ftopt.codecs.int8 import Int8
-from ftopt.errors import UserError, check_number
+from ftopt.errors import Settings, UserError, check_number
 
 _INDEX_BITS = 12
 _GATHER = 0x0102040810204080
@@ -20,7 +20,7 @@ _GATHER = 0x0102040810204080
 
 
 @dataclass(frozen=True)
-class TopK(Blockwise):
+class TopK(Settings, Blockwise):
     """Keeps the largest magnitudes of each chunk of 4096 values; all others are read as zero.
 
     A chunk of n values keeps ``k = ceil(fraction * n)``, 1 at least. With lo and hi the smallest and the largest

@@ -8,6 +8,7 @@ the unit is granted to another one.
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.units import Group, OwnUnits, UnitSource
 from ftopt.data.workers import PoolSettings
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_choice, check_whole
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -87,9 +88,22 @@ class DataLoader:
         shard: tuple[int, int] | None = None,
     ) -> None:
         counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
-        for name, value, low in counts:
-            if value < low:
-                raise UserError(f"{name}={value}; must be at least {low}")
+        for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0)):
+            check_whole(name, value, low)
+        for name, optional in (("epochs", epochs), ("global_batch", global_batch)):
+            if optional is not None:
+                check_whole(name, optional, 1)
+        check_choice("drop_last", drop_last, (True, False))
+        check_choice("multiprocessing_context", multiprocessing_context, (None, "fork", "spawn", "forkserver"))
+        if collate_fn is not None and not callable(collate_fn):
+            raise UserError(f"collate_fn={collate_fn!r:.60}; must be a function of a list of samples, or None")
+        if not isinstance(dataset, Iterable) and not _has_positions(dataset):
+            raise UserError(
+                f"dataset is a {type(dataset).__name__}; must have positions (len(dataset) and dataset[index]) or be "
+                "iterable"
+            )
+        if group is not None and not isinstance(getattr(group, "replica", None), str):
+            raise UserError(f"group={group!r:.60}; must be the optimizer's group, or None")
         if pin_memory and not num_workers:
             raise UserError("pin_memory=True needs worker processes; give num_workers=1 or more")
         self._accumulate = accumulate
@@ -116,7 +130,10 @@ class DataLoader:
             units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else OwnUnits(samples)
             self._source = _FromUnits(Batches(dataset, samples, collate_fn), samples, units, group, pool)
         else:
-            index, count = _shard_of(group) if shard is None else shard
+            try:
+                index, count = _shard_of(group) if shard is None else map(operator.index, shard)
+            except (TypeError, ValueError):
+                raise UserError(f"shard={shard!r:.60}; must be (this replica's number, how many there are)") from None
             if not 0 <= index < count:
                 raise UserError(f"shard=({index}, {count}); the first must be 0 to {count - 1}")
             if group is not None:

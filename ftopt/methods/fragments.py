@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ftopt.errors import UserError, check_choice, check_whole
+from ftopt.errors import Settings, UserError, check_choice, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Partition(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealt(ABC):
+class Dealt(Settings, ABC):
     """What the rules share that deal out a model's blocks or tensors to fragments.
 
     Args:
@@ -162,7 +162,7 @@ class Balanced(Dealt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class Named(Settings):
     """Fragments by the names of modules or parameters.
 
     Args:

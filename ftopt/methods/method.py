@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
 from ftopt.methods.fragments import Parameter
 from ftopt.methods.timing import BySpeed, Timing
 from ftopt.methods.triggers import LOCAL, Trigger
@@ -38,7 +38,7 @@ BUFFERS = ("local", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method(Settings, ABC):
     """A semi-synchronous method. Subclasses are frozen dataclasses: their fields are their settings and their recipe.
 
     A method answers three questions: when (`timing`, from its settings), what is sent (`payload`), and what the agreed

@@ -19,7 +19,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
 from ftopt.methods.values import Execution
 
 
@@ -35,7 +35,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstantRate:
+class ConstantRate(Settings):
     """The rate itself, after a warm-up: ``min(1, t / warmup)``.
 
     Args:
@@ -56,7 +56,7 @@ class ConstantRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineRate:
+class CosineRate(Settings):
     """A warm-up as in `ConstantRate`, then half a cosine from 1 down to ``floor`` at step ``steps``, where it stays.
 
     Args:
@@ -118,7 +118,7 @@ def counted(t: int, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGD(Settings):
     r"""Stochastic gradient descent on the outer gradient, with heavy-ball or Nesterov momentum.
 
     With the mean outer gradient :math:`\Delta`, momentum buffer :math:`u` (0 at first), rate :math:`\eta` and
@@ -176,7 +176,7 @@ class SGD:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam:
+class Adam(Settings):
     r"""Adam on the outer gradient.
 
     With the mean outer gradient :math:`\Delta`, moments :math:`m, v` (0 at first), rate :math:`\eta`, and ``t`` the
@@ -249,7 +249,16 @@ def check_schedule(schedule: object) -> None:
 def check_outer(outer: object) -> None:
     """Raises UserError for what is no rule, such as an optimizer of torch."""
     if isinstance(outer, torch.optim.Optimizer | type) or not callable(getattr(outer, "step", None)):
-        raise UserError(
-            f"outer={type(outer).__name__}; must be an outer optimizer of ftopt; "
-            'use ftopt.outer.SGD(lr=0.7, momentum=0.9, nesterov=True), or ftopt.outer.Torch(cls="torch.optim.RMSprop")'
-        )
+        kind = outer if isinstance(outer, type) else type(outer)
+        shown = f"the class {kind.__name__}" if outer is kind else f"a {kind.__name__}"
+        raise UserError(f"outer is {shown}; must be an outer optimizer of ftopt, an instance; use {_instead_of(kind)}")
+
+
+def _instead_of(kind: type) -> str:
+    """What a user who gives a ``kind`` may mean."""
+    ours = f"ftopt.outer.{kind.__name__}" if kind.__name__ in ("SGD", "Adam") else ""
+    if issubclass(kind, torch.optim.Optimizer) and not ours:
+        where = "torch.optim" if kind.__module__.startswith("torch.optim") else kind.__module__
+        return f'ftopt.outer.Torch(cls="{where}.{kind.__name__}", args={{"lr": 0.1}})'
+    settings = "lr=0.3" if kind.__name__ == "Adam" else "lr=0.7, momentum=0.9, nesterov=True"
+    return f"{ours or 'ftopt.outer.SGD'}({settings})"

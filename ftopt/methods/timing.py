@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from ftopt.errors import check_whole
+from ftopt.errors import Settings, UserError, check_whole
 from ftopt.methods.triggers import Due, Measurement, Progress, Trigger
 
 FIRST_ROUND = 10
@@ -28,7 +28,7 @@ known yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BySpeed:
+class BySpeed(Settings):
     """Shares the inner steps of a round out by speed, for a method's ``pacing``.
 
     A ``trigger`` may still bring a replica to a round before its share is done.
@@ -105,7 +105,14 @@ class Timing:
         """Is it time for this replica to propose a contribution? At the latest after `steps_until_due`."""
         if self._is_overdue(progress):
             return Due.YES
-        return self.trigger.due(progress) if self.trigger is not None else Due.NO
+        if self.trigger is None:
+            return Due.NO
+        due = self.trigger.due(progress)
+        if type(due) is not Due and not isinstance(due, bool):
+            raise UserError(
+                f"{type(self.trigger).__name__}.due() gives {due!r:.60}; must be ftopt.methods.Due.NO, YES or NOW"
+            )
+        return Due(due)
 
     def needs(self, progress: Progress) -> Measurement:
         """Which numbers `due` needs at this step."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError
+from ftopt.errors import Settings, UserError
 from ftopt.methods.outer_optimizers import ConstantRate, Schedule, check_schedule, count, counted
 from ftopt.methods.values import Execution
 
@@ -27,7 +27,7 @@ _STEP = "steps_taken"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Torch:
+class Torch(Settings):
     """A `torch.optim` class on the outer gradient, on a flat fp32 parameter.
 
     What it computes is the class', bit for bit up to how the machine that computes an element rounds; all members of a

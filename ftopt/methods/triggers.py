@@ -26,7 +26,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ftopt.errors import UserError, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_number, check_whole
 
 LOCAL: dict[str, Any] = {"local": True}
 """Metadata of a setting that may differ from replica to replica."""
@@ -195,7 +195,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Trigger(ABC):
+class Trigger(Settings, ABC):
     """A predicate on `Progress`. Subclasses are frozen dataclasses: their fields are their settings and recipe."""
 
     @abstractmethod

@@ -8,7 +8,7 @@ state dict is the inner one's with one key more.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks as _GLOBAL_POST
 from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_PRE
 
-from ftopt.errors import UserError
+from ftopt.errors import UserError, check_number
 from ftopt.methods import Method
+from ftopt.optimizer.arguments import check_dense, check_inner, check_rest
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import one_number, whole
 from ftopt.optimizer.inner import Inner
@@ -61,30 +62,17 @@ def wrap(
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
 
     Raises:
-        ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no
-            inner optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold;
-            ``undo`` with an inner optimizer whose steps cannot be undone;
-            ``state_dir`` cannot be used. When training starts: it has too little room, or the model is not on the CPU.
+        ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no inner
+            optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold;
+            parameters that share memory; sparse gradients with a method that exchanges gradients; ``undo`` with an
+            inner optimizer whose steps cannot be undone; ``state_dir`` cannot be used. When training starts: it has too
+            little room, or the model is not on the CPU.
     """
-    optimizers = list(inner) if isinstance(inner, Iterable) else [inner]
-    if not optimizers:
-        raise UserError("inner is an empty list; give at least one torch.optim.Optimizer")
-    for optimizer in optimizers:
-        if isinstance(optimizer, OuterOptimizer):
-            raise UserError("inner is wrapped already; wrap the inner optimizer once")
-        if not isinstance(optimizer, Optimizer):
-            raise UserError(f"inner is a {type(optimizer).__name__}; must be a torch.optim.Optimizer or a list of them")
-    if not isinstance(model, nn.Module):
-        raise UserError(f"model is a {type(model).__name__}; must be the torch.nn.Module that inner trains")
-    if not isinstance(method, Method):
-        raise UserError(f"method={method!r:.80}; must be a method of ftopt; use ftopt.DiLoCo(sync_every=500)")
-    if not isinstance(getattr(group, "replica", None), str):
-        raise UserError(
-            f"group={group!r:.80}; must be one group; use ftopt.connect(url), ftopt.solo(), or one of "
-            "ftopt.local_groups(n)"
-        )
+    optimizers = check_inner(inner, model, OuterOptimizer)
+    check_rest(model, method, group, state_dir, undo)
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
+    check_dense(model, method)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
     memory = Mapped(Path(state_dir)) if state_dir is not None else None
     wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo))
@@ -324,6 +312,8 @@ class OuterOptimizer(Optimizer):
         Args:
             state: what to show in the status: ``busy``, ``evaluating``, ``checkpointing``, ``compiling``, ...
         """
+        if not isinstance(state, str) or not state:
+            raise UserError(f"busy({state!r:.60}); must be a word for the status, such as 'evaluating'")
         self._core.report(state)
         try:
             yield
@@ -364,6 +354,7 @@ class OuterOptimizer(Optimizer):
             flush: propose the pending steps once, and wait until they are decided.
             timeout_s: seconds to wait at most, in all.
         """
+        check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
         self._core.close(flush=flush, timeout_s=timeout_s)
 
     def __enter__(self) -> OuterOptimizer:

@@ -211,8 +211,8 @@ def test_a_second_pass_says_that_the_data_have_ended() -> None:
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"epochs": 0}, "epochs=0"),
-        ({"accumulate": 0}, "accumulate=0; must be at least 1"),
-        ({"num_workers": -1}, "num_workers=-1; must be at least 0"),
+        ({"accumulate": 0}, "accumulate=0; must be a whole number, at least 1"),
+        ({"num_workers": -1}, "num_workers=-1; must be a whole number, at least 0"),
         ({"prefetch_factor": 0}, "prefetch_factor=0"),
         ({"pin_memory": True}, "needs worker processes"),
         ({"batch_size": 11, "drop_last": True}, "leaves no batch at all"),

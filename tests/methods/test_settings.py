@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ftopt
 from ftopt.connect import local_groups
 from ftopt.errors import UserError
 from ftopt.events import Event
@@ -75,7 +76,7 @@ def test_dilocos_defaults_are_the_papers() -> None:
 def test_methods_are_frozen_and_take_keywords_only() -> None:
     with pytest.raises(FrozenInstanceError):
         DiLoCo().sync_every = 3  # type: ignore[misc]
-    with pytest.raises(TypeError):
+    with pytest.raises(ftopt.UserError, match="settings go by name"):
         LocalSGD(10)  # type: ignore[misc]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,7 +20,7 @@ def _wrapped(**other: Any) -> ftopt.OuterOptimizer:
     model = nn.Linear(4, 2)
     inner = other.pop("inner", torch.optim.SGD(model.parameters(), lr=0.1))
     arguments = {"model": model, "method": ftopt.LocalSGD(sync_every=2), "group": ftopt.solo()} | other
-    return ftopt.wrap(inner, arguments["model"], arguments["method"], group=arguments["group"])
+    return ftopt.wrap(inner, arguments.pop("model"), arguments.pop("method"), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -24,10 +28,21 @@ def _wrapped(**other: Any) -> ftopt.OuterOptimizer:
     [
         ({"inner": ftopt.outer.SGD(lr=0.1)}, "inner is a SGD; must be a torch.optim.Optimizer"),
         ({"inner": None}, "inner is a NoneType; must be"),
-        ({"inner": torch.optim.SGD}, "inner is a type; must be"),
+        ({"inner": torch.optim.SGD}, r"inner is a class \(SGD\); must be"),
         ({"model": nn.Linear(1, 1).parameters()}, "model is a generator; must be the torch.nn.Module"),
-        ({"method": ftopt.DiLoCo}, "method=<class .*; must be a method of ftopt"),
-        ({"method": "diloco"}, "method='diloco'; must be a method of ftopt"),
+        (
+            {"method": ftopt.DiLoCo},
+            r"method=<class .*; must be a method of ftopt; that is the class: use DiLoCo\(",
+        ),
+        ({"method": "diloco"}, r"method='diloco'; must be a method of ftopt; use ftopt.DiLoCo\(sync_every=500\)"),
+        ({"method": "localsgd"}, r"use ftopt.LocalSGD\(sync_every=500\)"),
+        (
+            {"inner": nn.Linear(1, 1), "model": torch.optim.SGD([torch.ones(1)])},
+            "inner is a Linear and model a SGD",
+        ),
+        ({"method": ftopt.solo(), "group": ftopt.LocalSGD(sync_every=2)}, "must be a method of ftopt"),
+        ({"state_dir": 3}, "state_dir=3; must be the path of a folder"),
+        ({"undo": "yes"}, "undo='yes'; allowed: True, False"),
         ({"group": None}, "group=None; must be one group"),
         ({"group": ftopt.local_groups(2)}, r"group=\[.*; must be one group; use .* one of ftopt.local_groups"),
     ],
@@ -172,6 +187,9 @@ def test_weights_by_tokens_that_are_counted_are_not_warned_of() -> None:
         ("2", {}, "n='2'; must be a whole number"),
         (True, {}, "n=True; must be a whole number"),
         (2, {"names": ["a", "b", "c"]}, "must be 2 names"),
+        (2, {"names": "ab"}, "names='ab'; must be a list of 2 names"),
+        (2, {"names": 3}, "names=3; must be a list of 2 names"),
+        (1, {"on_event": "log"}, "on_event='log'; must be a function"),
         (1, {"names": [0]}, "replica 0: it is no string"),
         (2, {"sync": {"grace_s": 1}}, r"sync=\{'grace_s': 1\}; must be settings of ftopt"),
     ],
@@ -194,3 +212,198 @@ def test_connect_refuses_names_and_settings_of_another_kind() -> None:
         ftopt.connect("http://localhost:1", 3)  # type: ignore[arg-type]
     with pytest.raises(ftopt.UserError, match="must be settings of ftopt"):
         ftopt.connect("http://localhost:1", "r0", sync={})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: ftopt.DiLoCo(sync_evry=50),
+            r"DiLoCo has no setting 'sync_evry'; did you mean sync_every\?",
+        ),
+        (lambda: ftopt.DiLoCo(outer_optimizer=1), r"no setting 'outer_optimizer'; did you mean outer\?"),
+        (lambda: ftopt.StreamingDiLoCo(fragment_sync_delay=1), r"did you mean delay\?"),
+        (lambda: ftopt.LocalSGD(zzz=1), "LocalSGD has no setting 'zzz'; it has sync_every, "),
+        (lambda: ftopt.LocalSGD(500), r"LocalSGD\(500\); settings go by name: LocalSGD\(sync_every=\.\.\.\)"),
+        (lambda: ftopt.Sync(grace=3), r"did you mean grace_s\?"),
+        (lambda: ftopt.triggers.Every(step=3), r"Every has no setting 'step'; did you mean steps\?"),
+        (lambda: ftopt.triggers.Every(3, 4), r"Every\(4\); settings go by name"),
+        (lambda: ftopt.codecs.TopK(frac=0.1), r"did you mean fraction\? it has fraction, bits$"),
+        (lambda: ftopt.outer.SGD(momentun=0.9), r"did you mean momentum\?"),
+        (lambda: ftopt.fragments.Strided(3), r"settings go by name: Strided\(n=...\)"),
+        (lambda: ftopt.DiLoCo(outer=torch.optim.SGD), r"outer is the class SGD; .* use ftopt.outer.SGD\(lr=0.7, mom"),
+        (lambda: ftopt.DiLoCo(outer=torch.optim.SGD([torch.zeros(1)])), r"outer is a SGD; .* use ftopt.outer.SGD\(lr"),
+        (lambda: ftopt.DiLoCo(outer=torch.optim.Adam), r"use ftopt.outer.Adam\(lr=0.3\)"),
+        (lambda: ftopt.DiLoCo(outer=torch.optim.RMSprop), r'use ftopt.outer.Torch\(cls="torch.optim.RMSprop", args'),
+        (lambda: ftopt.DiLoCo(outer=ftopt.outer.SGD), "outer is the class SGD; must be .* an instance"),
+        (lambda: ftopt.DiLoCo(outer="sgd"), "outer is a str; must be an outer optimizer of ftopt"),
+        (lambda: ftopt.DiLoCo(trigger=ftopt.triggers.Every), "must be a trigger of ftopt"),
+        (lambda: ftopt.StreamingDiLoCo(fragments=3), "fragments"),
+    ],
+)
+def test_a_setting_that_is_misspelt_or_of_another_kind_is_answered_with_what_is_meant(make: Any, said: str) -> None:
+    with pytest.raises(ftopt.UserError, match=said):
+        make()
+
+
+def test_settings_can_be_copied_and_pickled_and_subclasses_may_have_an_init_of_their_own() -> None:
+    class Own(ftopt.triggers.Trigger):
+        def __init__(self, whatever: int, *, more: int) -> None:
+            super().__init__()
+
+        def due(self, progress: Any) -> Any:
+            return ftopt.methods.Due.NO
+
+    assert Own(3, more=4)
+    for settings in (ftopt.PAFT(sync_every=3), ftopt.Sync(grace_s=1.0), ftopt.outer.SGD(), ftopt.codecs.TopK(0.1, 4)):
+        assert copy.deepcopy(settings) == pickle.loads(pickle.dumps(settings)) == settings
+
+
+class Shared(nn.Module):
+    """Parameters that are views of one storage."""
+
+    def __init__(self, *views: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        storage = torch.randn(6, 4)
+        for number, view in enumerate(views):
+            self.register_parameter(f"p{number}", nn.Parameter(view(storage)))
+
+
+def _of(model: nn.Module, method: ftopt.Method | None = None) -> ftopt.OuterOptimizer:
+    method = method or ftopt.LocalSGD(sync_every=1)
+    return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo())
+
+
+@pytest.mark.parametrize(
+    ("views", "which"),
+    [
+        ([lambda s: s[:1].expand(6, 4)], "p0"),
+        ([lambda s: s.as_strided((4, 3), (2, 1))], "p0"),
+        ([lambda s: s.view(-1), lambda s: s[2]], "p0, p1"),
+        ([lambda s: s[:3], lambda s: s[2:]], "p0, p1"),
+        ([lambda s: s[:, :2], lambda s: s[1:, 1:]], "p0, p1"),
+        ([lambda s: s.view(-1), lambda s: s[0, :1], lambda s: s[4]], "p0, p1, p2"),
+    ],
+)
+def test_parameters_that_share_memory_are_refused(views: Any, which: str) -> None:
+    with pytest.raises(ftopt.UserError, match=rf"share memory: {which}; .* \.clone\(\)"):
+        _of(Shared(*views))
+
+
+@pytest.mark.parametrize(
+    "views", [[lambda s: s.t()], [lambda s: s[:, ::2], lambda s: s[:, 1::2]], [lambda s: s[:3], lambda s: s[3:]]]
+)
+def test_views_of_one_storage_that_do_not_overlap_are_trained(views: Any) -> None:
+    model = Shared(*views)
+    with _of(model) as optimizer:
+        _step(optimizer)
+        assert optimizer.versions == (1,)
+
+
+def test_complex_parameters_are_refused_with_advice_that_keeps_the_imaginary_part() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(ftopt.UserError, match=r"complex parameters.*: w \(torch.complex64\).*view_as_real") as told:
+        _of(model)
+    assert ".float()" not in str(told.value)
+
+
+GRADIENTS = [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2)]
+
+
+@pytest.mark.parametrize("method", GRADIENTS, ids=lambda method: method.name)
+@pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_not_exchanged(method: ftopt.Method, module: Any) -> None:
+    model = nn.Sequential(module(8, 2, sparse=True))
+    with pytest.raises(ftopt.UserError, match=rf"0 is {module.__name__}\(sparse=True\), and {method.name} exchanges"):
+        _of(model, method)
+    dense = nn.Sequential(module(8, 2))
+    with _of(dense, method) as optimizer:
+        dense[0].weight.grad = torch.ones(8, 2).to_sparse(1)
+        with pytest.raises(ftopt.UserError, match=r"a gradient of shape \(8, 2\) is sparse .* ftopt.LocalSGD"):
+            optimizer.step()
+        optimizer.close(flush=False)
+
+
+@pytest.mark.parametrize("inner", [torch.optim.SparseAdam, torch.optim.SGD])
+def test_sparse_gradients_may_be_used_at_home(inner: Any) -> None:
+    model = nn.Embedding(8, 2, sparse=True)
+    optimizer = ftopt.wrap(inner(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=2), group=ftopt.solo())
+    with optimizer:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 3])).sum().backward()
+            optimizer.step()
+        assert optimizer.versions == (2,)
+
+
+@pytest.mark.parametrize("answer", [None, "no", 1, float("nan"), torch.tensor(True)], ids=repr)
+def test_a_trigger_of_ones_own_must_answer_with_due(answer: Any) -> None:
+    class Own(ftopt.triggers.Trigger):
+        def due(self, progress: Any) -> Any:
+            return answer
+
+    with _wrapped(method=ftopt.LocalSGD(sync_every=5, trigger=Own())) as optimizer:
+        with pytest.raises(ftopt.UserError, match=r"Own.due\(\) gives .*; must be ftopt.methods.Due.NO, YES or NOW"):
+            _step(optimizer)
+        optimizer.close(flush=False)
+
+
+DATA = [torch.ones(2)] * 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": "4"}, {"batch_size": 0}, {"batch_size": 2.0}, {"seed": None}, {"seed": -1}, {"epochs": "1"},
+        {"epochs": 0}, {"accumulate": 1.5}, {"num_workers": None}, {"prefetch_factor": 0}, {"collate_fn": 3},
+        {"drop_last": "no"}, {"multiprocessing_context": "thread"}, {"dataset": None}, {"dataset": 3},
+        {"group": [ftopt.solo()]}, {"global_batch": 2.0}, {"dataset": iter(DATA), "shard": 3},
+        {"dataset": iter(DATA), "shard": (0,)}, {"dataset": iter(DATA), "shard": ("0", "1")},
+    ],
+    ids=lambda wrong: ", ".join(f"{name}={value!r:.20}" for name, value in wrong.items()),
+)  # fmt: skip
+def test_a_data_loader_checks_its_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ftopt.UserError, match=[*wrong][-1]):
+        ftopt.DataLoader(**{"dataset": DATA, **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"every": "5"}, {"every": 0}, {"every": 1.0}, {"keep": None}, {"keep": 0}, {"folder": None},
+        {"optimizer": None},
+        {"optimizer": torch.optim.SGD([torch.ones(1)])},
+    ],
+    ids=lambda wrong: ", ".join(f"{name}={value!r:.20}" for name, value in wrong.items()),
+)  # fmt: skip
+def test_checkpoints_check_their_arguments(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ftopt.UserError, match=[*wrong][-1]):
+        ftopt.Checkpoints(**{"folder": tmp_path, "optimizer": _wrapped(), **wrong})
+    with pytest.raises(ftopt.UserError, match=r"include\(model=...\): a int without state_dict"):
+        ftopt.Checkpoints(tmp_path, _wrapped()).include(model=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"on_event": 3}, "on_event=3; must be a function"),
+        ({"connect_s": float("nan")}, "connect_s=nan; must be"),
+        ({"connect_s": "10"}, "connect_s='10'; must be"),
+        ({"host": 7}, "host=7; must be this machine's"),
+    ],
+)
+def test_connect_checks_its_arguments(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ftopt.UserError, match=said):
+        ftopt.connect("http://localhost:1", "r0", **wrong)
+
+
+def test_what_is_said_while_training_is_checked_too() -> None:
+    with _wrapped() as optimizer:
+        for state in (None, 3, ""):
+            with pytest.raises(ftopt.UserError, match="must be a word for the status"), optimizer.busy(state):  # type: ignore[arg-type]
+                pass
+        for timeout_s in (None, "30", float("nan"), -1):
+            with pytest.raises(ftopt.UserError, match=r"timeout_s=.*must be a number of seconds"):
+                optimizer.close(timeout_s=timeout_s)  # type: ignore[arg-type]
+        _step(optimizer)

@@ -8,7 +8,8 @@ dtype; buffers lie behind them. Flat tensors are fp32 always: exact for fp32, bf
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -62,6 +63,12 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
             f"the inner optimizer trains {strangers} parameters that are not in the model; replicas would "
             "drift apart there; pass wrap() the module that holds them all, e.g. nn.ModuleList([model, head])"
         )
+    imaginary = [f"{name} ({p.dtype})" for name, p in named.items() if p.is_complex()]
+    if imaginary:
+        raise UserError(
+            f"complex parameters, which the fp32 anchor cannot hold: {_some(imaginary)}; keep the real view as the "
+            "parameter, nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(parameter) in forward()"
+        )
     odd = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in _DTYPES]
     if odd:
         raise UserError(
@@ -70,6 +77,42 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
         )
     if not named:
         raise UserError("the model has no parameter that trains; nothing to wrap")
+    if shared := sharing(named):
+        raise UserError(
+            f"parameters with elements that share memory: {_some(shared)}; each would be moved several times by one "
+            "step; give each parameter memory of its own with .clone() (tie modules by assigning the parameter itself)"
+        )
+
+
+def sharing(named: Mapping[str, Tensor]) -> list[str]:
+    """The names of those with an element where another one is, of theirs or of another's (`Tensor.expand`, views of one
+    storage)."""
+    within: dict[int, list[tuple[range, str, Tensor]]] = {}
+    found: dict[str, None] = {}
+    for name, parameter in named.items():
+        tensor = local(parameter)
+        if type(tensor) is not Tensor or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if tensor.numel() > size or (tensor.numel() < size and len(set(_offsets(tensor).tolist())) < tensor.numel()):
+            found[name] = None
+        first = tensor.storage_offset()
+        storage = within.setdefault(tensor.untyped_storage().data_ptr(), [])
+        storage.append((range(int(first), int(first + size)), name, tensor))
+    for places in within.values():
+        for (here, name, tensor), (there, other, second) in itertools.combinations(places, 2):
+            apart = here.stop <= there.start or there.stop <= here.start
+            if not apart and bool(torch.isin(_offsets(tensor), _offsets(second)).any()):
+                found |= {name: None, other: None}
+    return list(found)
+
+
+def _offsets(tensor: Tensor) -> Tensor:
+    """The place of each element in its storage."""
+    at = torch.full((1,), int(tensor.storage_offset()))
+    for n, step in zip(tensor.shape, tensor.stride(), strict=True):
+        at = (at.unsqueeze(-1) + torch.arange(n) * step).flatten()
+    return at
 
 
 class FlatView:
@@ -207,7 +250,9 @@ def _places(model: nn.Module, buffers: Collection[str]) -> list[Callable[[], Ten
             if name in buffers and buffer.dtype not in _DTYPES:
                 raise UserError(
                     f"method.buffers=mean, but buffer {name} is {buffer.dtype}, which the fp32 anchor cannot hold; "
-                    f"allowed: {', '.join(map(str, _DTYPES))}; convert the model with .float(), or use buffers=local"
+                    f"allowed: {', '.join(map(str, _DTYPES))}; "
+                    + ("" if buffer.is_complex() else "convert the model with .float(), or ")
+                    + "use buffers=local"
                 )
     return [places[name] for name in buffers]
 

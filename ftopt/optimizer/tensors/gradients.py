@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from ftopt.errors import UserError
 from ftopt.methods import GRADIENT
 from ftopt.optimizer.tensors.flat import FlatView, local
 
@@ -37,8 +38,15 @@ class GradientView(FlatView):
     def add(self, times: float = 1.0) -> None:
         """Adds the gradients at hand, multiplied by ``times``, to the sum."""
         for parameter, place in zip(self._parameters, self._views(self._sum[: self.trained]), strict=True):
-            if parameter.grad is not None:
-                place.sub_(local(parameter.grad), alpha=times)
+            if parameter.grad is None:
+                continue
+            if parameter.grad.layout is not torch.strided:
+                raise UserError(
+                    f"a gradient of shape {tuple(parameter.grad.shape)} is sparse ({parameter.grad.layout}), and a "
+                    "method that exchanges gradients takes dense ones; compute it densely (sparse=False), or use a "
+                    "method that exchanges parameters, as ftopt.LocalSGD"
+                )
+            place.sub_(local(parameter.grad), alpha=times)
         present = [float(parameter.grad is not None) for parameter in self._parameters]
         self._sum[self.trained :].add_(torch.tensor(present).to(self.device, non_blocking=True))
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Protocol
 
-from ftopt.errors import UserError, check_choice, check_number, check_whole
+from ftopt.errors import Settings, UserError, check_choice, check_number, check_whole
 
 
 class NamedCodec(Protocol):
@@ -30,7 +30,7 @@ class Derived:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sync:
+class Sync(Settings):
     """Who is waited for, and for how long. The first replica of a job defines them; one that differs is refused.
 
     Args:

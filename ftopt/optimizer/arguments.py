@@ -1,0 +1,83 @@
+"""What `ftopt.wrap` is given: checked before anything is made of it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ftopt.errors import UserError, check_choice
+from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
+
+_METHODS: tuple[type[Method], ...] = (
+    DiLoCo, StreamingDiLoCo, DecoupledDiLoCo, LocalSGD, SlowMo, SyncSGD, PAFT,
+)  # fmt: skip
+_CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=group)"
+
+
+def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrapped: type[Optimizer]) -> list[Optimizer]:
+    """The inner optimizers as a list. UserError: they are none, or ``wrapped`` already."""
+    if isinstance(inner, nn.Module) and isinstance(model, Optimizer):
+        raise UserError(f"inner is a {type(inner).__name__} and model a {type(model).__name__}; swap them: {_CALL}")
+    several = isinstance(inner, Iterable) and not isinstance(inner, nn.Module)
+    optimizers: list[Optimizer] = list(inner) if several else [inner]  # type: ignore[arg-type, list-item]
+    if not optimizers:
+        raise UserError("inner is an empty list; give at least one torch.optim.Optimizer")
+    for optimizer in optimizers:
+        if isinstance(optimizer, wrapped):
+            raise UserError("inner is wrapped already; wrap the inner optimizer once")
+        if not isinstance(optimizer, Optimizer):
+            raise UserError(
+                f"inner is a {_kind(optimizer)}; must be a torch.optim.Optimizer or a list of them, as in {_CALL}"
+            )
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise UserError("inner names an optimizer twice, which would then step twice; name each once")
+    return optimizers
+
+
+def check_rest(model: object, method: object, group: object, state_dir: object, undo: object) -> None:
+    """UserError: one of them is of another kind."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"model is a {_kind(model)}; must be the torch.nn.Module that inner trains, as in {_CALL}")
+    if not isinstance(method, Method):
+        raise UserError(f"method={method!r:.80}; must be a method of ftopt; {_meant(method)}")
+    if not isinstance(getattr(group, "replica", None), str):
+        raise UserError(
+            f"group={group!r:.80}; must be one group; use ftopt.connect(url), ftopt.solo(), or one of "
+            "ftopt.local_groups(n)"
+        )
+    if state_dir is not None and not isinstance(state_dir, str | os.PathLike):
+        raise UserError(f"state_dir={state_dir!r:.80}; must be the path of a folder on a local disk, or None for RAM")
+    check_choice("undo", undo, (True, False))
+
+
+def check_dense(model: nn.Module, method: Method) -> None:
+    """UserError: a module makes sparse gradients, and ``method`` exchanges gradients. (One that is sparse for another
+    reason is refused at the step.)"""
+    if method.gradients is None:
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise UserError(
+                f"{name or 'the model'} is {type(module).__name__}(sparse=True), and {method.name} exchanges "
+                f"gradients, "
+                "all of them and as dense ones; use sparse=False, or a method that exchanges parameters, as "
+                "ftopt.LocalSGD"
+            )
+
+
+def _meant(method: object) -> str:
+    if isinstance(method, type) and issubclass(method, Method):
+        return f"that is the class: use {method.__name__}(...) with its settings, as in ftopt.DiLoCo(sync_every=500)"
+    if isinstance(method, str):
+        names = {word: kind for kind in _METHODS for word in (kind.name, kind.__name__.lower())}
+        near = difflib.get_close_matches(method.lower(), names, n=1)
+        return f"use ftopt.{names[near[0]].__name__ if near else 'DiLoCo'}(sync_every=500)"
+    return "use ftopt.DiLoCo(sync_every=500)"
+
+
+def _kind(given: object) -> str:
+    return f"class ({given.__name__})" if isinstance(given, type) else type(given).__name__
