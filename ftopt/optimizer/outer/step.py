@@ -221,7 +221,7 @@ class OuterStep:
                     self._wait(fragment.index, timeout_s)
                     self.freezer.release(fragment)
                     acted = True
-                if not self._in_step():
+                if self.gradients is not None and not self._in_step():
                     break
         except BaseException:
             self.freezer.thaw()
