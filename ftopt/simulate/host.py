@@ -117,6 +117,10 @@ class Shard:
     """That is reduced, and its members."""
     made: tuple[int, tuple[IncarnationId, ...]] | None = None
     """The attempt that has made the record, if it was reduced here."""
+    spoiled: bool = False
+    """The pending steps are out of line."""
+    excluded: int = 0
+    """Rounds in a row that were decided without them."""
     counted: bool = False
     """The newer state that waits has the last contribution."""
     before: Kept | None = None
@@ -129,6 +133,8 @@ class Shard:
         snapshot, self.snapshot, self.results, self.made = self.snapshot, None, None, None
         if snapshot is not None and snapshot.contribution.last_step <= counted_step:
             self.base_step, self.counted = snapshot.contribution.last_step, True
+            if snapshot.contribution.steps:
+                self.excluded = 0
             self.inherited = tuple(x for x in self.inherited if x not in snapshot.inherited)
         self.record, self.content = record, content
 
@@ -153,7 +159,7 @@ class Shard:
 
     def give_up(self, local_steps: int) -> None:
         """All that is pending is void."""
-        self.base_step, self.inherited = local_steps, ()
+        self.base_step, self.inherited, self.spoiled, self.excluded = local_steps, (), False, 0
 
     def kept(self) -> Kept:
         """For a checkpoint: as the training thread stands on it."""

@@ -29,6 +29,7 @@ class Knobs:
     fault: float = 0.0
     corrupt: float = 0.0
     nonfinite: float = 0.0
+    outliers: float = 0.0
     hasty: float = 0.0
     overlap_steps: int = 0
     grace: float = 0.0

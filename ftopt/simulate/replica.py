@@ -12,7 +12,7 @@ from ftopt.simulate.backups import SimBackup
 from ftopt.simulate.batches import Shares
 from ftopt.simulate.check import Checks
 from ftopt.simulate.checkpoints import Coming
-from ftopt.simulate.host import Content, Shard
+from ftopt.simulate.host import Content, Payload, Shard
 from ftopt.simulate.knobs import JOB
 from ftopt.simulate.loader import Loader
 from ftopt.simulate.reduction import SimReduction
@@ -232,6 +232,9 @@ class ReplicaProcess(Process):
                     for key, group in self._groups.items():
                         if key[0] == attempt and group.leave(self.name):
                             self.on_reducer(self.world.delay(), self._stopped, fragment, attempt)
+                case r.Excluded(fragment=fragment):
+                    self.shards[fragment].excluded += 1
+                    self.world.coverage["a round without an outlier"] += 1
                 case r.CommitPrepared(attempt=attempt, record=record):
                     shard = self.shards[record.fragment]
                     assert shard.results is not None and shard.results[0] == attempt
@@ -302,8 +305,10 @@ class ReplicaProcess(Process):
     def _reduce(self, start: r.StartReduce) -> None:
         shard = self.shards[start.quorum.fragment]
         snapshot = shard.snapshot
-        # A newer plan may have left it its share (OWN).
         assert snapshot is not None, "FREEZE"
+        if start.quorum.outlier:
+            snapshot = Payload(snapshot.incarnation_id, snapshot.start, m.excluded(snapshot.contribution), ())
+        # A newer plan may have left it its share (OWN).
         assert replace(snapshot.contribution, plan=start.contribution.plan) == start.contribution, "FREEZE"
         assert self.conn is not None
         shard.attempt = (start.quorum.attempt, start.members)

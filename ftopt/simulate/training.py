@@ -10,6 +10,9 @@ from ftopt.simulate.saving import give
 from ftopt.simulate.world import Process
 from ftopt.sync.protocol.messages import Contribution
 
+_EXCLUDED = 2
+"""After so many rounds in a row without them, steps that are out of line are given up."""
+
 
 class InnerSteps:
     """The training thread of one life of a process; its method takes inner steps between outer steps."""
@@ -97,12 +100,23 @@ class InnerSteps:
     def _take_over(self, fragment: int) -> None:
         p, shard = self._process, self._process.shards[fragment]
         begins = shard.counted
+        if shard.excluded >= _EXCLUDED and not p.machine.fragments[fragment].outstanding:
+            self._give_up(fragment)
         if p.take_over(fragment) and p.loader is not None and not fragment:
             p.loader.unit_queue.redo()
         if not fragment:
             give(p)
         if begins and not shard.counted:
             self._backup.begin()
+
+    def _give_up(self, fragment: int) -> None:
+        """Pending steps that were out of line twice are dropped; others may use their units."""
+        p, shard = self._process, self._process.shards[fragment]
+        self._world.discard(p.incarnation_id, fragment, shard.base_step, p.local_steps)
+        shard.give_up(p.local_steps)
+        self._world.coverage["an outlier gives its steps up"] += 1
+        if p.loader is not None and not fragment:
+            p.loader.unit_queue.redo()
 
     def _propose(self, fragment: int, *, now: bool) -> None:
         p, knobs = self._process, self._world.knobs
@@ -114,6 +128,8 @@ class InnerSteps:
         record, steps = shard.applied, p.local_steps - before
         if record is None:
             return
+        if knobs.outliers and steps and finite:
+            shard.spoiled = shard.spoiled or self._world.chance(knobs.outliers)
         contribution = Contribution(
             fragment=fragment,
             version=record.version,
@@ -121,6 +137,7 @@ class InnerSteps:
             last_step=p.local_steps,
             weight=float(steps) if finite else 0.0,
             finite=finite,
+            excess=1e9 if shard.spoiled else 1.0,
             ranges=ranges,
             overlap_s=knobs.overlap_steps * p.step_s,
             grace=knobs.grace,

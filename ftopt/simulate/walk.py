@@ -64,7 +64,7 @@ def run(seed: int, *, trace: bool = False) -> History:
     chooser = random.Random(seed * 7919 + 1)
     lines = history.trace if trace else None
     knobs = _knobs(chooser, hasty=0.15 if seed % 10 == 4 else 0.0)
-    for number, more in enumerate((_graced, _lent, _shared, _saved, _replayed, _slow), 2):
+    for number, more in enumerate((_graced, _lent, _shared, _saved, _replayed, _slow, _spoiled), 2):
         knobs = more(knobs, random.Random(seed * 7919 + number))
     world = Simulation(seed, knobs, trace=lines)
     world.coverage[f"{world.knobs.fragments} fragments"] += 1
@@ -163,6 +163,11 @@ def _slow(knobs: Knobs, chooser: random.Random) -> Knobs:
     held open for anybody."""
     slow = not knobs.global_batch and chooser.random() < 1 / 8
     return replace(knobs, fetch_s=chooser.uniform(3.0, 8.0)) if slow else knobs
+
+
+def _spoiled(knobs: Knobs, chooser: random.Random) -> Knobs:
+    """With contributions that are out of line in every sixth history. A global batch leaves nobody out."""
+    return replace(knobs, outliers=0.05) if not knobs.global_batch and chooser.random() < 1 / 6 else knobs
 
 
 def _walk(world: Simulation, chooser: random.Random) -> None:
