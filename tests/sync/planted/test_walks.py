@@ -30,7 +30,8 @@ COVERED = (
     "resumed with as many replicas", "resumed with more replicas", "resumed with a contribution under way",
     "resumed where later versions are void", "pending work of a missing replica", "a checkpoint is restored",
     "a copy is kept", "a dead one's steps are done again", "pending work of a dead one is taken over",
-    "epoch_done", "no units for now", "data_ended", "halt", "a round without an outlier", "an outlier gives its steps up",
+    "epoch_done", "no units for now", "data_ended", "halt",
+    "a round without an outlier", "an outlier gives its steps up",
 )  # fmt: skip
 """What has to happen in more than one history of a hundred; else the walks prove little."""
 
