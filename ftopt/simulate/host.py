@@ -54,6 +54,8 @@ def reduce(anchor: Content, payloads: Iterable[Payload], *, taint: str = "") -> 
     gaps: list[tuple[IncarnationId, int, int]] = []
     units, twice = anchor.units, list[Ranges]()
     for p in payloads:
+        if p.contribution.excess > 1 and p.contribution.steps:
+            flaw = f"a contribution of {p.incarnation_id[0]}#{p.incarnation_id[1]} is in it that is out of line"
         if p.units:
             twice.append(intersect(p.units, units))
             units = union(units, p.units)

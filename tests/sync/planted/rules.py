@@ -18,6 +18,7 @@ import pytest
 from ftopt.simulate import checkpoints
 from ftopt.simulate.walk import History, run
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import gather
 from ftopt.sync.protocol.coordinator.attempts import Attempt, RoundOutcome
 from ftopt.sync.protocol.coordinator.catch_up import CatchUp
 from ftopt.sync.protocol.coordinator.decide import Decide
@@ -409,6 +410,11 @@ def grace_alone(patch: Patch) -> None:
     patch.setattr(CatchUp, "arrival", lambda self, replica: None)
 
 
+def outliers_off(patch: Patch) -> None:
+    """A contribution that is out of line is reduced"""
+    patch.setattr(gather, "outliers", lambda contributions, ratio: {})
+
+
 BUGS = (
     Bug("FREEZE", freeze_off),
     Bug("FREEZE", changed_retry, "the attempt's `last_step`, which says which contribution is meant"),
@@ -419,6 +425,7 @@ BUGS = (
     Bug("step 5", hung_again),
     Bug("JOURNAL", sent_first),
     Bug("step 2", grace_alone),
+    Bug("step 2", outliers_off),
     Bug("STICKY", sticky_off),
     Bug("STICKY", absent_is_dead),
     Bug("STICKY", forgotten_comes_back, slow=True),
