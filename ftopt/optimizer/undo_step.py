@@ -13,8 +13,9 @@ from ftopt.optimizer.wrapper import OuterOptimizer
 def undo_step(optimizer: Optimizer) -> Undone:
     r"""Reverts the last ``step()``, or repairs one that raised half-way: parameters, moments and step counts.
 
-    For `torch.optim.SGD` (momentum, dampening, Nesterov), `torch.optim.Adam` and `torch.optim.AdamW`, including weight
-    decay and ``maximize``, in their for-loop, foreach and fused implementations, and for an `ftopt.OuterOptimizer`
+    For `torch.optim.SGD` (momentum, dampening, Nesterov), ``Adam``, ``AdamW``, ``RMSprop``, ``Adagrad``, ``NAdam`` and
+    ``RAdam``, including weight decay and ``maximize``, in their for-loop, foreach and fused implementations (a step
+    that raised: of the first three), and for an `ftopt.OuterOptimizer`
     around one or several of them that was made with ``undo=True``. Values are restored up to rounding; moments that the
     step created are removed. The gradients stay, so that ``step()`` takes the same step again. What the backward pass
     changed (BatchNorm's statistics, the random generators) and what schedulers count is not restored.
@@ -25,8 +26,11 @@ def undo_step(optimizer: Optimizer) -> Undone:
         |p found - p|  <=  8 u (|p| + U) / (1 - lr wd)
         |b found - b|  <=  8 u (|b'| + (1 - dampening) D) / momentum      SGD's momentum_buffer
         |m found - m|  <=  8 u (|m'| + (1 - beta1) D) / beta1             Adam's exp_avg
-        |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq
+        |v found - v|  <=  8 u (v' + (1 - beta2) D^2) / beta2             Adam's exp_avg_sq, RMSprop's square_avg
+        |s found - s|  <=  8 u (s' + D^2)                                 Adagrad's sum
 
+    RMSprop's momentum_buffer holds D / (sqrt(v') + eps) in the place of D. Where weight decay is part of an adaptive
+    step (RMSprop without momentum, Adagrad, NAdam), lr is that element's, divided by its root.
     A second moment far below the step's squared gradient is thus lost in its rounding. Each cycle of ``undo_step`` and
     ``step`` adds as much again (``docs/undo.md`` has figures).
 
@@ -47,9 +51,9 @@ def undo_step(optimizer: Optimizer) -> Undone:
         What was done.
 
     Raises:
-        ftopt.errors.UserError: this step cannot be undone, and why: another optimizer, AMSGrad, momentum or betas
-            between 0 and 0.01 (betas of 0 too), lr * wd above 0.5, gradients that are gone or have been changed, NaN or
-            Inf, nothing to undo, a step that is in a contribution. Nothing has changed then.
+        ftopt.errors.UserError: this step cannot be undone, and why: another optimizer, AMSGrad, ``centered``, momentum,
+            alpha or betas between 0 and 0.01 (alpha and betas of 0 too), lr * wd above 0.5, gradients that are gone or
+            have been changed, NaN or Inf, nothing to undo, a step that is in a contribution. Nothing has changed then.
 
     Source: SWIFT (arXiv 2302.06173), section 4. Theirs marks each layer's update; here version counters and a few
     elements of fused tensors tell what was updated.

@@ -1,4 +1,4 @@
-"""One step of SGD and of Adam for one tensor, backwards: plain elementwise arithmetic.
+"""One step of SGD and of Adam for one tensor, backwards: plain elementwise arithmetic. Others: ``more_inverses.py``.
 
 =================  ==============================================================================
 p, p'              the parameter before and after the step (``param``)
@@ -24,22 +24,16 @@ under Nesterov, else 1.
 A step that raised may have applied some of its operations to a tensor and not the others. Torch applies them in a
 fixed order, so that their number (`Operations`) says which.
 
-A rule holds one parameter group's settings in the step, from `of`. ``moments`` are the names of the tensors in a
-parameter's state, ``whole`` the operations of a complete step, ``why_not()`` why no step with these settings can be
-undone (None when it can). ``before(now, done, t=, first=)`` computes the values before the step: ``now`` are those
-after it, in the precision to compute in, ``done`` the operations applied, ``t`` the step count after it; ``first``:
-there were no moments before, and none are returned. ``fits(now, before, unit)``: whether the step can have led from
-``before`` to ``now``, with the dtype's unit roundoff.
-
 Source: SWIFT, arXiv 2302.06173, section 4; extended by what torch.optim does (dampening, Nesterov, maximize,
 first steps), and by steps that raise half-way.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -53,14 +47,68 @@ Operations = Mapping[str, int]
 
 _CHUNK = 1 << 16
 """Elements that are computed at once: all the memory that is needed beside the tensors themselves."""
-_LEAST_KEPT = 0.5
+LEAST_KEPT = 0.5
 """Weight decay that leaves less of a parameter than this in one step is not undone: it amplifies rounding."""
-_LEAST_DECAY = 0.01
+LEAST_DECAY = 0.01
 """Likewise a momentum or beta below this: what was there before is divided by it."""
 
 
+class Rule(ABC):
+    """One parameter group's settings in a step, and the step's inverse.
+
+    Attributes:
+        starts_at_zero: before the first step the moments are zero, or do not exist.
+        repairs: a step that raised half-way can be undone, too.
+    """
+
+    starts_at_zero: ClassVar[bool] = True
+    repairs: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def of(cls, group: Mapping[str, Any]) -> Self:
+        """The settings of a parameter group."""
+
+    def for_state(self, state: Mapping[str, Any]) -> Self:
+        """With those numbers in a parameter's state that its inverse needs."""
+        return self
+
+    @property
+    @abstractmethod
+    def moments(self) -> tuple[str, ...]:
+        """The names of the tensors in a parameter's state."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> Operations:
+        """The operations of a complete step."""
+
+    @abstractmethod
+    def why_not(self) -> str | None:
+        """Why no step with these settings can be undone; None when it can."""
+
+    @abstractmethod
+    def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
+        """The values before the step.
+
+        Args:
+            now: those after it, in the precision to compute in.
+            done: the operations applied.
+            t: the step count after it.
+            first: there were no moments before, and none are returned.
+        """
+
+    @abstractmethod
+    def fits(self, now: Values, before: Values, unit: float) -> bool:
+        """Whether the step can have led from ``before`` to ``now``, with the dtype's unit roundoff."""
+
+    def uncount(self, state: dict[str, Any], t: float) -> None:
+        """Takes step ``t`` out of the numbers in a parameter's state."""
+        state["step"] -= 1
+
+
 @dataclass(frozen=True, slots=True)
-class SgdRule:
+class SgdRule(Rule):
     """Settings of `torch.optim.SGD`; see the module's equations."""
 
     lr: float
@@ -70,8 +118,10 @@ class SgdRule:
     nesterov: bool
     maximize: bool
 
+    repairs: ClassVar[bool] = True
+
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> SgdRule:
+    def of(cls, group: Mapping[str, Any]) -> Self:
         lr, momentum, dampening, decay = (float(group[n]) for n in ("lr", "momentum", "dampening", "weight_decay"))
         return cls(lr, momentum, dampening, decay, bool(group["nesterov"]), bool(group["maximize"]))
 
@@ -85,16 +135,16 @@ class SgdRule:
         return {"param": 1} | ({"momentum_buffer": 2} if self.momentum else {})
 
     def why_not(self) -> str | None:
-        if 0 < abs(self.momentum) < _LEAST_DECAY:
-            return f"momentum={self.momentum} leaves too little of the buffer before; {_LEAST_DECAY} or more, or 0"
-        return _too_much_decay(self.lr * self._factor, self.weight_decay)
+        if 0 < abs(self.momentum) < LEAST_DECAY:
+            return f"momentum={self.momentum} leaves too little of the buffer before; {LEAST_DECAY} or more, or 0"
+        return too_much_decay(self.lr * self._factor, self.weight_decay)
 
     @property
     def _factor(self) -> float:
         return 1 + self.momentum if self.nesterov else 1.0
 
     def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
-        p, g, b = now["param"], _signed(now, self.maximize), now.get("momentum_buffer")
+        p, g, b = now["param"], signed(now, self.maximize), now.get("momentum_buffer")
         if done["param"]:
             if first or not self.momentum:
                 p = (p + self.lr * self._factor * g) / (1 - self.lr * self._factor * self.weight_decay)
@@ -110,18 +160,18 @@ class SgdRule:
 
     def fits(self, now: Values, before: Values, unit: float) -> bool:
         """False only for values that are not finite."""
-        return _finite(now, before)
+        return finite(now, before)
 
     def looks_first(self, now: Values, unit: float) -> bool:
         """Whether b' is d to the last digits: then there was no b, or one that made no difference."""
         p = self.before(now, self.whole, t=1, first=True)["param"]
-        g, decay = _signed(now, self.maximize), self.weight_decay * p
+        g, decay = signed(now, self.maximize), self.weight_decay * p
         off = (now["momentum_buffer"] - (g + decay)).abs()
         return bool((off <= 8 * unit * (g.abs() + decay.abs())).all())
 
 
 @dataclass(frozen=True, slots=True)
-class AdamRule:
+class AdamRule(Rule):
     """Settings of `torch.optim.Adam` and `torch.optim.AdamW`; see the module's equations."""
 
     lr: float
@@ -134,13 +184,17 @@ class AdamRule:
     amsgrad: bool
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> AdamRule:
+    def of(cls, group: Mapping[str, Any]) -> Self:
         lr, eps, decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
         decoupled, maximize, amsgrad = (bool(group[n]) for n in ("decoupled_weight_decay", "maximize", "amsgrad"))
         beta1, beta2 = map(float, group["betas"])
         return cls(lr, beta1, beta2, eps, decay, decoupled, maximize, amsgrad)
 
-    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    repairs: ClassVar[bool] = True
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
 
     @property
     def whole(self) -> Operations:
@@ -154,13 +208,11 @@ class AdamRule:
     def why_not(self) -> str | None:
         if self.amsgrad:
             return "amsgrad=True keeps a maximum of second moments, and what it was before is gone; amsgrad=False"
-        if min(self.beta1, self.beta2) < _LEAST_DECAY:
-            got = (self.beta1, self.beta2)
-            return f"betas={got} leave too little of the moments before; both must be {_LEAST_DECAY} or more"
-        return _too_much_decay(self.lr, self.weight_decay) if self.decoupled else None
+        small = too_small_betas(self.beta1, self.beta2)
+        return small or (too_much_decay(self.lr, self.weight_decay) if self.decoupled else None)
 
     def before(self, now: Values, done: Operations, *, t: float, first: bool) -> dict[str, Tensor]:
-        p, g, m, v = now["param"], _signed(now, self.maximize), now.get("exp_avg"), now.get("exp_avg_sq")
+        p, g, m, v = now["param"], signed(now, self.maximize), now.get("exp_avg"), now.get("exp_avg_sq")
         if done["param"] == self.whole["param"]:
             c1, c2 = 1 - self.beta1**t, 1 - self.beta2**t
             p = p + self.lr / c1 * now["exp_avg"] / ((now["exp_avg_sq"] / c2).sqrt() + self.eps)
@@ -177,16 +229,10 @@ class AdamRule:
 
     def fits(self, now: Values, before: Values, unit: float) -> bool:
         """False also for a second moment below 0: the gradient at hand is not the step's then."""
-        if not _finite(now, before):
+        if not finite(now, before):
             return False
-        if "exp_avg_sq" not in before:
-            return True
         d = now["grad"].abs() + (0.0 if self.decoupled else self.weight_decay) * before["param"].abs()
-        room = 16 * unit * (now["exp_avg_sq"] + (1 - self.beta2) * d.square()) + 1e-37
-        return bool((before["exp_avg_sq"] * self.beta2 >= -room).all())
-
-
-Rule = SgdRule | AdamRule
+        return not_negative(now, before, "exp_avg_sq", self.beta2, (1 - self.beta2) * d.square(), unit)
 
 
 def chunks(tensors: Values) -> Iterator[dict[str, Tensor]]:
@@ -204,15 +250,27 @@ def wide(tensors: Values) -> dict[str, Tensor]:
     return {name: t.to(torch.float32 if t.device.type == "mps" else torch.float64) for name, t in tensors.items()}
 
 
-def _signed(now: Values, maximize: bool) -> Tensor:
+def not_negative(now: Values, before: Values, name: str, decay: float, added: Tensor, unit: float) -> bool:
+    """Whether a second moment was not below 0; else the gradient at hand is not the step's."""
+    room = 16 * unit * (now[name] + added) + 1e-37
+    return name not in before or bool((before[name] * decay >= -room).all())
+
+
+def signed(now: Values, maximize: bool) -> Tensor:
     return -now["grad"] if maximize else now["grad"]
 
 
-def _too_much_decay(lr: float, weight_decay: float) -> str | None:
-    if 1 - lr * weight_decay >= _LEAST_KEPT:
+def too_small_betas(beta1: float, beta2: float) -> str | None:
+    if min(beta1, beta2) >= LEAST_DECAY:
+        return None
+    return f"betas={(beta1, beta2)} leave too little of the moments before; both must be {LEAST_DECAY} or more"
+
+
+def too_much_decay(lr: float, weight_decay: float) -> str | None:
+    if 1 - lr * weight_decay >= LEAST_KEPT:
         return None
     return f"lr * weight_decay = {lr * weight_decay:.3g} leaves too little of the parameters; must be 0.5 or less"
 
 
-def _finite(now: Values, before: Values) -> bool:
+def finite(now: Values, before: Values) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in (*now.values(), *before.values()))

@@ -44,7 +44,8 @@ def kind_of(tensor: Tensor) -> Kind:
 
 def samples_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[Kind, list[Sample]]:
     """Samples of a parameter group; none if its tensors count versions."""
-    if not (group["fused"] or (group["foreach"] is not False and any(hasattr(p, "to_local") for p in group["params"]))):
+    sharded = any(hasattr(p, "to_local") for p in group["params"])
+    if not (group.get("fused") or (group["foreach"] is not False and sharded)):
         return {}
     alike: dict[Kind, list[Tensor]] = defaultdict(list)
     for parameter in group["params"]:

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from ftopt.errors import UserError
+from ftopt.optimizer.undo.more_inverses import RULES
 from ftopt.optimizer.undo.probe import Kind, Sample, samples_of
-
-_INVERTIBLE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 
 
 @dataclass(slots=True)
@@ -104,8 +103,8 @@ class StepRecorder:
 
 def check_invertible(optimizer: Optimizer, what: str) -> None:
     """Raises UserError, which begins with ``what``, if steps of this kind of optimizer cannot be undone."""
-    if type(optimizer) not in _INVERTIBLE:
-        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in _INVERTIBLE)
+    if type(optimizer) not in RULES:
+        names = ", ".join(f"torch.optim.{kind.__name__}" for kind in RULES)
         raise UserError(
             f"{what}: a step of {type(optimizer).__name__} cannot be inverted; allowed: {names}; "
             "keep a copy of the parameters and of the optimizer's state instead"

@@ -17,6 +17,9 @@ from ftopt.optimizer.undo.analysis import ParameterStep, last_step
 from ftopt.optimizer.undo.inverses import chunks, wide
 from ftopt.optimizer.undo.record import record_steps
 
+_SQUARES = ("exp_avg_sq", "square_avg", "sum")
+"""Moments that are not below 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Undone:
@@ -61,7 +64,8 @@ def _check(step: ParameterStep) -> None:
         if not step.rule.fits(now, _before(step, now), unit):
             raise UserError(
                 f"undo_step: the gradient of {step.name} is not the one that the step was taken with, or something is "
-                "NaN or Inf; keep the gradients (clipped as they were) until undo_step, or restore a checkpoint"
+                "NaN or Inf, or weight decay took more than half of an element; keep the gradients (clipped as they "
+                "were) until undo_step, or restore a checkpoint"
             )
 
 
@@ -71,12 +75,12 @@ def _write(step: ParameterStep) -> None:
     if step.changed:
         for part in chunks(_tensors(step)):
             for name, value in _before(step, wide(part)).items():
-                part[name].copy_(value.clamp_(min=0) if name == "exp_avg_sq" else value)
+                part[name].copy_(value.clamp_(min=0) if name in _SQUARES else value)
     if step.had is None:
         step.optimizer.state.pop(step.parameter, None)
         return
     if step.counted:
-        state["step"] -= step.counted
+        step.rule.uncount(state, step.t)
     for name in step.rule.moments if step.first else ():
         if name in step.had:
             state[name].zero_()
