@@ -170,7 +170,8 @@ def test_mistakes_are_told(make: Callable[[], Any], says: str) -> None:
         make()
 
 
-def test_a_batch_with_a_nan_in_it_is_the_mean_of_the_finite_shares() -> None:
+@pytest.mark.parametrize(("which", "factor"), [(0, float("nan")), (1, 1e15)], ids=["not finite", "out of line"])
+def test_a_batch_with_a_bad_share_is_the_mean_of_the_others(which: int, factor: float) -> None:
     events: list[Event] = []
     groups = local_groups(2, sync=FAST, on_event=events.append)
     samples = Samples(samples=16, batch_size=4, global_batch=8, epochs=1)
@@ -179,10 +180,10 @@ def test_a_batch_with_a_nan_in_it_is_the_mean_of_the_finite_shares() -> None:
     class Damaged(Points):
         def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
             x, y = super().__getitem__(index)
-            return (x * float("nan"), y) if index in poisoned else (x, y)
+            return (x, y * factor) if index in poisoned else (x, y)
 
     order = Batches(Points(16), samples)
-    poisoned = {int((Points(16).inputs == row).all(1).nonzero()) for row in order[0][0]}
+    poisoned = {int((Points(16).inputs == row).all(1).nonzero()) for row in order[2 * which][0]}
 
     def run(group: ReplicaGroup) -> None:
         module = model()
@@ -204,7 +205,8 @@ def test_a_batch_with_a_nan_in_it_is_the_mean_of_the_finite_shares() -> None:
     same(found[0], found[1])
     assert all(bool(torch.isfinite(p).all()) for p in found[0].parameters())
     members = [e.data["members"] for e in events if e.event == "decide"]
-    assert [[row[4:] for row in rows] for rows in members] == [[[0.0, False], [4.0, True]], [[4.0, True], [4.0, True]]]
+    good, bad = [[4.0, True], [4.0, True]], [[0.0, False], [4.0, True]]
+    assert [sorted(row[4:] for row in rows) for rows in members] == ([bad, good] if which == 0 else [good, bad])
 
 
 def test_one_that_evaluates_meanwhile_loses_its_share_and_catches_up() -> None:
