@@ -100,6 +100,8 @@ class Core:
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
         group.check()
+        if outer.trained is not None:
+            outer.trained.check_inner()
         tells = group.tells_steps
         if tells:
             group.emit("inner", inner_step=outer.inner_step() + 1)
@@ -173,6 +175,7 @@ class Core:
                 "`loader.global_batches()` gives, also those that are inherited"
             )
         self.inner.check_rates()
+        self._checked("step()")
         began = self._clock()
         outer.apply()
         self._after_outer_work(outer)
@@ -247,8 +250,9 @@ class Core:
         """The outer step's state, where ``what`` can be done; raises what keeps it from that."""
         outer = self.started()
         self._check_usable(what)
-        assert self.group is not None
+        assert self.group is not None and outer.trained is not None
         self.group.check()
+        outer.trained.check()
         return outer
 
     # Starting and leaving.
@@ -268,9 +272,8 @@ class Core:
         if self.group.global_batch is not None:
             check_averages_gradients(self.method)
         views = views_of(self.model, self.method, self.inner, self.group.codec)
-        outer = OuterStep(
-            views, self.method, self.group, (self.inner, self.model), clock=self._clock, memory=self._memory
-        )
+        both = self.inner, self.model
+        outer = OuterStep(views, self.method, self.group, both, clock=self._clock, memory=self._memory)
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         resume, self.resume = self.resume, None

@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftopt.optimizer.inner import Inner, device_of
-from ftopt.optimizer.tensors.flat import trainable
+from ftopt.optimizer.tensors.flat import uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.tree import Tree
 
 
 def capture(inner: Inner, model: nn.Module, copies: CopyPool) -> list[Tree]:
     """A copy: one entry an inner optimizer. One pass over the state, which stays on its device."""
-    names = {id(p): name for name, p in trainable(model)}
+    names = {id(p): name for name, p in _named(model)}
     found = []
     for optimizer in inner.optimizers:
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -40,7 +40,7 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
     got = [(entry["class"], len(entry["groups"])) for entry in saved]
     if have != got:
         raise ValueError(f"inner optimizers with so many parameter groups: {got} in the checkpoint, {have} here")
-    named = dict(trainable(model))
+    named = dict(_named(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name in entry["state"]:
@@ -50,7 +50,7 @@ def check(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
 
 def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
     """Restores a checked capture: the state of parameters that had some, none for the others; not the groups."""
-    named = dict(trainable(model))
+    named = dict(_named(model))
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         optimizer.state.clear()
         groups_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -70,6 +70,11 @@ def restore_groups(inner: Inner, saved: list[Tree]) -> None:
     for optimizer, entry in zip(inner.optimizers, saved, strict=True):
         for group, values in zip(optimizer.param_groups, entry["groups"], strict=True):
             group.update(_copy(values, CopyPool()))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters: one that was frozen after the start keeps its state."""
+    return [(uncompiled(name), parameter) for name, parameter in model.named_parameters()]
 
 
 def _copy(value: Any, copies: CopyPool) -> Any:

@@ -137,6 +137,7 @@ class OuterOptimizer(Optimizer):
 
         Raises:
             RuntimeError: after `close`, or while the outer parameters are in the model.
+            ftopt.errors.UserError: what trains is not what the replicas agreed on at the start (``docs/methods.md``).
             ftopt.errors.Refused: the job has refused this replica.
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
                 `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.

@@ -38,8 +38,8 @@ class Mixed(nn.Module):
         return torch.as_tensor(self.head(self.norm(self.frozen(y))))
 
 
-def trained(folder: Path, method: Method, *, steps: int = 8) -> nn.Module:
-    """Trains with a checkpoint; returns the model with the anchor of that moment in it."""
+def trained(folder: Path, method: Method, *, steps: int = 8, freeze: bool = False) -> nn.Module:
+    """Trains with a checkpoint; returns the model with the anchor of then in it. ``freeze``: a layer, half-way."""
     model = Mixed()
     trains = [p for p in model.parameters() if p.requires_grad]
     optimizer = wrap(torch.optim.AdamW(trains, lr=0.01), model, method, group=solo())
@@ -51,6 +51,7 @@ def trained(folder: Path, method: Method, *, steps: int = 8) -> nn.Module:
             nn.functional.cross_entropy(model(torch.arange(8)), torch.randperm(8)).backward()
             optimizer.step()
             checkpoints.step()
+            model.hidden.requires_grad_(not freeze or step < steps // 2)
         optimizer.settle()
         checkpoints.last()
         expected = Mixed()
@@ -68,9 +69,10 @@ METHODS = {
 }
 
 
+@pytest.mark.parametrize("freeze", [False, True], ids=["", "a layer frozen after the start"])
 @pytest.mark.parametrize("name", METHODS)
-def test_load_state_dict_takes_it_with_every_name_and_dtype(tmp_path: Path, name: str) -> None:
-    expected = trained(tmp_path / "c", METHODS[name])
+def test_load_state_dict_takes_it_with_every_name_and_dtype(tmp_path: Path, name: str, freeze: bool) -> None:
+    expected = trained(tmp_path / "c", METHODS[name], freeze=freeze)
     path = tmp_path / "model.safetensors"
     export(find(tmp_path / "c"), path)
     state = load_file(path)

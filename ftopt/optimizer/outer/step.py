@@ -45,6 +45,7 @@ from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.tensors.trained import Trained
 from ftopt.sync.group import Committed, Fingerprint, ReplicaGroup
 
 _DESCRIBED = 8
@@ -56,7 +57,7 @@ class OuterStep:
 
     Args:
         views: one for each fragment. Their present values are the initial anchor.
-        inner: the inner optimizers and their model, for a method that exchanges gradients.
+        inner: the inner optimizers and their model.
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
 
@@ -64,6 +65,7 @@ class OuterStep:
         gradients: the fragment of gradients, if the method exchanges them: they are then added up after a backward
             pass, and the inner optimizers take no step.
         live: the model and the inner state, where they are part of the committed state.
+        trained: what trains; None without ``inner``.
         doing: the last `report`.
     """
 
@@ -86,6 +88,7 @@ class OuterStep:
         self._arithmetic = ""
         self.doing = "starting"
         self._group, self._method = group, method
+        self.trained = Trained(*inner) if inner is not None else None
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
@@ -247,6 +250,8 @@ class OuterStep:
             return acted
         tau, outstanding = self.schedule.tau(fragment), self._group.outstanding(index)
         if (due or called) and not outstanding:
+            if self.trained is not None:
+                self.trained.check()
             self._applier.apply(fragment, early=True)
             waits = bool(due) and not tau
             if waits:

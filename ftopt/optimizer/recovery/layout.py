@@ -19,13 +19,13 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
         part of a flat fp32 tensor, else with ``name``. ``tied``: other names -> the first name of the same tensor.
         And the fixed tensors by name, by reference.
     """
-    flat = _flat(outer, model)
+    flat = _flat(outer)
     buffers = {id(buffer): uncompiled(name) for name, buffer in model.named_buffers()}
     places: dict[str, Any] = {}
     tied: dict[str, str] = {}
     fixed: dict[str, Tensor] = {}
     first: dict[int, str] = {}
-    trained = {id(p): uncompiled(name) for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {id(p): uncompiled(name) for name, p in model.named_parameters()}
     for key, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
@@ -34,7 +34,7 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
             tied[name] = first[number]
             continue
         first[number] = name
-        where = trained.get(number) or buffers.get(number, "")
+        where = parameters.get(number) or buffers.get(number, "")
         if where in flat:
             places[name] = flat[where]
         elif number in buffers:
@@ -45,11 +45,11 @@ def layout(outer: OuterStep, model: nn.Module) -> tuple[dict[str, Any], dict[str
     return {"tensors": places, "tied": tied}, fixed
 
 
-def _flat(outer: OuterStep, model: nn.Module) -> dict[str, Any]:
+def _flat(outer: OuterStep) -> dict[str, Any]:
     """What lies in flat tensors: the fragments', or the model's where it is the committed state itself."""
     views: list[tuple[int | str, FlatView]] = [(f.index, f.view) for f in outer.fragments if f is not outer.gradients]
     if outer.live is not None:
-        views.append(("model", FlatView(model)))
+        views.append(("model", outer.live.view))
     return {
         span.name: {
             "in": where, "start": span.start, "stop": span.stop, "shape": list(shape),

@@ -25,7 +25,6 @@ from ftopt.optimizer.outer.trigger_metrics import seen_of
 from ftopt.optimizer.recovery.adopt import adopt, on, residual_of, state_of
 from ftopt.optimizer.recovery.capture import CommittedVersion, SavedReplica
 from ftopt.optimizer.tensors.buffers import buffers
-from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.sync.group import Contribution, Foreign, Held, Position, ReplicaGroup, union
 from ftopt.tree import Tree
 
@@ -192,8 +191,8 @@ def restore_replica(outer: OuterStep, inner: Inner, model: nn.Module, resume: Re
         inner_state.restore_groups(inner, own["inner"])
     for name, buffer in buffers(model).items() if own["buffers"] is not None else ():
         buffer.copy_(own["buffers"][name])
-    if own["model"] is not None:
-        view = FlatView(model)
+    if own["model"] is not None and outer.gradients is not None:
+        view = outer.gradients.live.view
         view.write(own["model"].to(view.device))
     if resume.adopted:
         adopt(outer, resume.saved, resume.adopted, resume.newest)

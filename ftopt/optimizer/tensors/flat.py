@@ -54,7 +54,7 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
     left_out = [name for name, p in named.items() if id(p) not in optimized]
     if left_out:
         raise UserError(
-            f"{len(left_out)} parameters train but are in no inner optimizer: {_some(left_out)}; "
+            f"{len(left_out)} parameters train but are in no inner optimizer: {some(left_out)}; "
             "every trainable parameter must be in one; add them, or freeze them with requires_grad_(False)"
         )
     strangers = len(optimized - {id(p) for p in named.values()})
@@ -66,20 +66,20 @@ def check_covered(model: nn.Module, groups: Sequence[dict[str, Any]]) -> None:
     imaginary = [f"{name} ({p.dtype})" for name, p in named.items() if p.is_complex()]
     if imaginary:
         raise UserError(
-            f"complex parameters, which the fp32 anchor cannot hold: {_some(imaginary)}; keep the real view as the "
+            f"complex parameters, which the fp32 anchor cannot hold: {some(imaginary)}; keep the real view as the "
             "parameter, nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex(parameter) in forward()"
         )
     odd = [f"{name} ({p.dtype})" for name, p in named.items() if p.dtype not in _DTYPES]
     if odd:
         raise UserError(
-            f"parameters of a dtype that the fp32 anchor cannot hold: {_some(odd)}; "
+            f"parameters of a dtype that the fp32 anchor cannot hold: {some(odd)}; "
             f"allowed: {', '.join(str(d) for d in _DTYPES)}; convert the model with .float()"
         )
     if not named:
         raise UserError("the model has no parameter that trains; nothing to wrap")
     if shared := sharing(named):
         raise UserError(
-            f"parameters with elements that share memory: {_some(shared)}; each would be moved several times by one "
+            f"parameters with elements that share memory: {some(shared)}; each would be moved several times by one "
             "step; give each parameter memory of its own with .clone() (tie modules by assigning the parameter itself)"
         )
 
@@ -266,6 +266,7 @@ def local(tensor: Tensor) -> Tensor:
         return to_local()
 
 
-def _some(names: Sequence[str], limit: int = 8) -> str:
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """Names for a message: the first ones, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -28,11 +28,14 @@ class Live:
 
     Args:
         buffers: names of buffers that belong to it, since they are averaged. Others are each replica's own.
+
+    Attributes:
+        view: the parameters and those buffers.
     """
 
     def __init__(self, model: nn.Module, inner: Inner, *, buffers: Collection[str] = ()) -> None:
         self.lock = threading.Lock()
-        self._view = FlatView(model, buffers=buffers)
+        self.view = FlatView(model, buffers=buffers)
         self._inner = inner
         names = {id(p): name for name, p in trainable(model)}
         self._owners = [
@@ -69,7 +72,7 @@ class Live:
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""
         params = tensors.get(_PARAMS)
-        if params is None or params.dtype != torch.float32 or tuple(params.shape) != (self._view.numel,):
+        if params is None or params.dtype != torch.float32 or tuple(params.shape) != (self.view.numel,):
             raise ValueError("the fetched model does not fit this one; give all replicas the same model")
         own = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         if (found := digest(own)) != claimed:
@@ -83,7 +86,7 @@ class Live:
     def put(self, fetched: Mapping[str, Tensor]) -> None:
         """Replaces model and inner state by a peer's. Training thread, under the lock."""
         used_here(fetched.values())
-        self._view.write(fetched[_PARAMS].to(self._view.device))
+        self.view.write(fetched[_PARAMS].to(self.view.device))
         for name, parameter, group, optimizer in self._owners:
             state: dict[str, object] = {}
             for key, tensor in fetched.items():
@@ -97,7 +100,7 @@ class Live:
             optimizer.state[parameter] = state
 
     def _copies(self) -> dict[str, Tensor]:
-        tensors = {_PARAMS: self._view.read(self._view.empty())}
+        tensors = {_PARAMS: self.view.read(self.view.empty())}
         return tensors | {_INNER + name: tensor.detach().clone() for name, tensor in self._inner_tensors()}
 
     def _compared_tensors(self) -> Iterator[tuple[str, Tensor]]:
