@@ -53,11 +53,14 @@ class LocalTransport:
         self._meetings: dict[str, _Meeting] = {}
 
     def connect(self, *, key: str, rank: int, size: int, ops: object = None) -> LocalCollective:
-        """Joins the group, and returns at once; `LocalCollective.open` waits for the others. ``ops`` is not used."""
+        """Joins the group, and returns at once; `LocalCollective.open` waits for the others. ``ops`` is not used.
+        ConnectionError: this rank has left it."""
         assert 0 <= rank < size, (rank, size)
         meeting = self._meetings.setdefault(key, _Meeting(size))
         assert meeting.size == size, f"group {key!r} has {meeting.size} members, not {size}"
         with meeting.changed:
+            if rank in meeting.gone:
+                raise ConnectionError(f"rank {rank} has left group {key!r}")
             assert rank not in meeting.here, f"rank {rank} of group {key!r} is taken"
             meeting.here.add(rank)
             meeting.changed.notify_all()

@@ -103,6 +103,14 @@ def test_a_member_that_closes_after_the_sum_does_not_disturb_the_others() -> Non
     assert in_threads(5, work) == [5.0] * 5
 
 
+def test_a_member_that_has_left_a_group_cannot_come_back_to_it() -> None:
+    transport = LocalTransport()
+    here, _ = (transport.connect(key="a", rank=rank, size=2) for rank in range(2))
+    here.close()
+    with pytest.raises(ConnectionError, match="rank 0 has left group 'a'"):
+        transport.connect(key="a", rank=0, size=2)
+
+
 def test_a_group_of_one_needs_nobody() -> None:
     collective = LocalTransport(timeout_s=0.01).connect(key="a", rank=0, size=1)
     flat = torch.ones(3)
