@@ -22,8 +22,8 @@ from ftopt.faults.spec import Fault
 from ftopt.job.harm import harm
 
 DETECTIONS = (
-    "outlier", "implausible", "mismatch", "damaged", "repaired", "evicted", "diverged", "discarded", "fork", "rollback",
-    "reset", "refuse", "fetch_failed",
+    "outlier", "implausible", "overflow", "spoiled", "mismatch", "damaged", "repaired", "evicted", "diverged",
+    "discarded", "fork", "rollback", "reset", "refuse", "fetch_failed",
 )  # fmt: skip
 """Events that say that something was found; the first one names the detection. In a clean run there is none."""
 SYNC = ftopt.Sync(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
