@@ -22,7 +22,7 @@ from benchmarks.harm import cells as cells_of
 from benchmarks.harm import clean
 from benchmarks.harm.cells import SIZES, Cell
 from benchmarks.harm.play import RUN_S, Outcome, run_cell
-from benchmarks.harm.table import Band, failures, judge, plain, tables
+from benchmarks.harm.table import Band, Judged, judge, plain, tables
 from benchmarks.harm.workers import in_processes
 from ftopt.cli.output import say
 
@@ -70,12 +70,22 @@ def clean_runs(configurations: Iterable[str]) -> list[Run]:
     return runs
 
 
-def played(title: str, do: Callable[[T], R], runs: Sequence[T], jobs: int, *, failed: Callable[[str], R]) -> list[R]:
-    """All runs, with progress."""
+def played(
+    title: str,
+    do: Callable[[T], R],
+    runs: Sequence[T],
+    jobs: int,
+    *,
+    failed: Callable[[str], R],
+    wrong: Callable[[T, R], str] = lambda run, result: "",
+) -> list[R]:
+    """All runs, with progress, and what is wrong at once."""
     found = dict[int, R]()
     began = told = time.monotonic()
-    for number, outcome in in_processes(do, runs, jobs=jobs, limit_s=2 * RUN_S, failed=failed):
-        found[number] = outcome
+    for number, result in in_processes(do, runs, jobs=jobs, limit_s=2 * RUN_S, failed=failed):
+        found[number] = result
+        if text := wrong(runs[number], result):
+            say(text)
         now = time.monotonic()
         if now > told + _PROGRESS_S:
             told, left_s = now, (now - began) / len(found) * (len(runs) - len(found))
@@ -136,13 +146,19 @@ def run(arguments: argparse.Namespace) -> int:
         bands = {k: Band(**v) for k, v in json.loads(arguments.bands.read_text())["bands"].items()}
     bands |= bands_of((c for c in map(configuration, cells) if c not in bands), arguments.jobs)
     runs = [Run(cell, arguments.seed, zlib.crc32(cell.name.encode()) % CLEAN_RUNS) for cell in cells]
-    outcomes = played("cells", do, runs, arguments.jobs, failed=hung)
-    judged = [judge(c, o, bands[configuration(c)]) for c, o in zip(cells, outcomes, strict=True)]
-    bad = failures(judged)
+
+    def judged_run(run: Run, outcome: Outcome) -> Judged:
+        return judge(run.cell, outcome, bands[configuration(run.cell)])
+
+    outcomes = played(
+        "cells", do, runs, arguments.jobs, failed=hung, wrong=lambda run, outcome: judged_run(run, outcome).complaint
+    )
+    judged = list(map(judged_run, runs, outcomes))
+    bad = [j for j in judged if j.wrong]
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(plain(judged, bands), indent=1))
     say("\n".join(tables(judged)))
-    say("\n".join(["", *bad, "", f"{len(judged)} cells, {len(bad)} out of line; all of them are in {RESULT}"]))
+    say(f"\n{len(judged)} cells, {len(bad)} out of line; all of them are in {RESULT}")
     return 1 if bad else 0
 
 
@@ -150,7 +166,9 @@ def _run_clean(arguments: argparse.Namespace) -> int:
     runs = [clean.named(word) for word in arguments.cells]
     runs = runs or clean.clean_runs(arguments.clean, arguments.seed, each=arguments.each)
     say(f"seed {arguments.seed}: {len(runs)} clean runs")
-    found = played("clean runs", clean.run_clean, runs, arguments.jobs, failed=lambda reason: [reason])
-    lines, bad = clean.said(runs, found)
-    say("\n".join(lines))
+    found = played(
+        "clean runs", clean.run_clean, runs, arguments.jobs, failed=lambda reason: [reason], wrong=clean.complaint
+    )
+    bad = sum(map(bool, found))
+    say(f"{len(runs)} clean runs of {len({run.recipe for run in runs})} recipes, {bad} with an alarm")
     return 1 if bad else 0

@@ -10,7 +10,6 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -228,10 +227,6 @@ def _make_rare(data: task.Data, number: int) -> None:
         data.inputs[25, 0, 0] = rare
 
 
-def said(runs: Sequence[CleanRun], found: Sequence[list[str]]) -> tuple[list[str], int]:
-    """What to print, and how many runs had anything."""
-    bad = [f"{run.name}  {'; '.join(what)}" for run, what in zip(runs, found, strict=True) if what]
-    return [
-        *bad,
-        f"{len(runs)} clean runs of {len({run.recipe for run in runs})} recipes, {len(bad)} with an alarm",
-    ], len(bad)
+def complaint(run: CleanRun, found: list[str]) -> str:
+    """One line; empty if nothing was found."""
+    return f"{run.name}  {'; '.join(found)}" if found else ""

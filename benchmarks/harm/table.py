@@ -49,6 +49,12 @@ class Judged:
     wrong: str
 
     @property
+    def complaint(self) -> str:
+        """One line; empty if it is in line."""
+        detected = ", ".join(self.outcome.detected) or "nothing"
+        return f"{self.cell.name}  {self.wrong}; detected: {detected}" if self.wrong else ""
+
+    @property
     def detection(self) -> str:
         """The first event that says that something was found."""
         first = next(iter(self.outcome.detected), "")
@@ -119,13 +125,6 @@ def _figure(ratio: float) -> str:
 def _detections(judged: Iterable[Judged]) -> str:
     found = Counter(j.detection for j in judged)
     return ", ".join(f"{name} {count}" for name, count in found.most_common())
-
-
-def failures(judged: Sequence[Judged]) -> list[str]:
-    """The cells that are out of line, by name."""
-    return [
-        f"{j.cell.name}  {j.wrong}; detected: {', '.join(j.outcome.detected) or 'nothing'}" for j in judged if j.wrong
-    ]
 
 
 def plain(judged: Sequence[Judged], bands: Mapping[str, Band]) -> dict[str, object]:
