@@ -30,8 +30,10 @@ from ftopt.methods.values import Overlap
 class PAFT(Averaging):
     """Average gradients every step and parameters every ``sync_every`` steps.
 
-    Moments of the inner optimizers stay with their replicas unless asked for: their drift does not add up. A joiner
-    starts from the last average of the parameters and is taken in at the next one.
+    Moments of the inner optimizers stay with their replicas unless asked for: their drift does not add up. A joiner,
+    and one that was cut off, fetches the model and the inner state of a peer as they are; its parameters are averaged
+    with the others' once it has taken a step with them. The replicas are not compared as `SyncSGD`'s are: between two
+    averages they are expected to be apart.
 
     Args:
         sync_every: inner steps between two averages of the parameters (the paper's H), >= 1. No default; the paper has
