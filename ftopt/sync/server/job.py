@@ -19,6 +19,7 @@ from ftopt.sync.server.metrics import Exposition, JobMetrics
 from ftopt.sync.server.rendezvous import Rendezvous
 
 _log = logging.getLogger(__name__)
+_WARNED = ("diverged", "unlike")
 _TICK_S = 0.02
 """The timer's resolution; whatever is due is never looked at more often."""
 _HALTED_S = 1.0
@@ -183,6 +184,8 @@ class Job:
         self.halted = ""
 
     def _emit(self, x: e.Emit) -> None:
+        if x.event in _WARNED:
+            _log.warning("job %s: %s", self.name, x.data["reason"])
         inner_step = x.inner_step
         if inner_step is None and self.machine.rounds:
             inner_step = self.machine.rounds[0].versions.last.inner_step

@@ -182,3 +182,35 @@ def test_a_damaged_state_is_refused_by_its_digest_and_fetched_elsewhere(tmp_path
     assert "digest" in refused["data"]["reason"]
     assert (refused["fragment"], refused["version"] > 0) == (0, True)
     assert_nothing_lost(summary)
+
+
+ALIKE = ftopt.SyncSGD(verify_every=10)
+
+
+@pytest.mark.parametrize(
+    ("what", "bit"),
+    [
+        ("params", 22),
+        pytest.param("inner", 28, marks=pytest.mark.slow),
+        pytest.param("params", 30, marks=pytest.mark.slow),
+    ],
+)
+def test_a_flipped_bit_in_a_live_model_is_found_while_replicas_die_and_join(
+    tmp_path: Path, what: str, bit: int
+) -> None:
+    fault = Fault(point="inner", do="corrupt", what=what, bit=bit, at_step=25)
+    with tiny_job(tmp_path, replicas=4, faults={"r1": [fault]}, steps=None, method=ALIKE) as job:
+        job.start_all()
+        struck = job.until("fault", "r1")
+        job.kill("r3")
+        job.start("r3")
+        diverged = job.after(struck, "diverged")
+        healed = job.after(diverged, "fetched", "r1")
+        takes_part_again(job, "r1", healed)
+        job.enough()
+        summary = job.end()
+        named = {e["replica"] for e in job.events("diverged")}
+        alarms = [e for e in job.events() if e["event"] in ("mismatch", "evicted", "fork")]
+    assert diverged["replica"] == "r1" and "r1" in named
+    assert not alarms
+    assert_nothing_lost(summary)  # and all who are done hold the same model and inner state
