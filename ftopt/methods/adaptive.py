@@ -183,6 +183,9 @@ class AdaComm(_Period):
         least: of the period. Default 1.
         most: of the period. Default 16, Paddle's. Also the period at a rate of 0.
 
+    ``eta`` is the largest rate of the groups at the last step of a round, and ``eta_0`` that of the first outer step: a
+    rate that moves within rounds, as with warm restarts, moves H with it.
+
     Losses must be counted (``optimizer.count(loss=...)``, or a closure's). ``F_0`` is the mean over the steps of the
     first outer step, where the paper takes the loss before the first step. Where a loss, or ``eta_0`` (as a warm-up
     begins), is not positive, ``H_0`` stays.

@@ -39,7 +39,7 @@ class DecoupledDiLoCo(StreamingDiLoCo):
         adaptive_grace: gamma of the adaptive grace, >= 0: those still at work are called in ``gamma * (tau * step -
             quorum - sync)`` seconds after ``sync.min_replicas`` (the paper's quorum K) have proposed: the time that
             training hides, less what quorum and reduction take (moving averages); at most ``sync.grace_s``. Default 1.
-            0: always ``sync.grace_s``.
+            0: always ``sync.grace_s``, as with ``delay=0``, which hides nothing.
         weights: default ``tokens_per_step``, the paper's: tokens times tokens a step, so that a replica with larger
             batches counts for more than by its tokens alone. Steps, without ``optimizer.count``.
         others: see `StreamingDiLoCo` and `Method`.
