@@ -33,7 +33,7 @@ TROUBLE = {
     "reset",
     "rollback",
 }
-TROUBLE |= {"abort", "mismatch", "evicted", "damaged", "repaired", "outlier", "discarded", "fork"}
+TROUBLE |= {"abort", "mismatch", "evicted", "diverged", "damaged", "repaired", "outlier", "discarded", "fork"}
 TROUBLE |= {"fetch", "fetched", "fetch_failed", "serve"}
 """Events after which the job does not stand as it does without faults."""
 

@@ -18,6 +18,8 @@ from ftopt.streams import used_here
 _PARAMS, _INNER, _NUMBER = "params", "inner.", "number."
 _CHUNK = 1 << 20
 """Elements that are compared at a time: in a CPU's cache."""
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+"""Others are compared as bytes."""
 
 
 class Live:
@@ -53,15 +55,17 @@ class Live:
     @torch.no_grad()
     def compared(self) -> tuple[str, float]:
         """A digest of the parameters and the inner state as they are, and their largest absolute value (infinity for
-        NaN). Nothing of their size is allocated. The lock must be held."""
+        NaN; counters left out). Inner states of tensor classes of their own are left out. Nothing of their size is
+        allocated. The lock must be held."""
         sha, peak = hashlib.sha256(), 0.0
-        named = sorted(self._compared_tensors(), key=lambda item: (str(item[1].dtype), str(item[1].device), item[0]))
-        for _, run in groupby(named, key=lambda item: (item[1].dtype, item[1].device)):
+        named = sorted(self._compared_tensors(), key=lambda item: (*_kind(item[1]), item[0]))
+        for (counts, *_), run in groupby(named, key=lambda item: _kind(item[1])):
             items = list(run)
             sha.update("\0".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in items).encode())
             for chunk in _chunks([tensor for _, tensor in items]):
                 sha.update(block_sums(chunk).numpy().astype("<i8").tobytes())
-                peak = max(peak, largest(chunk))
+                if chunk.dtype in _NUMBERS and not counts:
+                    peak = max(peak, largest(chunk))
         return sha.hexdigest(), peak
 
     def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
@@ -107,7 +111,8 @@ class Live:
         yield from ((name, local(parameter)) for name, parameter, _, _ in self._owners)
         for name, tensor in self._inner_tensors():
             own = local(tensor)
-            yield name, own if type(own) is Tensor else own.dequantize()
+            if type(own) is Tensor:  # quantized states (torchao's) know few operations
+                yield name, own if own.dtype in _NUMBERS else own.contiguous().reshape(-1).view(torch.uint8)
 
     def _inner_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter, _, optimizer in self._owners:
@@ -116,6 +121,11 @@ class Live:
                     yield f"{name}/{key}", value
                 elif isinstance(value, int | float):
                     yield f"{name}/{_NUMBER}{key}", torch.tensor(float(value), dtype=torch.float64)
+
+
+def _kind(tensor: Tensor) -> tuple[bool, str, str]:
+    """Tensors of one kind can be joined; whether it is a counter."""
+    return tensor.dim() == 0, str(tensor.dtype), str(tensor.device)
 
 
 def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
