@@ -59,13 +59,15 @@ class Way:
 
 
 WAYS = (
-    Way("nothing is done", ftopt.SyncSGD()),
+    Way("nothing is done", ftopt.SyncSGD(verify_every=None)),
     Way("PAFT-Sync, H 5", ftopt.PAFT(sync_every=5)),
     Way("PAFT-Sync, H 10", ftopt.PAFT(sync_every=10)),
     Way("PAFT-Sync, H 50", ftopt.PAFT(sync_every=50)),
     Way("PAFT-Dyn", ftopt.PAFT(sync_every=50, delay=1, trigger=SignalToNoise(most=50))),
     Way("local SGD, H 1", ftopt.LocalSGD(sync_every=1)),
-    Way("int8 with error feedback", ftopt.SyncSGD(), codec="int8"),
+    Way("int8 with error feedback", ftopt.SyncSGD(verify_every=None), codec="int8"),
+    Way("clip_norm 1", ftopt.SyncSGD(clip_norm=1.0, verify_every=None)),
+    Way("PAFT-Sync, H 10, clip_norm 1", ftopt.PAFT(sync_every=10, clip_norm=1.0)),
     Way("SlowMo, H 10", ftopt.SlowMo(sync_every=10, slow_momentum=0.4)),
 )
 
