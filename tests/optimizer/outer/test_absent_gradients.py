@@ -17,6 +17,8 @@ import ftopt
 from ftopt.connect import local_groups
 from ftopt.methods import PAFT, Method, SyncSGD
 from ftopt.optimizer import wrap
+from ftopt.optimizer.outer.apply import rebase_
+from ftopt.optimizer.tensors.gradients import GradientView
 from ftopt.sync.group import ReplicaGroup, Sync
 from tests.optimizer.running import together
 from tests.problems import flat
@@ -176,6 +178,26 @@ def test_one_backward_pass_of_several_that_has_a_gradient_is_enough() -> None:
     found = train(SyncSGD(sync_every=3), gradients, steps=6, replicas=2)
     alike(found)
     assert not torch.equal(found[0][0].p0, Bare().p0)  # type: ignore[arg-type]
+
+
+def test_what_is_carried_over_has_a_gradient_where_the_steps_after_the_counted_ones_had_one() -> None:
+    model = Bare()
+    view = GradientView(model)
+
+    def add(*present: int) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.zeros_like(parameter) if number in present else None
+        view.add()
+
+    def has_one() -> list[bool]:
+        return (view.read(view.empty())[view.trained :] > 0).tolist()
+
+    add(0, 1)
+    counted = view.read(view.empty())
+    add(1, 2)
+    assert has_one() == [True, True, True, False]
+    rebase_(view, counted, torch.zeros_like(counted), [])
+    assert has_one() == [False, True, True, False]
 
 
 def test_what_a_codec_left_out_of_earlier_gradients_is_used_when_nobody_has_a_new_one() -> None:
