@@ -119,8 +119,7 @@ def _book(
     for incarnation_id in dead:
         lost_by_dead += executed[incarnation_id] - committed[incarnation_id]
         lost_by_dead -= sum(counts[incarnation_id] for counts in dropped.values())
-    reasons = ["nonfinite", "mixed", *(reason for reason in ("taken_over", "interrupted") if reason in dropped)]
-    discarded = {reason: dropped[reason].total() for reason in reasons}
+    discarded = {reason: counts.total() for reason, counts in dropped.items() if reason != "reset"}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
 

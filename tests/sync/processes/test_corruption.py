@@ -150,20 +150,23 @@ def test_a_nan_is_a_member_of_weight_zero_that_starts_from_the_anchor(tmp_path: 
     assert_nothing_lost(summary)
 
 
-def test_a_norm_out_of_line_weighs_nothing_and_its_steps_stay_pending(tmp_path: Path) -> None:
+def test_a_norm_out_of_line_weighs_nothing_and_after_the_second_time_its_steps_are_dropped(tmp_path: Path) -> None:
     with tiny_job(tmp_path, steps=None, sync=replace(FAST, outlier_ratio=20.0)) as job:
         job.start("r0")
         job.start("r1")
         job.start("r2", lr=10.0)
-        told = job.until("outlier", "r2", count=4)
+        told = job.until("outlier", "r2")
+        dropped = job.until("discarded", "r2")
         job.enough()
         summary = job.end()
-        rows = [m for e in job.events("decide") for m in e["data"]["members"]]
-    assert "times the median of its peers'" in told["data"]["reason"]
+        decided = [e for e in job.events("decide") if e["t_s"] <= dropped["t_s"]]
+        rows = [m for e in decided for m in e["data"]["members"]]
+    assert "sync.outlier_ratio" in told["data"]["reason"]
     assert told["version"] >= 1
     assert all(row[2] == 0 and row[4] == 0.0 for row in rows if row[0] == "r2")
-    assert summary["inner_steps_pending"] >= 60, "what was not taken is still there"
-    assert summary["inner_steps_discarded"]["nonfinite"] == 0
+    assert dropped["data"]["reason"] == "outlier"
+    assert dropped["data"]["steps"] >= 40, "what was not taken the first time was still there"
+    assert summary["inner_steps_discarded"]["outlier"] >= dropped["data"]["steps"]
     assert_nothing_lost(summary)
 
 
