@@ -48,7 +48,8 @@ class Fragment:
 
     Args:
         state: the initial committed state, of the parameters as they are.
-        by_job: triggers count the job's inner steps, not this replica's.
+        by_job: replicas take each step alike, with agreed gradients: triggers count the job's inner steps, not this
+            replica's; what is pending here is in the others' parameters, too, and in the next anchor whoever made it.
 
     Attributes:
         carries_over: pending work can be moved to a newer version; if not, it is dropped then.
