@@ -306,7 +306,7 @@ class ReplicaProcess(Process):
         shard = self.shards[start.quorum.fragment]
         snapshot = shard.snapshot
         assert snapshot is not None, "FREEZE"
-        if start.quorum.outlier:
+        if start.quorum.excludes:
             snapshot = Payload(snapshot.incarnation_id, snapshot.start, m.excluded(snapshot.contribution), ())
         # A newer plan may have left it its share (OWN).
         assert replace(snapshot.contribution, plan=start.contribution.plan) == start.contribution, "FREEZE"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -18,29 +17,8 @@ ALL = dict(chain(cases.plain(), cases.rates(), cases.changes(), cases.fragments(
 EVERY = 79
 """Of all scenarios, one in so many is among the default tests: a prime, so that they are of all kinds."""
 
-DIFFERENT: dict[str, str] = {
-    r"paft.*-(leave-between|everything)|paft-synchronous-start-leave": "the parameters of one that has left, from the "
-    "middle of a round, are averaged with the others' at its end",
-    r"paft-delay-average": "with a delay, averaged moments are moved no further than to their own value or to the "
-    "average",
-}
-"""Names -> what ftopt does in another way than the oracle."""
-
-
-def _reasons(name: str) -> list[str]:
-    return [reason for pattern, reason in DIFFERENT.items() if re.match(pattern, name)]
-
-
-SOME = {name: scenario for name, scenario in list(ALL.items())[::EVERY] if not _reasons(name)}
-
-
-def _others() -> list[object]:
-    result: list[object] = []
-    for name in ALL:
-        if name not in SOME:
-            marks = [pytest.mark.xfail(reason=r, raises=AssertionError, strict=True) for r in _reasons(name)]
-            result.append(pytest.param(ALL[name], id=name, marks=marks))
-    return result
+SOME = dict(list(ALL.items())[::EVERY])
+OTHERS = {name: scenario for name, scenario in ALL.items() if name not in SOME}
 
 
 @pytest.mark.parametrize("scenario", SOME.values(), ids=SOME.keys())
@@ -50,7 +28,7 @@ def test_some_runs_of_all_kinds_differ_from_the_oracle_by_rounding_alone(scenari
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", _others())
+@pytest.mark.parametrize("scenario", OTHERS.values(), ids=OTHERS.keys())
 def test_every_other_run_differs_from_the_oracle_by_rounding_alone(scenario: Scenario) -> None:
     verdict = compare(scenario)
     assert verdict.same, verdict

@@ -13,7 +13,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import repaired
-from ftopt.optimizer.tensors.buffers import keep_between
+from ftopt.optimizer.tensors.buffers import keep_possible
 from ftopt.optimizer.tensors.digest import damage
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.mapped import behind
@@ -188,7 +188,7 @@ def rebase_(view: FlatView, base: Tensor, start: Tensor, unknown: Sequence[slice
         room = scratch[: part.numel()].view(part.shape) if part.numel() <= scratch.numel() else torch.empty_like(after)
         moved = torch.sub(part, before, out=room).add_(after)
         if where.start >= view.trained:
-            keep_between(moved, part, after)
+            keep_possible(view.name_at(where.start), moved, part, after)
         sums.append(moved.sum())
         part.copy_(moved)
     if bool(torch.isfinite(torch.stack(sums)).all()):  # then so are their terms

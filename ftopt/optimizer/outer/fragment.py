@@ -272,10 +272,12 @@ class Fragment:
     def discard(self, steps: int) -> None:
         """Drops the oldest ``steps`` pending steps."""
         with self._lock:
-            step, counters = self.base.step + steps, self._counters
-            self.base = replace(self.base, step=step)
+            base, counters = self.base, self._counters
+            step, pending = base.step + steps, counters.local_steps - base.step
+            tokens = base.tokens + (counters.tokens - base.tokens) * steps // max(1, pending)  # as on average
+            self.base = replace(base, step=step, tokens=tokens)
             if step == counters.local_steps:
-                self.base = replace(self.base, tokens=counters.tokens, totals=counters.totals)
+                self.base = replace(self.base, totals=counters.totals)
 
     def apply(self, state: CommittedState, start: Tensor, *, nothing_pending: bool) -> None:
         """Bases the parameters on ``state``; ``start`` is its anchor, cast."""

@@ -89,12 +89,17 @@ def joined(made: Tensor, anchor: Tensor, mean: Tensor, round: Round) -> Tensor:
     return mean
 
 
-def keep_between(moved: Tensor, now: Tensor, start: Tensor) -> None:
-    """Clamps rebased buffers, in place, between their old values and the anchor's.
+def keep_possible(name: str, moved: Tensor, now: Tensor, start: Tensor) -> None:
+    """Clamps what is rebased behind the parameters, in place.
 
-    A running statistic forgets; moved by the whole difference of two anchors a variance could become negative.
+    Buffers are kept between their old values and the anchor's: a running statistic forgets; moved by the whole
+    difference of two anchors a variance could become negative. Of the inner state, whose names are
+    ``parameter/key``, Adam's second moments alone have a limit: they are not below 0.
     """
-    torch.clamp(moved, torch.minimum(now, start), torch.maximum(now, start), out=moved)
+    if "/" not in name:
+        torch.clamp(moved, torch.minimum(now, start), torch.maximum(now, start), out=moved)
+    elif name.endswith("_sq"):
+        moved.clamp_(min=0)
 
 
 def of(view: ReplicaView, where: slice) -> ReplicaView:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -159,6 +160,7 @@ class FlatView:
         self.carried, self.measured = slice(0, self.trained), self.numel
         self.device: torch.device = tensors[0].device
         places = self.places()
+        self._spans = [span for span, _, _ in places]
         self.layout = tuple(replace(s, embedding=embedding[s.name]) for s, _, _ in places[: len(named)])
         runs = [(dtype, [span for span, _, _ in run]) for dtype, run in groupby(places, key=lambda place: place[2])]
         self._rounded = [(dtype, slice(r[0].start, r[-1].stop)) for dtype, r in runs if dtype != torch.float32]
@@ -230,6 +232,10 @@ class FlatView:
         short = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         behind = f", {len(self._behind)} of them beside the parameters" if self._behind else ""
         return f"{len(self.names)} tensors{behind}, {self.trained:,} parameters, {short}"
+
+    def name_at(self, element: int) -> str:
+        """The name of the tensor that an element belongs to."""
+        return self._spans[bisect_right(self._spans, element, key=lambda span: span.start) - 1].name
 
     def _locals(self) -> list[Tensor]:
         # Looked up each time: `.data` of a parameter, or a whole buffer, may have been replaced since.

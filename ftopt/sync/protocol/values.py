@@ -29,6 +29,8 @@ class Contribution:
         weight: its weight in the mean, >= 0 (DiLoCo, LocalSGD: ``steps``). 0: sends zeros, receives the result.
         tokens: tokens in it, 0 when not counted.
         norm: L2 norm of its outer gradient (of a method that exchanges gradients: of their sum), 0 when not finite.
+        at_step: the job's inner step at the snapshot, of parameters that all replicas have at that step alike, but for
+            noise: an older one is no part of their mean. 0: of no matter.
         finite: False when a NaN or Inf is in it (its weight is then 0).
         ranges: units ``(start, stop)`` that its steps have used, and steps before them that came to nothing; empty
             without a ledger, and of any fragment but 0.
@@ -59,10 +61,11 @@ class Contribution:
     excess: Annotated[float, within(math.inf)] = 0.0
     own_excess: Annotated[float, within(math.inf)] = 0.0
     gradients: bool = False
+    at_step: Step = 0
 
 
 def excluded(contribution: Contribution) -> Contribution:
-    """The contribution of an outlier, without its new steps: COUNT keeps what it has."""
+    """A contribution that weighs nothing, without its new steps: COUNT keeps what it has."""
     counted = contribution.last_step - contribution.steps
     return replace(contribution, steps=0, last_step=counted, weight=0.0, tokens=0, ranges=())
 

@@ -102,13 +102,9 @@ class Attempt:
             self._change = (before, tuple(sorted(ids - known)), tuple(sorted(known - ids)))
         return self._change[1:]
 
-    def invitation(
-        self, fragment: int, group: int, rank: int, before: _Ids, *, last_step: int, outlier: str
-    ) -> m.Quorum:
-        """The message to the member of ``rank``; ``before``: the last member list that it has received.
-
-        ``last_step``: its contribution that is meant. ``outlier``: why that one weighs nothing, "" when it does.
-        """
+    def invitation(self, fragment: int, group: int, rank: int, before: _Ids, *, last_step: int) -> m.Quorum:
+        """The message to the member of ``rank``; ``before``: the last member list that it has received; ``last_step``:
+        its contribution that is meant."""
         (total_weight, contributors), (joined, left) = self._weight, self._since(before)
         return m.Quorum(
             fragment=fragment,
@@ -124,7 +120,6 @@ class Attempt:
             joined=joined,
             left=left,
             drop=self.drop,
-            outlier=outlier,
             ranges=self.ranges,
             plan=self.plan,
         )

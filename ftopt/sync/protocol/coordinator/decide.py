@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
@@ -68,16 +69,18 @@ class Decide:
             if reason := formed.outliers.get(x.replica):
                 effects.append(self._gather.excluded(x, reason, attempt=a.attempt))
         for rank, member in enumerate(members):
-            effects += self._invite(member, rank, a, formed.outliers.get(member.replica, ""))
+            effects += self._invite(member, rank, a, formed)
         return effects
 
-    def _invite(self, member: Member, rank: int, a: Attempt, outlier: str) -> Effects:
+    def _invite(self, member: Member, rank: int, a: Attempt, formed: Formed) -> Effects:
         f = self._fragment
         member.newcomer.discard(f)
         member.catching_up.discard(f)
         before, member.members_sent[f] = member.members_sent.get(f, ()), a.members
         last_step = self._gather.proposals[member.replica].last_step
-        return send([member], a.invitation(f, self._group, rank, before, last_step=last_step, outlier=outlier))
+        outlier, behind = formed.outliers.get(member.replica, ""), member.replica in formed.behind
+        quorum = a.invitation(f, self._group, rank, before, last_step=last_step)
+        return send([member], replace(quorum, outlier=outlier, behind=behind))
 
     # ------------------------------------------------------------ step 4
 

@@ -29,11 +29,13 @@ from ftopt.sync.protocol.settings import Sync
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """What an attempt is to be made of. ``outliers``: replica -> why its contribution weighs nothing."""
+    """What an attempt is to be made of. ``outliers``: replica -> why its contribution weighs nothing. ``behind``: whose
+    weighs nothing because others are of a later step."""
 
     members: list[Member]
     contributions: dict[str, m.Contribution]
     outliers: Mapping[str, str]
+    behind: frozenset[str]
     retry: bool
 
 
@@ -207,11 +209,14 @@ class Gather:
         if not self.assignment.covers({x.incarnation_id: self.proposals[x.replica] for x in members}):
             return effects, None
         chosen = {x.replica: self.proposals[x.replica] for x in members}
+        newest = max(c.at_step for c in chosen.values())
+        behind = frozenset(replica for replica, c in chosen.items() if 0 < c.at_step < newest)
+        chosen |= {replica: excluded(chosen[replica]) for replica in behind}
         odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             return effects + self._void(members, odd), None
-        return effects, Formed(members, chosen, odd, self.retry)
+        return effects, Formed(members, chosen, odd, behind, self.retry)
 
     def excluded(self, member: Member, reason: str, *, attempt: int | None = None) -> Emit:
         """The event of an outlier."""

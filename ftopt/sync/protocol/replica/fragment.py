@@ -164,7 +164,7 @@ class FragmentState:
         if len(members) != quorum.size or members[quorum.rank : quorum.rank + 1] != (own,):
             return False
         meant = (quorum.version, quorum.last_step, quorum.plan) == (self.record.version + 1, c.last_step, c.plan)
-        return meant and (bool(quorum.outlier) or contains(quorum.ranges, c.ranges))
+        return meant and (quorum.excludes or contains(quorum.ranges, c.ranges))
 
     # ------------------------------------------------------------ transitions
 

@@ -389,7 +389,7 @@ class Replica:
             failed = m.Failed(q.fragment, q.attempt, "the quorum does not fit what this replica holds", "")
             return [*effects, e.Send(failed), *self._lacks(f)]
         f.become_reducing(q)
-        return [*effects, e.StartReduce(q, f.members, excluded(c) if q.outlier else c)]
+        return [*effects, e.StartReduce(q, f.members, excluded(c) if q.excludes else c)]
 
     def _commit(self, message: m.Commit) -> list[e.ReplicaEffect]:
         f = self.fragments[message.fragment]
