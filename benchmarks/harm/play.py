@@ -28,7 +28,7 @@ DETECTIONS = (
 """Events that say that something was found; the first one names the detection. In a clean run there is none."""
 SYNC = ftopt.Sync(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
 """Nobody is called in while all train: what comes out depends on the steps alone."""
-RUN_S = 30.0
+RUN_S = 60.0
 """A run that lasts longer hangs; it takes a quarter of a second on an idle machine."""
 _EQUAL_S = 2.0
 
