@@ -20,7 +20,7 @@ from torch import nn
 import ftopt
 from benchmarks.harm import task
 from benchmarks.harm.cells import CODECS, SIZES
-from benchmarks.harm.play import DETECTIONS, RUN_S
+from benchmarks.harm.play import RUN_S, is_detection
 from ftopt.config.inner import CosineConfig
 from ftopt.config.loader import load
 from ftopt.config.schema import Recipe
@@ -96,7 +96,7 @@ class _Run:
     joined: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, event: Event) -> None:
-        if event.event in DETECTIONS and not self.over:
+        if is_detection(event) and not self.over:
             self.found.append(f"{event.event} of {event.replica}: {event.data.get('reason', '')}")
         elif event.event == "decide" and event.inner_step is not None:
             self.inner_step = max(self.inner_step, event.inner_step)

@@ -26,6 +26,8 @@ DETECTIONS = (
     "discarded", "fork", "rollback", "reset", "refuse", "fetch_failed",
 )  # fmt: skip
 """Events that say that something was found; the first one names the detection. In a clean run there is none."""
+ORDINARY = ("mixed", "taken_over", "replaced")
+"""Reasons of ``discarded`` that say nothing of the kind: others have done that work."""
 SYNC = ftopt.Sync(grace_s=1.0, dead_after_s=30.0, heartbeat_s=1.0)
 """Nobody is called in while all train: what comes out depends on the steps alone."""
 RUN_S = 60.0
@@ -58,6 +60,11 @@ class Outcome:
     peak: float = math.inf
 
 
+def is_detection(event: Event) -> bool:
+    """Whether it says that something was found."""
+    return event.event in DETECTIONS and event.data.get("reason") not in ORDINARY
+
+
 @dataclass
 class Watch:
     """What a run's events say. Any thread."""
@@ -73,7 +80,7 @@ class Watch:
         with self.lock:
             if self.over:  # the last one to leave takes the job's state with it
                 return
-            if event.event in DETECTIONS:
+            if is_detection(event):
                 reason = f" ({event.data['reason']})" if event.event == "discarded" else ""
                 self.detected[event.event + reason] = None
             if event.event == "decide" and not event.fragment:

@@ -18,6 +18,8 @@ NOISE = 0.2
 BATCH = 48
 """Samples of all replicas in an inner step: with more replicas each has fewer, so that sizes compare."""
 H = 3
+RESULT_S = 1.0
+"""Methods with a delay wait so long for a result."""
 ROUNDS, ROUNDS_OF_GRADIENTS = 20, 14
 """Fewer for the methods that meet in every step; their rounds are those of the others, of `H` steps."""
 
@@ -27,7 +29,12 @@ METHODS: dict[str, Callable[[], Method]] = {
     "Streaming": lambda: _streaming(0),
     "Streaming-2": lambda: _streaming(2),
     "Decoupled": lambda: ftopt.DecoupledDiLoCo(
-        sync_every=H, delay=1, wait_for_result_s=60.0, adaptive_grace=0, fragments=fragments.Balanced(n=2), outer=_SGD
+        sync_every=H,
+        delay=1,
+        wait_for_result_s=RESULT_S,
+        adaptive_grace=0,
+        fragments=fragments.Balanced(n=2),
+        outer=_SGD,
     ),
     "LocalSGD": lambda: ftopt.LocalSGD(sync_every=H),
     "SlowMo": lambda: ftopt.SlowMo(sync_every=H, slow_momentum=0.2),
@@ -39,7 +46,7 @@ METHODS: dict[str, Callable[[], Method]] = {
 
 def _streaming(delay: int) -> Method:
     return ftopt.StreamingDiLoCo(
-        sync_every=H, delay=delay, wait_for_result_s=60.0, fragments=fragments.Strided(n=2), outer=_SGD
+        sync_every=H, delay=delay, wait_for_result_s=RESULT_S, fragments=fragments.Strided(n=2), outer=_SGD
     )
 
 
