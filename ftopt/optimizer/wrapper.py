@@ -233,8 +233,12 @@ class OuterOptimizer(Optimizer):
 
     @property
     def inner_step(self) -> int:
-        """The job's committed inner step plus this replica's pending steps."""
-        return 0 if self._core.outer is None else self._core.outer.inner_step()
+        """The job's committed inner step plus this replica's pending steps: where its parameters stand, for schedules.
+
+        Of a method that exchanges gradients the committed one alone: pending gradients have moved no parameters yet,
+        and all replicas take the next step at the same rate.
+        """
+        return 0 if self._core.outer is None else self._core.outer.step_to_take()
 
     @property
     def local_steps(self) -> int:

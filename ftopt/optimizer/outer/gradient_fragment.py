@@ -108,7 +108,8 @@ class GradientFragment(Fragment):
                 self.view.give(agreed)
                 self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
                 self._check_copy(agreed)
-                self._inner.step(None)
+                with self.live.at_rates(agreed):
+                    self._inner.step(None)
             self.stepped = state
             publish(self.view.device)  # where the model is copied for a peer
 

@@ -186,6 +186,12 @@ class OuterStep:
         """The job's committed inner step plus this replica's pending steps."""
         return self.shared.inner_step()
 
+    def step_to_take(self) -> int:
+        """The inner step that the parameters are at, for schedules. Gradients that no round has counted are no steps
+        yet: all replicas take the next one alike, whatever each of them has pending."""
+        gradients = self.gradients
+        return self.inner_step() if gradients is None else gradients.applied.meta.inner_step
+
     def report(self, state: str) -> None:
         """Tells the group what the training thread is doing from now on."""
         self.doing = state

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
+from ftopt.methods import GRADIENT
 from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.digest import block_sums, digest, largest
 from ftopt.optimizer.tensors.flat import FlatView, local, trainable
 from ftopt.streams import used_here
 
-_PARAMS, _INNER, _NUMBER = "params", "inner.", "number."
+_PARAMS, _INNER, _NUMBER, _RATE = "params", "inner.", "number.", "rate."
 _CHUNK = 1 << 20
 """Elements that are compared at a time: in a CPU's cache."""
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
@@ -69,9 +71,32 @@ class Live:
         return sha.hexdigest(), peak
 
     def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
-        """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held."""
+        """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held.
+
+        With a gradient go the rates of the step that is about to be taken: a newcomer's schedule has not begun.
+        """
         tensors = self._copies() | dict(agreed)
+        if GRADIENT in agreed:
+            rates = (float(group["lr"]) for group in self._inner.param_groups)
+            tensors |= {
+                f"{_RATE}{number}": torch.tensor(rate, dtype=torch.float64) for number, rate in enumerate(rates)
+            }
         return digest(tensors), tensors
+
+    @contextmanager
+    def at_rates(self, fetched: Mapping[str, Tensor]) -> Iterator[None]:
+        """The inner optimizers' rates are those that came with a fetched gradient, if there are any."""
+        groups = self._inner.param_groups
+        before = [group["lr"] for group in groups]
+        try:
+            for number, group in enumerate(groups):
+                if (rate := fetched.get(f"{_RATE}{number}")) is not None:
+                    value = rate.item()
+                    group["lr"] = torch.full_like(group["lr"], value) if isinstance(group["lr"], Tensor) else value
+            yield
+        finally:
+            for group, rate_before in zip(groups, before, strict=True):
+                group["lr"] = rate_before
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""

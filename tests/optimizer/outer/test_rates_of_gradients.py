@@ -1,0 +1,88 @@
+"""Replicas that take every step alike take it at the same rate, whatever each of them has pending."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ftopt
+from ftopt.codecs import FP32
+from ftopt.events import Event
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.sync.group import Committed
+from tests.optimizer.running import together
+
+SYNC = ftopt.Sync(grace_s=0.1, dead_after_s=3.0, heartbeat_s=0.05)
+
+
+@pytest.mark.parametrize("method", [ftopt.SyncSGD(verify_every=1), ftopt.PAFT(sync_every=1000)])
+def test_gradients_that_wait_do_not_move_a_schedule_ahead(method: ftopt.Method) -> None:
+    """One replica is cut off, and comes back with gradients of several passes."""
+    events: list[Event] = []
+    groups = ftopt.local_groups(2, sync=SYNC, on_event=events.append)
+    models = [nn.Linear(4, 2) for _ in groups]
+    carried: list[int] = []
+    apart, back, barrier = threading.Event(), threading.Event(), threading.Barrier(2, timeout=30.0)
+
+    def replica(m: int) -> Tensor:
+        model, group = models[m], groups[m]
+        optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=group)
+        chance = torch.Generator().manual_seed(m)
+        with optimizer:
+            while optimizer.versions[0] < 30:
+                if m == 1 and optimizer.versions[0] == 5 and not apart.is_set():
+                    group.cut(0.2)  # type: ignore[attr-defined]
+                    apart.set()
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + optimizer.inner_step)
+                optimizer.zero_grad()
+                model(torch.randn(8, 4, generator=chance)).square().mean().backward()
+                optimizer.step()
+                if m == 1 and apart.is_set():
+                    carried.append(optimizer.pending_steps)
+                    back.set()
+                elif apart.is_set():
+                    assert back.wait(30.0)
+            barrier.wait()
+            return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    first, second = together([lambda m=m: replica(m) for m in range(2)])
+    assert max(carried) >= 1, "it had something pending"
+    assert [event for event in events if event.event == "diverged"] == []
+    assert torch.equal(first, second)
+
+
+class Silent:
+    replica = "r0"
+    sync = ftopt.Sync()
+    codec = FP32()
+    units = None
+    global_batch = None
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Listens."""
+
+
+def one(lr: float) -> tuple[nn.Module, Inner, OuterStep]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    inner = Inner([torch.optim.SGD(model.parameters(), lr=lr)])
+    return model, inner, OuterStep([], ftopt.SyncSGD(), Silent(), (inner, model))  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_comes_with_a_fetched_model_is_applied_at_its_sources_rate() -> None:
+    """A newcomer's schedule has not begun when it takes the step that its source is about to take."""
+    (theirs, _, source), (ours, inner, newcomer) = one(0.5), one(7.0)
+    assert source.gradients is not None
+    agreed = {"gradient": torch.ones(15), "present": torch.ones(2)}
+    live = source.gradients.live
+    with live.lock:
+        digest, tensors = live.serve(agreed)
+    newcomer.reduction.install(Committed(0, 7, 7, 0), digest, tensors, reset=False)
+    newcomer.apply()
+    expected = nn.utils.parameters_to_vector(theirs.parameters()) - 0.5
+    torch.testing.assert_close(nn.utils.parameters_to_vector(ours.parameters()), expected)
+    assert inner.param_groups[0]["lr"] == 7.0
