@@ -73,30 +73,32 @@ class Live:
     def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:
         """For a peer: digest and copies, with ``agreed`` tensors of the outer state. The lock must be held.
 
-        With a gradient go the rates of the step that is about to be taken: a newcomer's schedule has not begun.
+        With a gradient go the numbers of the inner optimizers' groups, for the step that is about to be taken: a
+        newcomer's schedule has not begun.
         """
         tensors = self._copies() | dict(agreed)
         if GRADIENT in agreed:
-            rates = (float(group["lr"]) for group in self._inner.param_groups)
-            tensors |= {
-                f"{_RATE}{number}": torch.tensor(rate, dtype=torch.float64) for number, rate in enumerate(rates)
-            }
+            for i, group in enumerate(self._inner.param_groups):
+                rates = {key: value for key, value in group.items() if _is_rate(value)}
+                tensors |= {
+                    f"{_RATE}{i}.{key}": torch.as_tensor(x, dtype=torch.float64).cpu() for key, x in rates.items()
+                }
         return digest(tensors), tensors
 
     @contextmanager
     def at_rates(self, fetched: Mapping[str, Tensor]) -> Iterator[None]:
-        """The inner optimizers' rates are those that came with a fetched gradient, if there are any."""
+        """The inner optimizers' groups have the numbers that came with a fetched gradient, if there are any."""
         groups = self._inner.param_groups
-        before = [group["lr"] for group in groups]
+        before = [dict(group) for group in groups]
         try:
-            for number, group in enumerate(groups):
-                if (rate := fetched.get(f"{_RATE}{number}")) is not None:
-                    value = rate.item()
-                    group["lr"] = torch.full_like(group["lr"], value) if isinstance(group["lr"], Tensor) else value
+            for i, group in enumerate(groups):
+                for key, own in before[i].items():
+                    if _is_rate(own) and (rate := fetched.get(f"{_RATE}{i}.{key}")) is not None:
+                        group[key] = _like(own, rate)
             yield
         finally:
-            for group, rate_before in zip(groups, before, strict=True):
-                group["lr"] = rate_before
+            for group, own in zip(groups, before, strict=True):
+                group.update(own)
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""
@@ -146,6 +148,22 @@ class Live:
                     yield f"{name}/{key}", value
                 elif isinstance(value, int | float):
                     yield f"{name}/{_NUMBER}{key}", torch.tensor(float(value), dtype=torch.float64)
+
+
+def _is_rate(value: object) -> bool:
+    """Whether a value of a group is a number, or several (Adam's betas)."""
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(part, float) for part in value)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _like(own: object, rate: Tensor) -> object:
+    """A fetched rate as a value like the group's ``own``."""
+    if isinstance(own, Tensor):
+        return torch.full_like(own, rate.item())
+    return tuple(rate.tolist()) if isinstance(own, tuple) else type(own)(rate.item())  # type: ignore[call-arg]
 
 
 def _kind(tensor: Tensor) -> tuple[bool, str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ import ftopt
 from ftopt.codecs import FP32
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import Committed
 
 
@@ -45,6 +48,32 @@ def test_a_fetched_model_is_served_as_it_came_until_it_is_applied() -> None:
     assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
     newcomer[1].apply()
     assert newcomer[1].reduction.state(0)[0] == digest
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_newcomer_takes_the_step_that_is_not_applied_yet_at_the_rates_of_its_source(kind: str) -> None:
+    """Its own schedule has not begun."""
+
+    def replica(seed: int, **settings: Any) -> tuple[nn.Module, GradientFragment]:
+        torch.manual_seed(seed)
+        model, cls = nn.Linear(4, 3), torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
+        inner = Inner([cls(model.parameters(), **settings)])
+        outer = OuterStep([], ftopt.SyncSGD(), Silent(), (inner, model))  # type: ignore[arg-type]
+        assert outer.gradients is not None
+        return model, outer.gradients
+
+    moved = {"lr": 0.1, "momentum": 0.5} if kind == "sgd" else {"lr": 0.1, "betas": (0.5, 0.9)}
+    source, newcomer = replica(1, **moved), replica(2, lr=0.001)
+    state = source[1].state
+    outer = {name: torch.ones_like(t) if name in ("gradient", "present") else t for name, t in state.outer.items()}
+    source[1].state = replace(state, outer=outer, meta=Committed(0, 1, 1, 0))
+    digest, tensors = source[1].serve()
+    newcomer[1].install(newcomer[1].check(Committed(0, 1, 1, 0), digest, tensors, Memory()), reset=False)
+    for _, fragment in (source, newcomer):
+        fragment.follow(fragment.state)
+    for a, b in zip(source[0].parameters(), newcomer[0].parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+    assert newcomer[1]._inner.param_groups[0]["lr"] == 0.001
 
 
 def test_the_initial_model_is_served_alike_before_and_after_the_start() -> None:
