@@ -179,7 +179,8 @@ def test_a_result_that_is_not_finite_changes_nothing_and_training_goes_on() -> N
             first(model).grad.view(-1)[0] = -3e38  # type: ignore[union-attr]
 
     job = Job(ftopt.DiLoCo(sync_every=1), 2, steps=20, zeros=True, strike=strike, inner=lambda p: SGD(p, lr=1.0)).run()
-    assert job.told("implausible", "overflow") == {"implausible": 2, "overflow": 2}
+    assert job.told("implausible")["implausible"] == 2, "each doubts once"
+    assert job.told("overflow")["overflow"] >= 2
     assert all(bool(torch.isfinite(o.fragments[0].state.anchor).all()) for o in job.outers.values())
     assert max(e.version or 0 for e in job.events if e.event == "decide") >= 19
     assert not job.told("void")
