@@ -175,7 +175,9 @@ class OuterStep:
             return self.live.digest()
         if len(self.fragments) == 1:
             return self.fragments[0].state.digest
-        states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in self.fragments]
+        # A gradient that is used up is no part of it: one that fetches a model behind its step has not seen it.
+        fragments = [fragment for fragment in self.fragments if fragment is not self.gradients]
+        states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in fragments]
         return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
 
     def pending_by_fragment(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,3 +108,29 @@ def test_one_that_was_cut_off_has_them_when_it_is_back(every: int, delay: int) -
     assert distances[0] <= 1e-5 and distances[-1] <= 1e-5, distances
     # All the steps that it was cut off for are counted at once: others may then average a step before it does.
     assert max(distances) <= 5e-3, distances
+
+
+def test_a_gradient_that_is_used_up_is_no_part_of_the_anchor_digest() -> None:
+    """One that fetches a model behind its step has not seen the gradient that made it."""
+    task, groups = problem("mlp", "sgd"), local_groups(2, sync=replace(SYNC, start_replicas=2))
+    digests, gradients, barrier = list[str](), list[Tensor](), threading.Barrier(2, timeout=60.0)
+
+    def replica(m: int) -> None:
+        model = task.model(0)
+        inner = task.inner(model.parameters())
+        optimizer = ftopt.wrap(inner, model, ftopt.PAFT(sync_every=4), group=groups[m])
+        with optimizer:
+            for step in range(4):
+                optimizer.zero_grad()
+                task.backward(model, m, step)
+                optimizer.step()
+            fragment = optimizer._core.started().gradients
+            assert fragment is not None
+            if m:
+                fragment.state.outer["gradient"].mul_(2.0)
+            gradients.append(fragment.state.outer["gradient"].clone())
+            digests.append(optimizer.anchor_digest())
+            barrier.wait()
+
+    together([lambda m=m: replica(m) for m in range(2)])
+    assert not gradients[0].equal(gradients[1]) and digests[0] == digests[1]
