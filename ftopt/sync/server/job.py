@@ -97,14 +97,14 @@ class Job:
                 self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
             case _:
-                self._perform(self.machine.receive(time.monotonic(), conn, message))
+                self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
 
     def lost(self, conn: int) -> None:
         """A connection ended."""
         self._rendezvous.forget(conn)
         if self._peers.pop(conn, None) is None or self.halted:
             return
-        self._perform(self.machine.lost(time.monotonic(), conn))
+        self._step(lambda: self.machine.lost(time.monotonic(), conn))
 
     def end(self) -> None:
         """Stops the timer."""
@@ -126,7 +126,16 @@ class Job:
 
     def _tick(self) -> None:
         self._timer = None
-        self._perform(self.machine.tick(time.monotonic()))
+        self._step(lambda: self.machine.tick(time.monotonic()))
+
+    def _step(self, step: Callable[[], e.Effects]) -> None:
+        """Takes a step of the machine. After an error of its own it cannot be trusted: it starts anew from the journal.
+        The error is raised all the same, for the log."""
+        try:
+            self._perform(step())
+        except Exception as error:
+            self._halt(f"an error of its own, {error!r}; please report it")
+            raise
 
     def _perform(self, effects: list[e.CoordinatorEffect]) -> None:
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:

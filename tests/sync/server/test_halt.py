@@ -54,6 +54,35 @@ def test_a_halted_machine_is_followed_by_one_of_a_higher_epoch() -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
+@pytest.mark.parametrize("where", ["tick", "receive", "lost"])
+def test_a_machine_that_raises_is_followed_by_one_from_the_journal(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "_HALTED_S", 0.05)
+
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def scene() -> None:
+        job, replica = Job("j", Journal(None), ignore), Replica(Identity("j", "r0", {}, SETTINGS, "aa"))
+        said: list[str] = []
+        conn = job.open(Peer(said.append, lambda: None))
+        job.receive(conn, replica.hello())
+        machine = job.machine
+        monkeypatch.setattr(machine, where, breaks)
+        with pytest.raises(ZeroDivisionError):
+            {"tick": job._tick, "receive": lambda: job.receive(conn, m.Leaving()), "lost": lambda: job.lost(conn)}[
+                where
+            ]()
+        assert "a bug" in job.halted
+        while job.halted:
+            await asyncio.sleep(0.01)
+        assert job.machine is not machine
+        job.receive(job.open(Peer(said.append, lambda: None)), replica.hello())
+        assert job.machine.running
+        job.end()
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+
+
 class FullDisk(Journal):
     """A journal in a file whose disk is full for some jobs: SQLite's error, in the middle of the transaction."""
 
