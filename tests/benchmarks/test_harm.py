@@ -110,9 +110,16 @@ def test_a_run_without_a_flip_is_clean_and_a_flip_in_a_mantissa_is_harmless() ->
 
 
 def test_a_result_that_flips_is_found_by_its_digest() -> None:
-    outcome = do(Run(named("DiLoCo/sgd/fp32/3/sum/30/reduction/middle/stays"), 0, 0))
+    outcome = do(Run(named("DiLoCo/sgd/fp32/3/sum/22/reduction/middle/stays"), 0, 0))
     assert outcome.struck and outcome.equal and not outcome.lost
     assert outcome.detected[0] == "mismatch"
+
+
+def test_a_parameter_of_1e38_is_found_and_does_no_harm() -> None:
+    cell = named("DiLoCo/adamw/fp32/3/params/30/boundary/late/stays")
+    band = Band.of([do(run) for run in clean_runs(["DiLoCo/adamw/fp32"])[:3]])
+    judged = judge(cell, do(Run(cell, 0, 0)), band)
+    assert judged.wrong == "" and judged.detection == "outlier"
 
 
 def test_who_dies_takes_no_step_of_the_others_along() -> None:
