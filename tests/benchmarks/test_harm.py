@@ -122,6 +122,11 @@ def test_a_parameter_of_1e38_is_found_and_does_no_harm() -> None:
     assert judged.wrong == "" and judged.detection == "outlier"
 
 
+def test_an_anchor_whose_payload_no_codec_takes_is_found_and_fetched() -> None:
+    outcome = do(Run(named("Streaming-2/sgd/top_k:0.1:4/2/anchor/30/reduction/second/stays"), 0, 16))
+    assert not outcome.failed and outcome.equal and "damaged" in outcome.detected
+
+
 def test_who_dies_takes_no_step_of_the_others_along() -> None:
     outcome = do(Run(named("DiLoCo/sgd/fp32/3/payload/5/reduction/middle/dies"), 0, 0))
     assert outcome.struck and outcome.equal and not outcome.lost and not outcome.failed

@@ -88,7 +88,11 @@ class Reduction:
             retry = self._tried.get(fragment.index) == attempt.version and attempt.size > 1
             if retry:
                 self._check_damage(state)
-            result = self._result(attempt, collective, fragment, state, snapshot)
+            try:
+                result = self._result(attempt, collective, fragment, state, snapshot)
+            except FloatingPointError:  # a codec's, of a payload that was finite when it was proposed
+                self._doubted[fragment.index] = self._tried[fragment.index] = attempt.version
+                raise
             live, peak = fragment.compared(attempt.version, state) if attempt.size > 1 else ("", 0.0)
             if retry:  # two that disagree again need a tie-break
                 peak = max(peak, *map(largest, result.tensors().values()))
