@@ -84,6 +84,25 @@ def test_data_whose_last_steps_are_not_finite_end_all_the_same() -> None:
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
 
+def test_units_of_steps_that_were_dropped_are_offered_again_without_a_step() -> None:
+    """At the end of the data nobody has steps left, and they must be done."""
+    group, model, offered = ftopt.solo(), nn.Linear(1, 1), list[ftopt.sync.group.Contribution]()
+    loader = ftopt.DataLoader(Numbers(40), 2, group=group, seed=7, epochs=1)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, ftopt.DiLoCo(sync_every=4), group=group)
+    with optimizer:
+        for _, batch in zip(range(4), loader, strict=False):
+            (model(batch.float().view(-1, 1)) * float("nan")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        outer = optimizer._core.started()
+        assert outer.settle()
+        assert optimizer.pending_steps == 0
+        propose = group.propose
+        group.propose = lambda contribution, **how: (offered.append(contribution), propose(contribution, **how))[1]  # type: ignore[method-assign]
+        assert outer.propose_pending(0, lr=0.01, spent=True)
+    assert [(each.steps, sum(stop - start for start, stop in each.ranges)) for each in offered[:1]] == [(0, 4)]
+
+
 def test_a_job_hands_out_one_data_set() -> None:
     group = ftopt.solo()
     ftopt.DataLoader(Numbers(100), 2, group=group)

@@ -179,6 +179,11 @@ class Fragment:
             if self.snapshot is not None:
                 self._left_out = {**self.residuals, units: residual}
 
+    def forget_residuals(self) -> None:
+        """Gives up what the codec has left out so far."""
+        with self._lock:
+            self.residuals, self._left_out = {}, None
+
     def prepare(self, result: CommittedState, on: CommittedState) -> None:
         """Keeps the result that was computed from ``on``, unless a newer state has come."""
         with self._lock:

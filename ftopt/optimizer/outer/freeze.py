@@ -187,7 +187,7 @@ class Freezer:
             grace=fragment.overlap.adaptive_grace,
             at_step=self._shared.inner_step() if fragment.by_job else 0,
         )
-        if share is None and weight <= 0:
+        if share is None and weight <= 0 and steps:
             contribution = excluded(contribution)  # not counted: its steps stay pending
         seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:

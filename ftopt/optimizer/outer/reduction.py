@@ -193,8 +193,10 @@ class Reduction:
         raise Implausible(f"{text}, far more than its contributions or any outer step before")
 
     def _clamp(self, attempt: AttemptView, fragment: Fragment, snapshot: Snapshot) -> None:
-        """Takes out of the frozen parameters what has changed since they were frozen."""
+        """Takes out of the frozen parameters what has changed since they were frozen, and of the payload what error
+        feedback adds to it: nothing tells whether that has changed in memory."""
         c = snapshot.contribution
+        fragment.forget_residuals()
         if attempt.weight > 0:
             elements = snapshot.params.clamp(snapshot.start, c.peak, fragment.view.trained)
             if elements:

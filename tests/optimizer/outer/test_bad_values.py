@@ -133,6 +133,25 @@ def test_an_overflowing_parameter_is_committed_through_no_codec(codec: str) -> N
     assert Job(METHODS["diloco"], 3, strike=hit, codec=codec).run().is_sound()
 
 
+@pytest.mark.parametrize("part", ["own", "owed"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "fp4", "top_k:0.1:4"])
+def test_what_a_codec_has_left_out_and_changes_in_memory_is_not_committed(codec: str, part: str) -> None:
+    struck = list[str]()
+
+    def strike(event: Event, job: Job) -> None:
+        if (event.event, event.version) == ("propose", 5) and not struck:
+            residual = job.outers[event.replica].fragments[0].residuals[""]
+            hit = residual.own if part == "own" else residual.owed[1]  # of a small sum one of the two owes all
+            if hit is not None and hit.numel():
+                flip(hit, element=int(hit.abs().argmax()))
+                struck.append(event.replica)
+
+    job = Job(METHODS["diloco"], 2, codec=codec, on_event=strike).run()
+    assert struck
+    assert job.told("implausible")
+    assert job.is_sound()
+
+
 def test_the_second_bad_round_drops_the_work_and_resets_the_inner_state() -> None:
     seen = list[float]()
 
