@@ -112,11 +112,11 @@ class Reduction:
         """The reduction, the outer step, whether it is plausible, and the digests."""
         index, version = fragment.index, attempt.version
         doubted = self._doubted.get(index) == version
-        if doubted:
-            self._clamp(attempt, fragment, snapshot)
         if doubted and attempt.size == 1:  # nobody to fetch from
             state = repaired(state, snapshot.params.read())
             snapshot = replace(snapshot, start=fragment.view.cast(state.anchor))
+        if doubted:  # measured from a start that is sound by now
+            self._clamp(attempt, fragment, snapshot)
         made = _Made(state.anchor, state.outer)
         if attempt.total_weight > 0:
             made = self._step(attempt, collective, fragment, state, snapshot)

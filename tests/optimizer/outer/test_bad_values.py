@@ -268,6 +268,21 @@ def test_a_frozen_copy_that_changes_in_memory_is_mended(replicas: int) -> None:
     assert job.told("implausible", "repaired").keys() == {"implausible", "repaired"}
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", ["streaming", "decoupled"])
+def test_an_anchor_that_changes_while_a_copied_contribution_is_on_offer_is_mended(name: str, replicas: int) -> None:
+    struck = list[bool]()
+
+    def strike(event: Event, job: Job) -> None:
+        if (event.event, event.replica, event.version) == ("reduce", "r0", 5) and not struck:
+            struck.append(True)
+            flip(job.outers["r0"].fragments[event.fragment or 0].state.anchor)
+
+    job = Job(METHODS[name], replicas, on_event=strike).run()
+    assert struck
+    assert job.is_sound()
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("what", ["anchor", "momentum"])
 def test_a_committed_state_that_changes_in_memory_is_mended(what: str, replicas: int) -> None:
