@@ -300,12 +300,13 @@ class Fragment:
             self.bad_rounds, self.condemned = 0, ""
 
     def repair(self, state: CommittedState) -> None:
-        """Replaces the applied state, which is the newest and damaged, by one that is sound; what is pending is
-        measured from that."""
+        """Replaces the applied state, which is damaged, by one that is sound, unless a newer one has come; what is
+        pending is measured from that."""
+        start = self.view.cast(state.anchor)
         with self._lock:
-            self.state = self.applied = state
-            self.start = self.view.cast(state.anchor)
-            self.base = replace(self.base, params=self.start)
+            if self.state is self.applied:
+                self.state = self.applied = state
+                self.start, self.base = start, replace(self.base, params=start)
 
     def follow(self, state: CommittedState) -> None:
         """Does what else a state that is being applied requires; here nothing."""

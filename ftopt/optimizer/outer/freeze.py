@@ -185,7 +185,7 @@ class Freezer:
             plan=share.plan if share is not None else 0,
             overlap_s=tau * counters.step_s,
             grace=fragment.overlap.adaptive_grace,
-            at_step=self._shared.inner_step() if fragment.by_job else 0,
+            at_step=self._shared.job_step() if fragment.by_job else 0,
         )
         if share is None and weight <= 0 and steps:
             contribution = excluded(contribution)  # not counted: its steps stay pending

@@ -54,7 +54,8 @@ class SyncSchedule:
         from a proposal of this replica."""
         step = self._steps(fragment) - behind
         if anew:
-            count, inner_step = len(self._shared.fragments), self._shared.inner_step()
+            count = len(self._shared.fragments)
+            inner_step = self._shared.job_step() if fragment.by_job else self._shared.inner_step()
             step -= fragment.timing.phase(fragment.index, count, inner_step)
         fragment.restart_trigger(step, self._shared.clock())
 
@@ -70,7 +71,7 @@ class SyncSchedule:
     def _steps(self, fragment: Fragment) -> int:
         """What triggers count: this replica's inner steps. With gradients, which keep replicas in step, the job's: a
         replica that waits for an average that the others are not due for would hold up their gradients."""
-        return self._shared.inner_step() if fragment.by_job else self._shared.counters.local_steps
+        return self._shared.job_step() if fragment.by_job else self._shared.counters.local_steps
 
     def _share(self, fragment: Fragment, own: Measurements) -> MeanMeasurements | None:
         """Sends the others this replica's reading, if the trigger uses theirs; returns the means."""

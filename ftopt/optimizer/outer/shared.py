@@ -30,3 +30,8 @@ class Shared:
     def inner_step(self) -> int:
         """The job's committed inner step plus this replica's pending steps."""
         return self.fragments[0].inner_step()
+
+    def job_step(self) -> int:
+        """The job's inner step that the parameters are at, where replicas take each step alike: gradients that no round
+        has counted are no steps yet, whatever each replica has pending."""
+        return self.fragments[0].applied.meta.inner_step

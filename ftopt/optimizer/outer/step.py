@@ -41,7 +41,7 @@ from ftopt.optimizer.outer.usual import first_usual
 from ftopt.optimizer.tensors.arithmetic import arithmetic_of
 from ftopt.optimizer.tensors.buffers import averaged, part
 from ftopt.optimizer.tensors.digest import digest, digest_and_sums
-from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.flat import FlatView, trainable
 from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
@@ -98,7 +98,7 @@ class OuterStep:
             self.gradients = self._gradient_fragment(method.gradients, *inner, live)
             found.append(self.gradients)
             if self._verify_every(method):
-                self._arithmetic = arithmetic_of(inner[0], next(inner[1].parameters()))
+                self._arithmetic = arithmetic_of(inner[0], next(p for _, p in trainable(inner[1])))
         by_job = self.gradients is not None
         for view in views:
             found.append(Fragment(view, method, self._initial(view, method, len(found)), self.counters, by_job=by_job))
@@ -189,10 +189,8 @@ class OuterStep:
         return self.shared.inner_step()
 
     def step_to_take(self) -> int:
-        """The inner step that the parameters are at, for schedules. Gradients that no round has counted are no steps
-        yet: all replicas take the next one alike, whatever each of them has pending."""
-        gradients = self.gradients
-        return self.inner_step() if gradients is None else gradients.applied.meta.inner_step
+        """The inner step that the parameters are at, for schedules."""
+        return self.inner_step() if self.gradients is None else self.shared.job_step()
 
     def report(self, state: str) -> None:
         """Tells the group what the training thread is doing from now on."""

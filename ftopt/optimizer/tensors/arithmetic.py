@@ -22,7 +22,7 @@ def arithmetic_of(inner: Inner, like: Tensor) -> str:
     momentum and by AdamW. Takes milliseconds, and no random numbers.
 
     Args:
-        like: gives device and dtype.
+        like: a parameter that trains; gives device and dtype.
     """
     found: dict[str, Tensor] = {}
     for number, (kind, options) in enumerate(_optimizers(inner)):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,17 +89,17 @@ class Live:
     @contextmanager
     def at_rates(self, fetched: Mapping[str, Tensor]) -> Iterator[None]:
         """The inner optimizers' groups have the numbers that came with a fetched gradient, if there are any."""
-        groups = self._inner.param_groups
-        before = [dict(group) for group in groups]
+        replaced = list[tuple[dict[str, Any], str, object]]()
         try:
-            for i, group in enumerate(groups):
-                for key, own in before[i].items():
+            for i, group in enumerate(self._inner.param_groups):
+                for key, own in group.items():
                     if _is_rate(own) and (rate := fetched.get(f"{_RATE}{i}.{key}")) is not None:
+                        replaced.append((group, key, own))
                         group[key] = _like(own, rate)
             yield
         finally:
-            for group, own in zip(groups, before, strict=True):
-                group.update(own)
+            for group, key, own in replaced:  # no others: a step may count in its groups
+                group[key] = own
 
     def check(self, claimed: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A peer's answer, in memory of its own. ValueError: it is damaged, or not of this model."""

@@ -144,6 +144,18 @@ def test_a_model_that_became_non_finite_ends_healed() -> None:
     assert all(row[5] for e in rounds for row in e.data["members"]), "its gradients are finite again"
 
 
+def test_what_does_not_train_may_be_of_any_dtype() -> None:
+    """Quantized weights come first in the model."""
+    model = nn.Module()
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+    model.head = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.head.parameters(), lr=0.5)
+    with ftopt.wrap(inner, model, ftopt.SyncSGD(), group=ftopt.solo()) as outer:
+        model.head(torch.ones(1, 3)).sum().backward()
+        outer.step()
+        assert outer.inner_step == 1
+
+
 def test_nothing_is_compared_when_it_is_off() -> None:
     def interfere(m: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if (m, step) == (1, 6):

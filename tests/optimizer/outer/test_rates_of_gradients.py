@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -86,3 +87,35 @@ def test_a_gradient_that_comes_with_a_fetched_model_is_applied_at_its_sources_ra
     expected = nn.utils.parameters_to_vector(theirs.parameters()) - 0.5
     torch.testing.assert_close(nn.utils.parameters_to_vector(ours.parameters()), expected)
     assert inner.param_groups[0]["lr"] == 7.0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_gradients_that_no_round_counts_do_not_move_averages_ahead(delay: int) -> None:
+    """One replica counts no tokens, so that nothing of it weighs anything; the others average when they are due."""
+    events: list[Event] = []
+    sync = ftopt.Sync(start_replicas=3, grace_s=5.0, dead_after_s=30.0)
+    groups = ftopt.local_groups(3, sync=sync, on_event=events.append)
+    barrier = threading.Barrier(3, timeout=50.0)
+    method = ftopt.PAFT(sync_every=2, delay=delay, weights="tokens")
+
+    def replica(m: int) -> tuple[int, ...]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=groups[m])
+        with optimizer:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(1, 4)).square().sum().backward()
+                optimizer.count(tokens=8 if m else 0)
+                optimizer.step()
+            barrier.wait()
+            versions = optimizer.versions
+            barrier.wait()
+            return versions
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps without tokens
+        assert [versions[0] for versions in together([lambda m=m: replica(m) for m in range(3)])] == [6, 6, 6]
+    averages = [e for e in events if e.event == "decide" and e.fragment == 1]
+    assert [e.data["inner_step"] for e in averages[:2]] == [2, 4]
+    assert [[member[4] for member in e.data["members"]] for e in averages[:2]] == [[0, 16, 16]] * 2

@@ -209,7 +209,7 @@ class Gather:
         if not self.assignment.covers({x.incarnation_id: self.proposals[x.replica] for x in members}):
             return effects, None
         chosen = {x.replica: self.proposals[x.replica] for x in members}
-        newest = max(c.at_step for c in chosen.values())
+        newest = max((c.at_step for c in chosen.values() if c.weight > 0), default=0)
         behind = frozenset(replica for replica, c in chosen.items() if 0 < c.at_step < newest)
         chosen |= {replica: excluded(chosen[replica]) for replica in behind}
         odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
