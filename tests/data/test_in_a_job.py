@@ -103,6 +103,25 @@ def test_units_of_steps_that_were_dropped_are_offered_again_without_a_step() -> 
     assert [(each.steps, sum(stop - start for start, stop in each.ranges)) for each in offered[:1]] == [(0, 4)]
 
 
+def test_a_batch_that_is_out_of_line_each_time_is_spent_and_the_data_end() -> None:
+    notes, model, steps = Notes(), nn.Linear(1, 1, bias=False), 0
+    nn.init.constant_(model.weight, 0.1)
+    group = ftopt.solo(on_event=notes)
+    loader = ftopt.DataLoader(Numbers(100), 2, group=group, seed=7, epochs=1)
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, ftopt.DiLoCo(sync_every=5), group=group)
+    with optimizer:
+        for batch in loader:
+            steps += 1
+            assert steps < 100
+            bad = 1e6 if 60 in batch.tolist() else 1.0
+            (bad * model(batch.float().view(-1, 1) / 100).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert notes.of("outlier")
+    assert notes.committed() == Counter(range(50))
+    assert float(model.weight.detach().abs()) < 1.0
+
+
 def test_a_job_hands_out_one_data_set() -> None:
     group = ftopt.solo()
     ftopt.DataLoader(Numbers(100), 2, group=group)

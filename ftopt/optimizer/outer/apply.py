@@ -52,7 +52,7 @@ class Applier:
             _log.warning("replica %s: %d steps dropped: %s", self._group.replica, fragment.pending_steps, reason)
             self.drop(fragment, fragment.start, "outlier")
             if self._group.units is not None and not fragment.index:
-                self._group.units.redo()
+                self._group.units.redo(once=True)
         fragment.pardon()
         return True
 

@@ -21,6 +21,7 @@ class UnitQueue:
         self._taken: set[int] = set()
         self._drawn: list[int] = []
         self._used: Ranges = ()
+        self._redone: Ranges = ()
         self._last: list[int] = []
 
     @property
@@ -81,10 +82,16 @@ class UnitQueue:
         """What was used and is not done: for a contribution of all steps so far."""
         return self._used
 
-    def redo(self) -> None:
-        """The steps that have used what is not done are void: it is queued again, first."""
-        self._queue.extendleft(reversed(self._used))
-        self._used, self._last = (), []
+    def redo(self, *, once: bool = False) -> None:
+        """The steps that have used what is not done are void: it is queued again, first.
+
+        ``once``: units that were queued again in this way before stay used: what makes steps void each time would be
+        taken for ever.
+        """
+        again = subtract(self._used, self._redone) if once else self._used
+        self._redone = union(self._redone, again) if once else ()
+        self._queue.extendleft(reversed(again))
+        self._used, self._last = subtract(self._used, again), []
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
         """These are done, among them those of this replica's ``own`` contribution.
@@ -93,7 +100,7 @@ class UnitQueue:
         used any more.
         """
         twice = subtract(intersect(self._used, done), own)
-        self._used = subtract(self._used, done)
+        self._used, self._redone = subtract(self._used, done), subtract(self._redone, done)
         self._queue = deque(x for part in self._queue for x in subtract((part,), done))
         self._taken = {unit for unit in self._taken if not contains(done, ((unit, unit + 1),))}
         return twice
@@ -113,7 +120,7 @@ class UnitQueue:
         self._queue.clear()
         self._taken.clear()
         self._drawn.clear()
-        self._used, self._last = (), []
+        self._used, self._redone, self._last = (), (), []
 
 
 def _each(units: list[int]) -> Ranges:
