@@ -168,8 +168,7 @@ class Checkpoints:
             if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
                 raise UserError(
                     f"include({name}=...): a {type(each).__name__} without state_dict() and load_state_dict(); leave "
-                    f"it "
-                    "out, or give what has them"
+                    "it out, or give what has them"
                 )
         self._watched |= state
         if self._resumed is None:

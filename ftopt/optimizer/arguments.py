@@ -63,8 +63,7 @@ def check_dense(model: nn.Module, method: Method) -> None:
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UserError(
                 f"{name or 'the model'} is {type(module).__name__}(sparse=True), and {method.name} exchanges "
-                f"gradients, "
-                "all of them and as dense ones; use sparse=False, or a method that exchanges parameters, as "
+                "gradients, all of them and as dense ones; use sparse=False, or a method that exchanges parameters, as "
                 "ftopt.LocalSGD"
             )
 

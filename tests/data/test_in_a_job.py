@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -82,6 +83,28 @@ def test_data_whose_last_steps_are_not_finite_end_all_the_same() -> None:
     assert seen == 10
     assert notes.committed() == Counter(range(10))
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+
+
+def test_data_end_though_the_steps_of_one_replica_weigh_nothing() -> None:
+    """Its steps stay pending, but the units of the last ones must be done."""
+    groups = ftopt.local_groups(2, sync=FAST)
+
+    def replica(m: int) -> int:
+        model = nn.Linear(1, 1)
+        loader = ftopt.DataLoader(Numbers(40), 2, group=groups[m], seed=7, epochs=1)
+        method = ftopt.DiLoCo(sync_every=4, weights="tokens")
+        optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), 0.01), model, method, group=groups[m])
+        with optimizer:
+            for batch in loader:
+                model(batch.float().view(-1, 1) / 40).square().mean().backward()
+                optimizer.count(tokens=8 if m else 0)
+                optimizer.step()
+                optimizer.zero_grad()
+            return optimizer.pending_steps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of steps without tokens
+        assert together([lambda m=m: replica(m) for m in range(2)]) == [0, 0]
 
 
 def test_units_of_steps_that_were_dropped_are_offered_again_without_a_step() -> None:

@@ -187,7 +187,7 @@ class Freezer:
             grace=fragment.overlap.adaptive_grace,
             at_step=self._shared.job_step() if fragment.by_job else 0,
         )
-        if share is None and weight <= 0 and steps:
+        if share is None and weight <= 0 and steps and not self._ends_data(fragment):
             contribution = excluded(contribution)  # not counted: its steps stay pending
         seen = fragment.trigger_metrics.seen(steps, lr, totals, base.totals)
         if Measurement.LOSS in fragment.timing.uses and steps and seen.loss is None:
@@ -259,6 +259,12 @@ class Freezer:
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution, now=proposal.now)
+
+    def _ends_data(self, fragment: Fragment) -> bool:
+        """Whether a contribution has to be counted, whatever it weighs: the data does not end before the units of all
+        steps are done."""
+        units = self._group.units
+        return units is not None and not fragment.index and units.out_of_units
 
     def _warn_of_no_tokens(self, method: Method, weight: float) -> None:
         asked = method.weights == "tokens" or method.weights == "tokens_per_step" != type(method).weights

@@ -155,7 +155,6 @@ class Steps:
         state: the present outer state, the method's own.
         mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
         memory: for the next state.
-
     """
 
     def __init__(

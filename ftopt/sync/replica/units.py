@@ -107,6 +107,13 @@ class Units(UnitQueue):
 
     # ------------------------------------------------------------ the optimizer
 
+    @property
+    def out_of_units(self) -> bool:
+        """Whether there is nothing to take and nothing more is granted for now: the end of the data is near, or all
+        that is left is with other replicas."""
+        with self._changed:
+            return self._out_of_units and not self.queued
+
     def offer(self) -> Ranges:
         """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
         with self._changed:
