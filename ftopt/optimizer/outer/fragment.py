@@ -90,6 +90,7 @@ class Fragment:
         self.by_job = by_job
         self._counters, self._lock = counters, threading.Lock()
         self._sizes: Sequence[Sizes] = ()
+        self._has_counted = False
         self._period = None if by_job else self.timing.fixed_period
         self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
         self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
@@ -232,8 +233,13 @@ class Fragment:
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             step, version = snapshot.contribution.last_step, state.meta.version
             self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
-            if snapshot.contribution.finite and snapshot.contribution.steps:
+            counted = snapshot.contribution
+            if counted.finite and counted.steps:
                 self.bad_rounds = 0
+                if self._has_counted:
+                    own = Sizes(counted.steps, counted.norm, counted.peak, counted.behind)
+                    self._sizes = remembered(self._sizes, own)
+                self._has_counted = True
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
@@ -252,10 +258,16 @@ class Fragment:
             self.snapshot = snapshot
             return True
 
-    def note_sizes(self, own: Sizes) -> float:
-        """Notes how large a contribution is that is about to be offered; returns how many times its holder's usual that
-        is (`own_excess`)."""
-        found, self._sizes = own_excess(self._sizes, own), remembered(self._sizes, own)
+    def own_excess(self, own: Sizes) -> float:
+        """How many times the usual of this replica's last contributions one is; see `own_excess` in ``usual.py``.
+
+        Those that were counted are remembered; until one was, those that were offered: a replica may always have been
+        so. What comes to be out of line later does not become usual by coming again.
+        """
+        with self._lock:
+            found = own_excess(self._sizes, own)
+            if not self._has_counted:
+                self._sizes = remembered(self._sizes, own)
         return found
 
     def count_nonfinite(self) -> bool:

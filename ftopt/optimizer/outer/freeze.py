@@ -288,7 +288,7 @@ class Freezer:
             peak=own.peak,
             behind=own.behind,
             excess=0.0 if ratio is None else usual_of(proposal.on.outer).excess(own, ratio),
-            own_excess=fragment.note_sizes(own),
+            own_excess=fragment.own_excess(own),
             gradients=not fragment.keeps_still,
             finite=True,
         )

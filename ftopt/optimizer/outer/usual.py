@@ -143,7 +143,7 @@ def first_usual(anchor: Tensor) -> dict[str, Tensor]:
 
 
 def own_excess(last: Sequence[Sizes], own: Sizes) -> float:
-    """How many times the median of its holder's ``last`` contributions a contribution is; 0 with fewer than two."""
+    """How many times the median of its holder's ``last`` contributions one is; 0 with fewer than two."""
     if len(last) < _ENOUGH:
         return 0.0
     steps, *usual = (median_low(column) for column in zip(*last, strict=True))

@@ -95,7 +95,7 @@ def sharing(named: Mapping[str, Tensor]) -> list[str]:
         if type(tensor) is not Tensor or tensor.device.type == "meta" or not tensor.numel():
             continue
         size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        if tensor.numel() > size or (tensor.numel() < size and _offsets(tensor).unique().numel() < tensor.numel()):
+        if tensor.numel() > size or (tensor.numel() < size and torch.unique(_offsets(tensor)).numel() < tensor.numel()):
             found[name] = None
         first = tensor.storage_offset()
         storage = within.setdefault(tensor.untyped_storage().data_ptr(), [])

@@ -40,7 +40,7 @@ class Contribution:
         peak: the largest absolute element of what ``norm`` is of.
         behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
         excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
-        own_excess: likewise of its holder's last contributions.
+        own_excess: likewise of its holder's last contributions that were counted.
         gradients: it is made of gradients, which differ more between honest replicas than displacements do.
     """
 

@@ -219,6 +219,20 @@ def test_gradients_400_times_larger_are_part_of_the_large_batch(method: Method) 
     assert job.is_sound()
 
 
+def test_what_stays_out_of_line_does_not_become_usual() -> None:
+    """Parameters that are bad give bad gradients in every step, until they are averaged."""
+
+    def strike(replica: int, step: int, model: nn.Module, inner: Optimizer) -> None:
+        for p in model.parameters() if replica == 2 and step > 5 else ():
+            assert p.grad is not None
+            p.grad.mul_(1e6)
+
+    job = Job(ftopt.PAFT(sync_every=1000), 3, steps=20, strike=strike, inner=lambda p: SGD(p, lr=1e-4)).run()
+    late = [e for e in job.events if e.event == "decide" and e.fragment == 0 and (e.version or 0) > 7]
+    assert len(late) > 8
+    assert not any(row[4] for e in late for row in e.data["members"] if row[0] == "r2")
+
+
 def test_a_replica_that_has_always_walked_further_is_taken_in() -> None:
     job = Job(METHODS["diloco"], 3, steps=12 * ROUND, inner=lambda p: SGD(p, lr=2e-5))
     job.scale = lambda m: 800.0 if m == 2 else 1.0
