@@ -130,8 +130,9 @@ class DataLoader:
             units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else OwnUnits(samples)
             self._source = _FromUnits(Batches(dataset, samples, collate_fn), samples, units, group, pool)
         else:
+            found = _shard_of(group) if shard is None else shard
             try:
-                index, count = _shard_of(group) if shard is None else map(operator.index, shard)
+                index, count = map(operator.index, found)
             except (TypeError, ValueError):
                 raise UserError(f"shard={shard!r:.60}; must be (this replica's number, how many there are)") from None
             if not 0 <= index < count:

@@ -136,8 +136,9 @@ class Host(Protocol):
     def discard(self, fragment: int) -> None:
         """The last attempt of ``fragment`` ended without a commit: its result may be dropped, the contribution not."""
 
-    def exclude(self, fragment: int, reason: str) -> None:
-        """The round has been decided without this replica's contribution, which was out of line. Before `commit`."""
+    def exclude(self, fragment: int, reason: str, *, void: bool) -> None:
+        """The round has been decided without this replica's contribution, which was out of line. Before `commit`.
+        ``void``: nobody's was in line."""
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """The committed state for a peer that fetches: digest and tensors, immutable from then on. Network thread."""

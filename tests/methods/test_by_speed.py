@@ -120,7 +120,7 @@ def test_speeds_are_exchanged_only_where_they_are_asked_for_and_all_replicas_mus
 
 @pytest.mark.parametrize("method", [StreamingDiLoCo, DecoupledDiLoCo, SlowMo, SyncSGD, PAFT])
 def test_other_methods_have_one_period_for_all(method: Any) -> None:
-    with pytest.raises(TypeError, match="pacing"):
+    with pytest.raises(UserError, match="no setting 'pacing'"):
         method(sync_every=10, pacing=BySpeed())
     with pytest.raises(UserError, match=r"sync_every=None; must be a whole number of inner steps"):
         method(sync_every=None)

@@ -69,7 +69,7 @@ def slowmo(
         elif buffers == "average":
             for copies in zip(*(optimizer.state.values() for optimizer in base), strict=True):
                 for key in copies[0].keys() - {"step"}:
-                    (average,) = mean([[copy[key]] for copy in copies])
+                    (average,) = mean([[copy[key]] for copy in copies], values=True)
                     for copy in copies:
                         copy[key].copy_(average)
     return x

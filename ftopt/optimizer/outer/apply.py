@@ -12,7 +12,7 @@ from torch import Tensor
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import repaired
+from ftopt.optimizer.outer.state import CommittedState, repaired
 from ftopt.optimizer.tensors.buffers import keep_possible
 from ftopt.optimizer.tensors.digest import damage
 from ftopt.optimizer.tensors.flat import FlatView
@@ -48,12 +48,13 @@ class Applier:
         reason = fragment.condemned
         if not reason or self._group.outstanding(fragment.index):
             return False
-        if not self._repair(fragment):
+        repaired = self._repair(fragment)
+        if not repaired:
             _log.warning("replica %s: %d steps dropped: %s", self._group.replica, fragment.pending_steps, reason)
             self.drop(fragment, fragment.start, "outlier")
             if self._group.units is not None and not fragment.index:
                 self._group.units.redo(once=True)
-        fragment.pardon()
+        fragment.pardon(dropped=not repaired)
         return True
 
     def _repair(self, fragment: Fragment) -> bool:
@@ -69,6 +70,20 @@ class Applier:
         self._group.emit("repaired", fragment=fragment.index, version=version, data={"blocks": len(blocks)})
         return True
 
+    def _checked(self, fragment: Fragment, state: CommittedState, base: Tensor) -> CommittedState:
+        """A newer state that this replica alone has made, before the parameters follow it: a bit that has flipped in it
+        since would be in everything there is."""
+        blocks = state.damage()
+        if not blocks:
+            return state
+        params = base if base.numel() else fragment.view.read(fragment.view.empty())
+        sound = repaired(state, params)
+        self._group.emit("damaged", fragment=fragment.index, version=state.meta.version, data={"blocks": blocks[:8]})
+        if not fragment.replace_newest(state, sound):
+            return state
+        self._group.emit("repaired", fragment=fragment.index, version=state.meta.version, data={"blocks": len(blocks)})
+        return sound
+
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
         state, base, reset = fragment.to_apply()
         used_here([base.params, *state.tensors().values()])
@@ -78,6 +93,8 @@ class Applier:
             return False
         before, version = fragment.applied, state.meta.version
         self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self._shared.inner_step())
+        if state.made is not None and state.made.size == 1 and state is not before:
+            state = self._checked(fragment, state, base.params)
         start = self._shared.committed_memory.place(fragment.view.cast(state.anchor))
         if state.live is not None:
             for other in self._shared.fragments[fragment.index + 1 :]:  # what they hold is older than that model
@@ -127,6 +144,9 @@ class Applier:
             self._shared.counters.count_nonfinite_drop()
         if reason == "outlier" or (reason == "nonfinite" and not fragment.count_nonfinite()):
             self._shared.counters.count_inner_reset()
+            if not fragment.keeps_still:  # gradients are bad again: so is the model, which the last average replaces
+                for other in (other for other in self._shared.fragments if other.by_job):
+                    self.drop(other, other.start, reason)
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
 

@@ -22,7 +22,7 @@ Tensors are never touched under the lock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -33,7 +33,7 @@ from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Assumed, Frozen
 from ftopt.optimizer.outer.state import Base, CommittedState, Pending, Snapshot, check_fetched
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
-from ftopt.optimizer.outer.usual import Sizes, own_excess, remembered
+from ftopt.optimizer.outer.usual import Sizes, resembles, usual_of
 from ftopt.optimizer.tensors.buffers import joined
 from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
@@ -89,8 +89,9 @@ class Fragment:
         self.pace: float | None = None
         self.by_job = by_job
         self._counters, self._lock = counters, threading.Lock()
-        self._sizes: Sequence[Sizes] = ()
-        self._has_counted = False
+        self._sizes: Sizes | None = None  # of the last contribution
+        self._dropped: Sizes | None = None  # of work that was dropped since it was out of line
+        self._alone = False  # and nobody else's work was in line
         self._period = None if by_job else self.timing.fixed_period
         self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
         self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
@@ -196,10 +197,12 @@ class Fragment:
         attempt for ``version`` compares that; here nothing."""
         return "", 0.0
 
-    def exclude(self, reason: str) -> None:
-        """A round has been decided without this replica's contribution, which was out of line."""
+    def exclude(self, reason: str, *, void: bool) -> None:
+        """A round has been decided without this replica's contribution, which was out of line. ``void``: so was
+        everybody's."""
         with self._lock:
             self.bad_rounds += 1
+            self._alone = void
             if self.bad_rounds >= _BAD_ROUNDS:
                 self.condemned = reason
 
@@ -233,13 +236,8 @@ class Fragment:
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
             step, version = snapshot.contribution.last_step, state.meta.version
             self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
-            counted = snapshot.contribution
-            if counted.finite and counted.steps:
-                self.bad_rounds = 0
-                if self._has_counted:
-                    own = Sizes(counted.steps, counted.norm, counted.peak, counted.behind)
-                    self._sizes = remembered(self._sizes, own)
-                self._has_counted = True
+            if snapshot.contribution.finite and snapshot.contribution.steps:
+                self.bad_rounds, self._dropped = 0, None
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
@@ -258,17 +256,10 @@ class Fragment:
             self.snapshot = snapshot
             return True
 
-    def own_excess(self, own: Sizes) -> float:
-        """How many times the usual of this replica's last contributions one is; see `own_excess` in ``usual.py``.
-
-        Those that were counted are remembered; until one was, those that were offered: a replica may always have been
-        so. What comes to be out of line later does not become usual by coming again.
-        """
-        with self._lock:
-            found = own_excess(self._sizes, own)
-            if not self._has_counted:
-                self._sizes = remembered(self._sizes, own)
-        return found
+    def note_sizes(self, own: Sizes, on: CommittedState, ratio: float) -> bool:
+        """Notes how large a contribution is that is about to be offered; whether work like it was dropped before."""
+        self._sizes = own
+        return resembles(own, self._dropped, usual_of(on.outer), ratio)
 
     def count_nonfinite(self) -> bool:
         """Notes that the pending work is not finite, and whether it was in line the time before."""
@@ -306,10 +297,12 @@ class Fragment:
             if self.state is state:
                 self.reset = False
 
-    def pardon(self) -> None:
-        """The pending work that was condemned is dropped, or was not at fault."""
+    def pardon(self, *, dropped: bool) -> None:
+        """The pending work that was condemned is ``dropped``, or was not at fault."""
         with self._lock:
             self.bad_rounds, self.condemned = 0, ""
+            # Where peers were in line, it is the work that was at fault, however often it comes again.
+            self._dropped = self._sizes if dropped and self._alone else None
 
     def repair(self, state: CommittedState) -> None:
         """Replaces the applied state, which is damaged, by one that is sound, unless a newer one has come; what is
@@ -319,6 +312,14 @@ class Fragment:
             if self.state is self.applied:
                 self.state = self.applied = state
                 self.start, self.base = start, replace(self.base, params=start)
+
+    def replace_newest(self, damaged: CommittedState, sound: CommittedState) -> bool:
+        """Replaces the newest state, which is not applied yet; False if that is another one by now."""
+        with self._lock:
+            found = self.state is damaged
+            if found:
+                self.state = sound
+            return found
 
     def follow(self, state: CommittedState) -> None:
         """Does what else a state that is being applied requires; here nothing."""

@@ -14,6 +14,7 @@ contribution or in the next.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -281,15 +282,16 @@ class Freezer:
 
     def _sized(self, fragment: Fragment, proposal: _Proposal, own: Sizes) -> Contribution:
         """The contribution with how large it is, by itself and beside what is usual."""
-        ratio = self._group.sync.outlier_ratio
+        ratio, gradients = self._group.sync.outlier_ratio, not fragment.keeps_still
+        limit = math.inf if ratio is None else ratio * ratio if gradients else ratio
         return replace(
             proposal.contribution,
             norm=own.norm,
             peak=own.peak,
             behind=own.behind,
-            excess=0.0 if ratio is None else usual_of(proposal.on.outer).excess(own, ratio),
-            own_excess=fragment.own_excess(own),
-            gradients=not fragment.keeps_still,
+            excess=0.0 if ratio is None else usual_of(proposal.on.outer).excess(own, limit),
+            redone=fragment.note_sizes(own, proposal.on, limit),
+            gradients=gradients,
             finite=True,
         )
 

@@ -112,7 +112,9 @@ class Reduction:
         """The reduction, the outer step, whether it is plausible, and the digests."""
         index, version = fragment.index, attempt.version
         doubted = self._doubted.get(index) == version
-        if doubted and attempt.size == 1:  # nobody to fetch from
+        if attempt.size == 1 and (blocks := state.damage()):  # nobody to fetch from, nor whose digest would differ
+            self._emit("damaged", attempt, blocks=blocks[:8])
+            self._emit("repaired", attempt, blocks=len(blocks))
             state = repaired(state, snapshot.params.read())
             snapshot = replace(snapshot, start=fragment.view.cast(state.anchor))
         if doubted:  # measured from a start that is sound by now
@@ -219,9 +221,9 @@ class Reduction:
         """Makes the result of ``attempt`` the committed state; the training thread applies it at its next boundary."""
         self._fragments[attempt.fragment].commit(attempt, committed)
 
-    def exclude(self, fragment: int, reason: str) -> None:
+    def exclude(self, fragment: int, reason: str, *, void: bool) -> None:
         """Takes note that a round was decided without this replica's contribution, which was out of line."""
-        self._fragments[fragment].exclude(reason)
+        self._fragments[fragment].exclude(reason, void=void)
 
     def discard(self, fragment: int) -> None:
         """Drops the result of a failed attempt; the contribution stays (FREEZE)."""

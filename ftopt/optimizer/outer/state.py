@@ -11,6 +11,7 @@ from ftopt.methods.triggers import MemberStats
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Frozen
+from ftopt.optimizer.outer.usual import USUAL, first_usual
 from ftopt.optimizer.tensors.digest import damage, digest_and_sums
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed, Contribution
@@ -73,10 +74,14 @@ def place_all(outer: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
 
 def repaired(state: CommittedState, params: Tensor) -> CommittedState:
     """A damaged state with ``params`` (flat fp32) in damaged parts of the anchor, and 0 in those of the outer state."""
-    tensors = dict(state.tensors())
-    for name, where in state.damaged_parts():
+    tensors, damaged = dict(state.tensors()), state.damaged_parts()
+    if not damaged:
+        return state
+    for name, where in damaged:
         tensors[name] = tensors[name].clone()
         tensors[name][where] = params[where] if name == "anchor" else 0
+    if any(name == _OUTER + USUAL for name, _ in damaged):
+        tensors[_OUTER + USUAL] = first_usual(tensors["anchor"])[USUAL]
     found, sums = digest_and_sums(tensors)
     outer = {name.removeprefix(_OUTER): t for name, t in tensors.items() if name != "anchor"}
     return replace(state, anchor=tensors["anchor"], outer=outer, digest=found, sums=sums)

@@ -5,8 +5,9 @@ knows it, and a lone one can judge its own work. It keeps running maxima that fa
 honest once may come again: after a warm restart of the learning rate, or a pause at rate 0.
 
 With a limit of ``ratio`` (``sync.outlier_ratio``), a contribution is in line whatever the record says if no element of
-it exceeds the greatest element of the first anchor, nor its norm a tenth of that anchor's: it harms nobody. Before the
-first round that has moved anything, it may be ``ratio`` times these.
+it exceeds the greatest element of the first anchor, nor its norm a tenth of that anchor's: it harms nobody. Where that
+anchor is 0 (LoRA's B, gradients), its elements count as 1. Before the first round that has moved anything, it may be
+``ratio`` times these.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ USUAL = "usual"
 _KEPT = 0.999
 """Of the record after each outer step: half of it after 693."""
 _HARMLESS = 0.1
-_ENOUGH, _REMEMBERED = 2, 8
 _MOST = 1e300  # a message has finite numbers
 
 
@@ -70,7 +70,7 @@ class Usual:
         steps: inner steps of a contribution in the last round.
         norm, peak, behind: of contributions, the median of a round's, the running maximum over rounds.
         moved: the largest change of an element by an outer step, likewise.
-        first_norm, first_peak: of the first anchor.
+        first_norm, first_peak: of the first anchor; as if its elements were 1 where all are 0.
     """
 
     steps: float = 0.0
@@ -139,18 +139,16 @@ def moved(before: Tensor, after: Tensor, outer: Mapping[str, Tensor]) -> float:
 def first_usual(anchor: Tensor) -> dict[str, Tensor]:
     """The part of the outer state that is the record, at version 0. ``anchor``: flat fp32, without buffers."""
     found = measure(anchor)
-    return {USUAL: Usual(first_norm=found.norm, first_peak=found.peak).tensor()}
+    first = Usual(first_norm=found.norm, first_peak=found.peak)
+    if not found.peak:
+        first = Usual(first_norm=math.sqrt(anchor.numel()), first_peak=1.0)
+    return {USUAL: first.tensor()}
 
 
-def own_excess(last: Sequence[Sizes], own: Sizes) -> float:
-    """How many times the median of its holder's ``last`` contributions one is; 0 with fewer than two."""
-    if len(last) < _ENOUGH:
-        return 0.0
-    steps, *usual = (median_low(column) for column in zip(*last, strict=True))
-    longer = max(1.0, own.steps / max(1.0, steps))
-    return min(_MOST, max(value / (its * longer) if its else 0.0 for value, its in zip(own[1:], usual, strict=True)))
-
-
-def remembered(last: Sequence[Sizes], own: Sizes) -> Sequence[Sizes]:
-    """``last`` with one more contribution."""
-    return [*last[1 - _REMEMBERED :], own]
+def resembles(own: Sizes, dropped: Sizes | None, usual: Usual, ratio: float) -> bool:
+    """Whether a contribution is as large as work that its holder has ``dropped`` because it was out of line, and of a
+    size that parameters may have: then it was no flipped bit."""
+    if dropped is None or not own.peak <= ratio * ratio * max(1.0, usual.first_peak):
+        return False
+    longer = max(1.0, own.steps / max(1.0, dropped.steps))
+    return all(value <= ratio * its * longer for value, its in zip(own[1:], dropped[1:], strict=True))

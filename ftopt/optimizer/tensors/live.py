@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ftopt.streams import used_here
 _PARAMS, _INNER, _NUMBER, _RATE = "params", "inner.", "number.", "rate."
 _CHUNK = 1 << 20
 """Elements that are compared at a time: in a CPU's cache."""
+_SQUARES = ("exp_avg_sq", "square_avg", "/sum")
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 """Others are compared as bytes."""
 
@@ -69,6 +71,9 @@ class Live:
                 sha.update(block_sums(chunk).numpy().astype("<i8").tobytes())
                 if chunk.dtype in _NUMBERS and not counts:
                     peak = max(peak, largest(chunk))
+        squares = [t for name, t in self._inner_tensors() if name.endswith(_SQUARES)]
+        if any(bool((local(square) < 0).any()) for square in squares):
+            peak = math.inf  # a mean of squares that no training makes
         return sha.hexdigest(), peak
 
     def serve(self, agreed: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor]]:

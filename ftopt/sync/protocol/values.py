@@ -40,7 +40,8 @@ class Contribution:
         peak: the largest absolute element of what ``norm`` is of.
         behind: the largest absolute difference of what lies behind the parameters: averaged buffers and inner state.
         excess: how many times the usual of the job's own history it is (`outliers`); 0: not known yet.
-        own_excess: likewise of its holder's last contributions that were counted.
+        redone: its holder has dropped work that was out of line like this, and has come to the same again from the
+            anchor with a fresh inner state.
         gradients: it is made of gradients, which differ more between honest replicas than displacements do.
     """
 
@@ -59,7 +60,7 @@ class Contribution:
     peak: Annotated[float, within(math.inf)] = 0.0
     behind: Annotated[float, within(math.inf)] = 0.0
     excess: Annotated[float, within(math.inf)] = 0.0
-    own_excess: Annotated[float, within(math.inf)] = 0.0
+    redone: bool = False
     gradients: bool = False
     at_step: Step = 0
 

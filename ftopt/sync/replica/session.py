@@ -313,9 +313,9 @@ class Session:
                 self.reducer.abort(attempt)
                 self.host.discard(fragment)
                 self.view.stop(fragment)
-            case e.Excluded(fragment=fragment, version=version, reason=reason):
+            case e.Excluded(fragment=fragment, version=version, reason=reason, void=void):
                 self.emit("outlier", fragment=fragment, version=version, data={"reason": reason})
-                self.host.exclude(fragment, reason)
+                self.host.exclude(fragment, reason, void=void)
             case e.CommitPrepared(attempt=attempt, record=record):
                 started = self.reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)

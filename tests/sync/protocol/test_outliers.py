@@ -41,21 +41,24 @@ def test_nobody_is_out_of_line(contributions: dict[str, Contribution]) -> None:
     assert outliers(contributions, 100.0) == {}
 
 
-def sized(*excesses: float, norms: tuple[float, ...] = (), own: float = 0.0, gradients: bool = False) -> set[str]:
-    """Who is out of line, by how many times the job's usual the contributions are. ``own``: of the last one."""
+def sized(
+    *excesses: float, norms: tuple[float, ...] = (), redone: tuple[int, ...] = (), gradients: bool = False
+) -> set[str]:
+    """Who is out of line, by how many times the job's usual the contributions are; ``redone`` tells who has come to it
+    again."""
     offered = offers(*(norms or excesses))
     found = {
-        replica: replace(c, excess=excess, own_excess=own if replica == f"r{len(excesses) - 1}" else 0.0, peak=c.norm)
-        for (replica, c), excess in zip(offered.items(), excesses, strict=True)
+        replica: replace(c, excess=excess, redone=i in redone, peak=c.norm, gradients=gradients)
+        for i, ((replica, c), excess) in enumerate(zip(offered.items(), excesses, strict=True))
     }
-    return set(outliers({r: replace(c, gradients=gradients) for r, c in found.items()}, 100.0))
+    return set(outliers(found, 100.0))
 
 
 def test_one_or_two_members_are_judged_by_the_jobs_own_history() -> None:
     assert sized(101.0) == {"r0"}
     assert sized(99.0) == set()
     assert sized(1.0, 1e30) == {"r1"}
-    assert sized(1e30, 1e30) == {"r0", "r1"}, "what is far beyond is never taken, however many agree"
+    assert sized(1e30, 1e30) == {"r0", "r1"}, "two may be struck alike"
 
 
 def test_who_is_in_line_with_the_history_needs_no_peers() -> None:
@@ -65,8 +68,8 @@ def test_who_is_in_line_with_the_history_needs_no_peers() -> None:
 
 def test_peers_that_have_grown_alike_vouch_for_each_other() -> None:
     assert sized(150.0, 160.0, 170.0) == set()
-    assert sized(150.0, 160.0) == set()
-    assert sized(150.0, 1.0) == {"r0"}
+    assert sized(150.0, 160.0, 1.0) == {"r0", "r1"}
+    assert sized(150.0, 160.0) == {"r0", "r1"}
     assert sized(1e5, 1e5, 1e5) == {"r0", "r1", "r2"}
 
 
@@ -74,10 +77,13 @@ def test_two_that_are_bad_at_once_do_not_vouch_for_each_other_among_three() -> N
     assert sized(9000.0, 1.0, 9500.0) == {"r0", "r2"}
 
 
-def test_who_has_always_been_so_is_honest() -> None:
-    assert sized(1.0, 1.0, 400.0, own=1.0) == set()
-    assert sized(1.0, 1.0, 400.0, own=399.0) == {"r2"}
-    assert sized(1.0, 1.0, 1e5, own=1.0) == {"r2"}
+def test_what_comes_again_after_it_was_dropped_is_honest_unless_the_peers_differ() -> None:
+    assert sized(1e10, redone=(0,)) == set()
+    assert sized(1e10, 1e10, redone=(0, 1)) == set()
+    assert sized(1e10, 1e10, redone=(0,)) == {"r0", "r1"}
+    assert sized(1e10, 2e10, 1e10, redone=(0, 1, 2)) == set()
+    assert sized(1.0, 400.0, redone=(1,)) == {"r1"}
+    assert sized(1.0, 1.0, 400.0, redone=(2,)) == {"r2"}
 
 
 def test_gradients_may_differ_by_the_square_of_the_ratio() -> None:

@@ -1,9 +1,9 @@
 """Contributions that are out of line: they weigh nothing, and stay with their holder.
 
-Three can tell: the job's own history (`Contribution.excess`, from the committed state), the peers in the same round,
-and its holder's own contributions before. The history comes first, because one or two members have it, too. What
-exceeds it may be honest all the same: the peers grow likewise, or this replica has always been so. They vouch for it,
-up to the square of the limit, which nothing may exceed.
+Two can tell: the job's own history (`Contribution.excess`, from the committed state), and the peers in the same round.
+The history comes first, because one or two members have it, too. What exceeds it may be honest all the same: if the
+others have grown likewise. Among three or more that is enough up to the square of the limit. Else all whose work
+exceeds it must have dropped such work once, and done it again from the anchor: a flipped bit does not come again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,25 @@ def outliers(contributions: Mapping[str, Contribution], ratio: float | None) -> 
     counting = {replica: c for replica, c in contributions.items() if c.weight > 0}
     sizes = [sorted(column) for column in zip(*map(_sizes, counting.values()), strict=True)]
     all_steps = sorted(c.steps for c in counting.values())
+    redone = all(c.redone for c in counting.values() if c.excess > _limit(c, ratio))
     found = {}
     for replica, c in counting.items():
-        limit, peers = ratio * ratio if c.gradients else ratio, 0.0
+        limit, peers = _limit(c, ratio), 0.0
         if len(counting) > 1:
             longer = max(1.0, c.steps / max(_median_of_others(all_steps, c.steps), 1.0))
             usual = (_median_of_others(ordered, own) for ordered, own in zip(sizes, _sizes(c), strict=True))
             peers = max(times(own, its * longer) for own, its in zip(_sizes(c), usual, strict=True))
-        if reason := _reason(c, limit, peers, compares=len(counting) > _PEERS):
-            found[replica] = reason
+        agreed = 0 < peers <= limit or len(counting) == 1
+        few = len(counting) <= _PEERS
+        if c.excess > limit and not (agreed and (redone or (not few and c.excess <= limit * limit))):
+            found[replica] = _reason(c, f"{c.excess:.3g} times what is usual in this job", limit)
+        elif not c.excess and not few and peers > limit:
+            found[replica] = _reason(c, f"{peers:.3g} times the median of its peers'", limit)
     return found
+
+
+def _limit(c: Contribution, ratio: float) -> float:
+    return ratio * ratio if c.gradients else ratio
 
 
 def _sizes(c: Contribution) -> tuple[float, float, float]:
@@ -50,18 +59,7 @@ def times(value: float, usual: float) -> float:
     return value / usual if usual > 0 else 0.0
 
 
-def _reason(c: Contribution, limit: float, peers: float, *, compares: bool) -> str:
-    """Why it is out of line, "" if it is not. ``peers``: how many times their median it is; ``compares``: there are
-    enough of them to tell without a history."""
-    if c.excess > limit:
-        vouched = 0 < peers <= limit or 0 < c.own_excess <= limit
-        if vouched and c.excess <= limit * limit:
-            return ""
-        found = f"{c.excess:.3g} times what is usual in this job"
-    elif not c.excess and compares and peers > limit:
-        found = f"{peers:.3g} times the median of its peers'"
-    else:
-        return ""
+def _reason(c: Contribution, found: str, limit: float) -> str:
     return (
         f"its contribution over {c.steps} steps, of norm {c.norm:.3g} and largest element {c.peak:.3g}, is {found}; at "
         f"most {limit:g} times is taken (sync.outlier_ratio)"

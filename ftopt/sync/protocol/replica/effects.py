@@ -42,11 +42,13 @@ class CommitPrepared:
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """A round has been decided without this replica's contribution, which was out of line: its steps stay pending."""
+    """A round has been decided without this replica's contribution, which was out of line: its steps stay pending.
+    ``void``: nobody's contribution was in line."""
 
     fragment: int
     version: int
     reason: str
+    void: bool
 
 
 @dataclass(frozen=True, slots=True)

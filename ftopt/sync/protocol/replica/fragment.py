@@ -312,7 +312,7 @@ class FragmentState:
             case m.Void(outlier=outlier):
                 effects = self.stop()
                 if outlier and self.offer is not None and self.record is not None:
-                    effects.append(Excluded(self.index, self.record.version + 1, outlier))
+                    effects.append(Excluded(self.index, self.record.version + 1, outlier, void=True))
                 self.free()
                 return effects
             case m.Abort(attempt=attempt):

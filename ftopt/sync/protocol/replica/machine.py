@@ -399,7 +399,7 @@ class Replica:
             return [] if known or f.fetching else self._lacks(f)
         settled = self.lease.settle(p.record, f.contribution, counted=self.counted_step(p.record))
         f.become_holding(p.record)
-        excluded = [e.Excluded(f.index, p.record.version, p.outlier)] if p.outlier else []
+        excluded = [e.Excluded(f.index, p.record.version, p.outlier, void=False)] if p.outlier else []
         return [*excluded, e.CommitPrepared(p.attempt, p.record), *settled]
 
     def _lacks(self, f: FragmentState) -> list[e.ReplicaEffect]:
