@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -31,6 +32,8 @@ from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.streams import used_here
 from ftopt.sync.group import GlobalBatch, ReplicaGroup
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.005
 _SPENT_S = 2.0
@@ -350,6 +353,9 @@ class Core:
                 self.group.check()
             self.outer.apply()
             self._after_outer_work(self.outer)
+            if flush and (left := self.outer.pending_by_fragment()[0]):
+                text = "replica %s has left with %d inner steps that no committed state contains"
+                _log.warning(text, self.group.replica, left)
         finally:
             self.group.close()
 

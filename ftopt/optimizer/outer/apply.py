@@ -50,7 +50,14 @@ class Applier:
             return False
         repaired = self._repair(fragment)
         if not repaired:
-            _log.warning("replica %s: %d steps dropped: %s", self._group.replica, fragment.pending_steps, reason)
+            _log.warning(
+                "replica %s: %d steps dropped: %s; the parameters are back at the anchor, and the inner state is "
+                "reset; "
+                "broken memory, a bad batch or too large a rate does this",
+                self._group.replica,
+                fragment.pending_steps,
+                reason,
+            )
             self.drop(fragment, fragment.start, "outlier")
             if self._group.units is not None and not fragment.index:
                 self._group.units.redo(once=True)
@@ -140,15 +147,30 @@ class Applier:
 
     def drop(self, fragment: Fragment, start: Tensor, reason: str) -> None:
         """Drops the pending steps: the parameters go back to ``start``."""
+        again = reason == "outlier" and fragment.keeps_still
         if reason == "nonfinite":
-            self._shared.counters.count_nonfinite_drop()
-        if reason == "outlier" or (reason == "nonfinite" and not fragment.count_nonfinite()):
+            again = not fragment.count_nonfinite()
+            self._count_nonfinite(fragment, again=again)
+        if again:
             self._shared.counters.count_inner_reset()
-            if not fragment.keeps_still:  # gradients are bad again: so is the model, which the last average replaces
-                for other in (other for other in self._shared.fragments if other.by_job):
-                    self.drop(other, other.start, reason)
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
+
+    def _count_nonfinite(self, fragment: Fragment, *, again: bool) -> None:
+        counters = self._shared.counters
+        counters.count_nonfinite_drop()
+        times = counters.nonfinite_drops
+        if not times & (times - 1):  # the first time, the second, the fourth, ...
+            _log.warning(
+                "replica %s: %d steps dropped (occasion %d): NaN or Inf in its parameters or gradients; look at its "
+                "loss, rate and data",
+                self._group.replica,
+                fragment.pending_steps,
+                times,
+            )
+        if again and not fragment.keeps_still:  # so is the model that they are of, which the last average replaces
+            for other in (other for other in self._shared.fragments if other.by_job):
+                self.drop(other, other.start, "replaced")
 
     def _step_back(self, fragment: Fragment) -> None:
         """An exception came in between: the parameters may be on the way from one anchor to the next, which must not be

@@ -90,6 +90,7 @@ class OuterStep:
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
         self._uses_loss = Measurement.LOSS in method.timing.uses
+        self._inner_kinds = ""
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
         if method.gradients is not None and inner is not None:
             buffers = averaged(inner[1]) if views and method.buffers == "mean" else []
@@ -97,6 +98,7 @@ class OuterStep:
             self.live = live if not views else None
             self.gradients = self._gradient_fragment(method.gradients, *inner, live)
             found.append(self.gradients)
+            self._inner_kinds = ", ".join(type(optimizer).__name__ for optimizer in inner[0].optimizers)
             if self._verify_every(method):
                 self._arithmetic = arithmetic_of(inner[0], next(p for _, p in trainable(inner[1])))
         by_job = self.gradients is not None
@@ -161,6 +163,8 @@ class OuterStep:
             views = [*views[:_DESCRIBED], f"{len(views) - _DESCRIBED} more fragments, {_short(views)[:12]}"]
         lines = {"model": "; ".join(views), "method": self._method.name}
         lines |= {f"method.{name}": value for name, value in settings_of(self._method).items()}
+        if self._inner_kinds:  # replicas that step alike
+            lines["inner optimizer"] = self._inner_kinds
         initial = self.fragments[0].state.digest
         if len(self.fragments) > 1:
             initial = _short(fragment.state.digest for fragment in self.fragments)

@@ -55,7 +55,7 @@ def apart(reports: Mapping[str, m.Prepared], kinds: Mapping[str, str], alive: It
 
 def _reason(replica: str, right: list[str], wrong: int, reports: Mapping[str, m.Prepared]) -> str:
     text = f"the model or inner state of {replica} is not what {', '.join(right)} hold, though all have taken the same "
-    text += "steps: memory or arithmetic has failed there, or something else has changed it; it fetches theirs"
+    text += "steps: memory or arithmetic has failed there, or it trains at another rate; it fetches theirs"
     if wrong == len(right):
         text += (
             f" (one word against the other: the largest number is {reports[replica].peak:.3g} there, "

@@ -64,6 +64,7 @@ class Decide:
         if key != self._group_key:
             self._group, self._group_key = a.attempt, key
         data = {"members": [list(x) for x in a.members], "retry": formed.retry}
+        data |= {"behind": sorted(formed.behind)} if formed.behind else {}
         effects = [self._event("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
         for x in members:
             if reason := formed.outliers.get(x.replica):
