@@ -39,6 +39,9 @@ from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed, Contribution
 
+_DROPS = 2
+"""After so many in a row, like work is honest: the first drop rules out a flipped bit, the second a bad batch, which is
+used again once."""
 _BAD_ROUNDS = 2
 """After so many in a row the pending work and the inner state are given up: a replica gets one more chance."""
 
@@ -92,6 +95,7 @@ class Fragment:
         self._sizes: Sizes | None = None  # of the last contribution
         self._dropped: Sizes | None = None  # of work that was dropped since it was out of line
         self._alone = False  # and nobody else's work was in line
+        self._drops = 0  # how often in a row
         self._period = None if by_job else self.timing.fixed_period
         self._before: Pending | None = None  # as it was when `applied` was the newest, while it is not
         self._left_out: Mapping[str, Residual] | None = None  # what `residuals` are once the snapshot is counted
@@ -237,7 +241,7 @@ class Fragment:
             step, version = snapshot.contribution.last_step, state.meta.version
             self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
             if snapshot.contribution.finite and snapshot.contribution.steps:
-                self.bad_rounds, self._dropped = 0, None
+                self.bad_rounds, self._dropped, self._drops = 0, None, 0
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
@@ -259,7 +263,7 @@ class Fragment:
     def note_sizes(self, own: Sizes, on: CommittedState, ratio: float) -> bool:
         """Notes how large a contribution is that is about to be offered; whether work like it was dropped before."""
         self._sizes = own
-        return resembles(own, self._dropped, usual_of(on.outer), ratio)
+        return self._drops >= _DROPS and resembles(own, self._dropped, usual_of(on.outer), ratio)
 
     def count_nonfinite(self) -> bool:
         """Notes that the pending work is not finite, and whether it was in line the time before."""
@@ -303,6 +307,7 @@ class Fragment:
             self.bad_rounds, self.condemned = 0, ""
             # Where peers were in line, it is the work that was at fault, however often it comes again.
             self._dropped = self._sizes if dropped and self._alone else None
+            self._drops = self._drops + 1 if self._dropped is not None else 0
 
     def repair(self, state: CommittedState) -> None:
         """Replaces the applied state, which is damaged, by one that is sound, unless a newer one has come; what is

@@ -230,13 +230,13 @@ def test_work_that_is_honest_comes_again_and_is_taken_in(replicas: int) -> None:
     def rate(step: int) -> float:
         return 1e-9 if step <= 4 * ROUND else 0.05
 
-    job = Job(METHODS["diloco"], replicas, steps=14 * ROUND, size=1e-4, inner=lambda p: SGD(p, lr=1e-9))
+    job = Job(METHODS["diloco"], replicas, steps=16 * ROUND, size=1e-4, inner=lambda p: SGD(p, lr=1e-9))
     job.rate = rate
     job.run()
     assert job.discarded()
     assert all(steps <= 3 * ROUND for _, _, steps in job.discarded())
-    assert len(job.discarded()) <= replicas
-    late = [e for e in job.events if e.event == "decide" and (e.version or 0) > 6]
+    assert len(job.discarded()) <= 2 * replicas
+    late = [e for e in job.events if e.event == "decide" and (e.version or 0) > 4]
     assert late and all(row[4] for row in late[-1].data["members"])
 
 
@@ -353,7 +353,7 @@ def test_an_anchor_that_changes_while_a_copied_contribution_is_on_offer_is_mende
     struck = list[bool]()
 
     def strike(event: Event, job: Job) -> None:
-        if (event.event, event.replica, event.version) == ("reduce", "r0", 5) and not struck:
+        if (event.event, event.replica) == ("reduce", "r0") and (event.version or 0) >= 3 and not struck:
             struck.append(True)
             flip(job.outers["r0"].fragments[event.fragment or 0].state.anchor)
 
