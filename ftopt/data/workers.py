@@ -6,6 +6,7 @@ the replica's sockets, and its peers would notice its death late.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import warnings
@@ -20,6 +21,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ftopt.errors import FtoptError
+
+_log = logging.getLogger(__name__)
 
 _ENDING_S = 0.2
 """Seconds to wait for a dying process to end."""
@@ -71,27 +74,38 @@ class Pool:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         some = settings.workers > 0
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-            self._loader = StatefulDataLoader(
-                dataset,
-                batch_size=batch_size,
-                sampler=sampler,
-                num_workers=settings.workers,
-                collate_fn=collate,
-                pin_memory=settings.pin_memory,
-                drop_last=drop_last,
-                worker_init_fn=_leave_signals,
-                multiprocessing_context=settings.context if some else None,
-                generator=torch.Generator().manual_seed(seed),
-                prefetch_factor=settings.prefetch_factor if some else None,
-                persistent_workers=some,
-                snapshot_every_n_steps=1 if stateful else 0,
-            )
-        if state is not None:
-            self._loader.load_state_dict(dict(state))
-        with _DEATHS.capture():
-            self._loader.state_dict()  # starts the workers that the first `next` will use
+
+        def loader() -> Any:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+                made = StatefulDataLoader(
+                    dataset,
+                    batch_size=batch_size,
+                    sampler=sampler,
+                    num_workers=settings.workers,
+                    collate_fn=collate,
+                    pin_memory=settings.pin_memory,
+                    drop_last=drop_last,
+                    worker_init_fn=_leave_signals,
+                    multiprocessing_context=settings.context if some else None,
+                    generator=torch.Generator().manual_seed(seed),
+                    prefetch_factor=settings.prefetch_factor if some else None,
+                    persistent_workers=some,
+                    snapshot_every_n_steps=1 if stateful else 0,
+                )
+            if state is not None:
+                made.load_state_dict(dict(state))
+            with _DEATHS.capture():
+                made.state_dict()  # starts the workers that the first `next` will use
+            return made
+
+        try:
+            self._loader = loader()
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error):
+                raise
+            _log.warning("%s as it started; starting workers once more", error)
+            self._loader = loader()
         # torch's own finalizer may find the queues closed while the workers live, and then waits for 5 s.
         self._end = weakref.finalize(self, getattr(self._loader._iterator, "_shutdown_workers", lambda: None))
         self._batches: Iterator[Any] | None = None
