@@ -56,7 +56,16 @@ class Job:
         model = deepcopy(MODEL)
         inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer = ftopt.wrap(inner, model, self.method(), group=group)
-        loader = ftopt.DataLoader(DATA, 5, group=group, seed=2, epochs=None, num_workers=self.workers)
+        loader = ftopt.DataLoader(
+            DATA,
+            5,
+            group=group,
+            seed=2,
+            epochs=None,
+            num_workers=self.workers,
+            # A process with the threads of many tests before this one is no good one to fork.
+            multiprocessing_context="forkserver" if self.workers else None,
+        )
         with optimizer:
             for step, (inputs, targets) in enumerate(loader, 1):
                 if optimizer.committed.version >= rounds:
