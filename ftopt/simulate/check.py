@@ -259,13 +259,16 @@ class Checks:
         told = {incarnation_id for h in heard for incarnation_id in h.roster}
         state_holders = any(h.positions for h in heard)
         for process in self.world.processes.values():
-            holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))
-            if not holds or process.incarnation_id in incarnation_ids:
+            incarnation_id = process.returning  # from a checkpoint: it is not there yet, and holds a version
+            if incarnation_id is None:
+                holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))
+                incarnation_id = process.incarnation_id if holds else None
+            if incarnation_id is None or incarnation_id in incarnation_ids:
                 continue
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
-            waits = process.incarnation_id in told and process.name not in fresh
+            waits = incarnation_id in told and process.name not in fresh
             if state_holders and not again and not knows and waits and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             self.excuse(server.machine.epoch, f"{process.name} was not heard")

@@ -46,6 +46,10 @@ class ReplicaProcess(Process):
         """Whether it knows that all data are in the committed state."""
         return self.loader.ended if self.loader is not None else self.shares is not None and self.shares.ended
 
+    @property
+    def returning(self) -> m.IncarnationId | None:
+        return self.coming.held.incarnation_id if self.coming is not None else None
+
     # ------------------------------------------------------------ life
 
     def spawn(self) -> None:

@@ -265,7 +265,9 @@ def _quiet(world: Simulation) -> None:
             process.barred = False
             process.spawn()
     # A cut-off process sees the end of its connection within dead_after_s; gathering ends in start_s + recovery_s.
-    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0) + 6 * world.knobs.fetch_s
+    # Fragments may catch up one after another: a trainer that waits for one of them is late for the rounds of others.
+    fetches_s = 3 * (1 + world.knobs.fragments) * world.knobs.fetch_s
+    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0) + fetches_s
     machine = world.server.machine
     assert machine is not None
     living = {p.incarnation_id for p in world.processes.values() if p.alive and not p.leaving}

@@ -246,6 +246,11 @@ class Process(ABC):
         """I3: a contribution of the steps from ``start`` on names their units."""
 
     @property
+    @abstractmethod
+    def returning(self) -> m.IncarnationId | None:
+        """As what it will be started from a checkpoint; None: it lives, or will be a newcomer."""
+
+    @property
     def incarnation_id(self) -> m.IncarnationId:
         return (self.name, self.machine.incarnation)
 

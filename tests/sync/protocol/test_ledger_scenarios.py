@@ -306,6 +306,22 @@ def test_at_the_end_of_the_data_the_rest_of_one_who_is_away_is_waited_for_and_th
     assert len(table.events("data_ended")) == 1
 
 
+def test_the_last_unit_goes_to_who_was_given_up_least_often() -> None:
+    """Two that hang come back each time, and do not pass it to each other past one that hung once, long ago."""
+    table, (a, b, c) = job("a", "b", "c", samples=Samples(samples=1, batch_size=1, epochs=1), tail_s=5.0)
+    table.coordinator.assignment.gave_up("c")
+    held = []
+    for _ in range(5):
+        held += [x.name for x in (a, b, c) if x.machine.lease.held]
+        table.tick(7.0)  # nobody does anything
+        for seat in (a, b, c):
+            if seat.conn is None:
+                seat.connect()
+                seat.fetch(next(x for x in (a, b, c) if x is not seat and x.conn is not None))
+            seat.take()
+    assert held == ["a", "b", "a", "b", "c"]
+
+
 def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:
     """Without a journal, beyond recovery_s, of one whose name nobody had kept: nothing can be promised."""
     table, (a, b) = job("a", "b")

@@ -575,6 +575,24 @@ def test_an_incarnation_that_two_coordinators_gave_away_is_not_taken_for_the_oth
     assert other.pop(r.Reset)
 
 
+def test_who_was_left_out_as_an_outlier_is_not_taken_for_another_process_past_steps_that_it_has_dropped() -> None:
+    """Its entry in COUNT is where its contribution begins: behind steps that it has dropped, which nobody counts."""
+    table = Table()
+    a, b = table.start("a", "b")
+    a.do(a.machine.propose(m.Contribution(0, 0, 5, 5, 5.0, norm=1.0, excess=1.0)))
+    b.do(b.machine.propose(m.Contribution(0, 0, 3, 7, 3.0, norm=1.0, excess=1e9)))
+    a.reduce()
+    b.reduce()
+    a.take()
+    assert a.record.counted == (("a", 1, 5), ("b", 1, 4))
+    table.restart(journal=False)  # the decision has not reached it, and is not known any more
+    a.open()
+    b.open()
+    b.fetch(a)
+    assert not [x for x in b.asked if isinstance(x, r.Reset)]
+    assert (b.machine.incarnation, b.record) == (1, a.record)
+
+
 def test_12_sitting_out_never_takes_a_quorum_below_min_replicas() -> None:
     table = Table(min_replicas=2)
     a, b = table.start("a", "b")

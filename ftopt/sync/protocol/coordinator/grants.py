@@ -6,6 +6,7 @@ have used, so that each holds what it ``wants`` again, in the order of ids. One 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from ftopt.sync.protocol import messages as m
@@ -30,8 +31,9 @@ class Grants(Assignment):
         self._roster = roster
         self._asks: dict[m.IncarnationId, int] = {}
         self._early: dict[m.IncarnationId, int] = {}
-        self._idle: set[str] = set()
-        """Replicas that did nothing with the last units, and were declared gone."""
+        self._given_up = Counter[str]()
+        """How often a replica did nothing with the last units, and was declared gone, since any of its units was
+        counted."""
         self._stuck = False
         self._notified_out_of_units: set[m.IncarnationId] = set()
         self._since_s: dict[m.IncarnationId, float] = {}
@@ -106,6 +108,8 @@ class Grants(Assignment):
         """DONE: what its contributions have used is done; its members are granted as much again."""
         before, ended = low_water(self.ledger.done), self.ledger.ended
         self.ledger.commit(attempt.ranges)
+        for replica in [x for x, c in attempt.contributions.items() if c.ranges]:
+            del self._given_up[replica]
         for member in self._roster.present(attempt.members):
             self._since_s.pop(member.incarnation_id, None)
             self._want(member, member.wants)
@@ -132,16 +136,19 @@ class Grants(Assignment):
         return self._since_s
 
     def gave_up(self, replica: str) -> None:
-        """It gets no more units as long as another one can use them."""
-        self._idle.add(replica)
+        """It gets no more units as long as one can use them that was given up less often: of all that are here, each
+        has its turn before one has another."""
+        self._given_up[replica] += 1
 
     def _grant(self) -> Effects:
         here = {x.incarnation_id: x for x in self._roster.connected() if not x.leaving}
         self._asks = {x: units for x, units in sorted(self._asks.items()) if x in here}
         leases = self.ledger.leases
-        able = {x for x in here if x[0] not in self._idle and (x in self._asks or leases.get(x))}
-        asks = [(x, units) for x, units in self._asks.items() if not able or x in able]
-        granted = self.ledger.grant(asks, shares=len(able or here))
+        users = [x for x in here if x in self._asks or leases.get(x)]
+        least = min((self._given_up[x[0]] for x in users), default=0)
+        able = {x for x in users if self._given_up[x[0]] == least}
+        asks = [(x, units) for x, units in self._asks.items() if x in able]
+        granted = self.ledger.grant(asks, shares=len(able))
         effects: Effects = []
         moved = self.ledger.promise()
         if moved:

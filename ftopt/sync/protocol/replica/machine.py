@@ -249,9 +249,12 @@ class Replica:
         return self._answer(m.Lacks(fragment))
 
     def _is_mine(self, f: FragmentState, record: m.Record) -> bool:
-        """FREEZE: besides what the held state counts, only the one outstanding contribution can be counted."""
-        known = [0] if f.record is None or f.reset else [self.counted_step(f.record)]
-        return self.counted_step(record) in (*known, *([f.contribution.last_step] if f.contribution else []))
+        """FREEZE: besides what the held state counts, only the one outstanding contribution can be counted: with its
+        steps, or as an outlier without them, up to where they begin (past any that this replica has dropped)."""
+        known = {0 if f.record is None or f.reset else self.counted_step(f.record)}
+        if (c := f.contribution) is not None:
+            known |= {c.last_step, excluded(c).last_step}
+        return self.counted_step(record) in known
 
     def _answer(self, message: m.FromReplica | None) -> list[e.ReplicaEffect]:
         """What follows an install: the hello that waited for it, or ``message``."""
