@@ -263,7 +263,7 @@ class Checks:
             if incarnation_id is None:
                 holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))
                 incarnation_id = process.incarnation_id if holds else None
-            if incarnation_id is None or incarnation_id in incarnation_ids:
+            if incarnation_id is None or incarnation_id in incarnation_ids | self.gone:
                 continue
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs

@@ -179,3 +179,20 @@ def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_the
     c.propose(20)
     assert c.reduce().quorum.size == 1
     assert table.version == 2
+
+
+def test_who_reconnects_before_its_loss_was_noticed_is_not_taken_for_one_whose_reducer_hangs() -> None:
+    """It has never heard of the attempt, and will say nothing of it: it would be left out for ever."""
+    table = Table()
+    a, b = table.start("a", "b")
+    a.propose(5)
+    b.propose(5)
+    assert b.conn is not None
+    del table.seats_by_conn[b.conn]
+    b.do(b.machine.disconnect())
+    b.open()
+    assert [x.data["reason"] for x in table.events("abort")] == ["b was lost before it had prepared"]
+    assert table.coordinator.roster.members["b"].busy_since_s is None
+    a.reduce()
+    b.reduce()
+    assert table.version == 1

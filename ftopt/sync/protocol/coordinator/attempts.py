@@ -139,8 +139,8 @@ class Attempt:
         )
 
     def silent(self, roster: Roster) -> list[Member]:
-        """Members that are connected and have not prepared."""
-        members = roster.present(x for x in self.members if x[0] not in self.prepared)
+        """Members that have not prepared, on the connection on which they were invited."""
+        members = roster.present(x for x in self.members if x[0] not in self.prepared and x[0] not in self.lost)
         return [x for x in members if x.conn is not None]
 
     def overdue_s(self, roster: Roster, patience_s: float, usual_s: float) -> float:
