@@ -137,3 +137,12 @@ def _train(method: ftopt.Method) -> None:
         for _ in range(3):
             model(torch.randn(3, 4)).sum().backward()
             optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["usual", "agreed", "present"])
+def test_its_outer_state_has_names_of_its_own(name: str) -> None:
+    model = nn.Linear(4, 2)
+    method = Careless(answers={"init": {name: torch.zeros(())}})
+    with pytest.raises(ftopt.UserError, match=f"method careless: init.. names outer state {name}; .* another name"):
+        optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=ftopt.solo())
+        optimizer.__enter__()

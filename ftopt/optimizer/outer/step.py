@@ -24,6 +24,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from ftopt.errors import UserError
 from ftopt.methods import Due, Method, SyncSGD, own_code
 from ftopt.methods.method import has_scalars, settings_of
 from ftopt.methods.triggers import AT_ROUNDS, Measurement
@@ -36,7 +37,7 @@ from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, name_tensors, place_all
-from ftopt.optimizer.outer.trigger_metrics import first_agreed
+from ftopt.optimizer.outer.trigger_metrics import RESERVED, first_agreed
 from ftopt.optimizer.outer.usual import first_usual
 from ftopt.optimizer.tensors.arithmetic import arithmetic_of
 from ftopt.optimizer.tensors.buffers import averaged, part
@@ -136,8 +137,13 @@ class OuterStep:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
         trained = part(anchor, slice(0, view.trained))
-        outer = own_code.init(method, trained) | first_agreed(method.timing.uses) | first_usual(trained) | dict(more)
-        outer = place_all(outer, self.shared.committed_memory)
+        own, ours = own_code.init(method, trained), first_agreed(method.timing.uses) | first_usual(trained) | dict(more)
+        if taken := own.keys() & RESERVED:
+            raise UserError(
+                f"method {method.name}: init() names outer state {', '.join(sorted(taken))}; {', '.join(RESERVED)} are "
+                "the names of what every fragment keeps: choose another name"
+            )
+        outer = place_all(own | ours, self.shared.committed_memory)
         found, sums = digest_and_sums(name_tensors(anchor, outer))
         return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
 

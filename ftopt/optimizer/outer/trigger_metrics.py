@@ -23,6 +23,8 @@ from ftopt.optimizer.tensors.gradients import PRESENT
 
 AGREED = "agreed"
 """The outer state's name for `RoundStats`: fp64, one number a field."""
+RESERVED = AGREED, PRESENT, USUAL
+"""Names in an outer state that are not the method's own."""
 _NOTHING = RoundStats()
 _CPU_CHUNK, _CHUNK = 1 << 16, 1 << 24
 """Elements at a time: on a CPU what stays in the cache, elsewhere few launches in little memory."""
@@ -121,7 +123,7 @@ def first_agreed(uses: Measurement) -> dict[str, Tensor]:
 
 def methods_own(outer: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The part of an outer state that is the method's."""
-    return {name: tensor for name, tensor in outer.items() if name not in (AGREED, PRESENT, USUAL)}
+    return {name: tensor for name, tensor in outer.items() if name not in RESERVED}
 
 
 def pack(record: RoundStats | MemberStats) -> list[float]:
