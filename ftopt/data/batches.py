@@ -9,8 +9,8 @@ do not depend on who loads its data.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,13 +44,29 @@ class Batches(Dataset[Any]):
         self._order = Order(samples.samples, seed=samples.seed)
 
     def __getitem__(self, unit: int) -> Any:
-        order, samples = self._order, self._samples
-        indices = order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist()
-        is_random = getattr(self.dataset, "random", True)
-        with _seeded(seed_of("unit", samples.seed, unit)) if is_random else nullcontext():
-            several = getattr(self.dataset, "__getitems__", None)
-            found = several(indices) if several is not None else [self.dataset[index] for index in indices]
+        with self._randomly(unit):
+            return self._collate(self._samples_of(unit))
+
+    def together(self, units: Sequence[int]) -> Any:
+        """One batch of the samples of several units, each sample as it is in the batch of its unit alone."""
+        if len(units) == 1:
+            return self[units[0]]
+        found: list[Any] = []
+        for unit in units:
+            with self._randomly(unit):
+                found += self._samples_of(unit)
+        with self._randomly(units[0]):
             return self._collate(found)
+
+    def _samples_of(self, unit: int) -> list[Any]:
+        samples = self._samples
+        indices = self._order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist()
+        several = getattr(self.dataset, "__getitems__", None)
+        return list(several(indices)) if several is not None else [self.dataset[index] for index in indices]
+
+    def _randomly(self, unit: int) -> AbstractContextManager[None]:
+        is_random = getattr(self.dataset, "random", True)
+        return _seeded(seed_of("unit", self._samples.seed, unit)) if is_random else nullcontext()
 
 
 @contextmanager

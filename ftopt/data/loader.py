@@ -60,8 +60,11 @@ class DataLoader:
         collate_fn: makes a batch of a list of samples. Default torch's ``default_collate``.
         pin_memory: page-locked batches; needs ``num_workers``. Default False.
         multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's.
-        global_batch: samples of one step of all replicas together, a multiple of ``batch_size``, for `ftopt.SyncSGD`:
-            see `global_batches`. Needs a group, and batches are loaded on the training thread. Default None.
+        global_batch: samples of one step of all replicas together, for `ftopt.SyncSGD` and `ftopt.PAFT`: see
+            `global_batches`. A multiple of ``batch_size``, or of ``split``. Needs a group, and a data set with
+            positions. Default None.
+        split: of a global batch, so many samples stay together when it is shared out: a micro-batch of a replica that
+            dies is then divided among several others. Divides ``batch_size``. Default None: a micro-batch stays whole.
         shard: (this replica's, how many there are), of an iterable data set. Default: the number at the end of the
             replica's id, and ``sync.start_replicas``.
 
@@ -85,12 +88,13 @@ class DataLoader:
         pin_memory: bool = False,
         multiprocessing_context: str | None = None,
         global_batch: int | None = None,
+        split: int | None = None,
         shard: tuple[int, int] | None = None,
     ) -> None:
         counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
         for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0)):
             check_whole(name, value, low)
-        for name, optional in (("epochs", epochs), ("global_batch", global_batch)):
+        for name, optional in (("epochs", epochs), ("global_batch", global_batch), ("split", split)):
             if optional is not None:
                 check_whole(name, optional, 1)
         check_choice("drop_last", drop_last, (True, False))
@@ -106,20 +110,32 @@ class DataLoader:
             raise UserError(f"group={group!r:.60}; must be the optimizer's group, or None")
         if pin_memory and not num_workers:
             raise UserError("pin_memory=True needs worker processes; give num_workers=1 or more")
+        if split is not None and (global_batch is None or batch_size % split):
+            raise UserError(
+                f"split={split} with batch_size={batch_size}, global_batch={global_batch}; it divides the "
+                "micro-batches of a global batch: give one, and a split that divides batch_size, or leave it out"
+            )
+        if global_batch is not None and accumulate != 1:
+            raise UserError(
+                f"accumulate={accumulate} with global_batch={global_batch}, which says how many samples a step has; "
+                "leave accumulate out"
+            )
         self._accumulate = accumulate
         pool = PoolSettings(
             workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
         self._source: _FromUnits | Stream | FromShares
         if global_batch is not None:
-            if group is None or num_workers or not _has_positions(dataset):
+            if group is None or not _has_positions(dataset):
                 raise UserError(
-                    f"global_batch={global_batch} needs a group, a data set with positions, and num_workers=0; the "
-                    "group shares it out while it is computed"
+                    f"global_batch={global_batch} needs a group, which shares it out, and a data set with positions "
+                    "(len(dataset) and dataset[index]), since what one replica cannot finish another one computes; "
+                    "give group=, and micro-batches of your own by their index (docs/gradient_reuse.md)"
                 )
-            samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last, global_batch=global_batch)
-            share = group.keep_global_batch(samples)
-            self._source = FromShares(Batches(dataset, samples, collate_fn), samples, share)
+            unit = batch_size if split is None else split
+            samples = _samples(len(dataset), unit, seed, epochs, drop_last=drop_last, global_batch=global_batch)
+            share = group.keep_global_batch(samples, at_once=batch_size // unit)
+            self._source = FromShares(Batches(dataset, samples, collate_fn), samples, share, pool)
         elif _has_positions(dataset):
             if shard is not None:
                 raise UserError(

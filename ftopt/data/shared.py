@@ -7,26 +7,38 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from ftopt.data.batches import Batches
+from ftopt.data.shares_ahead import SharesAhead, SharesHere
 from ftopt.data.states import OTHER_DATA, check_same
+from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError
-from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.protocol.samples import Ranges, Samples
 
 
 class ShareSource(Protocol):
     """This replica's share of each global batch in turn: `ftopt.sync.replica.global_batch.GlobalBatch`."""
 
+    at_once: int
+    """Units of a micro-batch, at most."""
+
     def more(self) -> bool:
         """Waits for the next global batch; False: the data have ended."""
 
-    def next(self) -> int | None:
-        """The next unit; None: the global batch is complete. Blocks while only other replicas have units left."""
+    def next(self) -> Ranges | None:
+        """The units of the next micro-batch; None: the global batch is complete. Blocks while only other replicas have
+        units left."""
+
+    def put_back(self) -> None:
+        """The micro-batch could not be loaded."""
+
+    def expected(self) -> tuple[Ranges, Ranges]:
+        """What is left of this replica's share of the batch under way, and the share."""
 
 
 class FromShares:
     """Where a `DataLoader` with a ``global_batch`` gets its batches."""
 
-    def __init__(self, batches: Batches, samples: Samples, share: ShareSource) -> None:
-        self._batches = batches
+    def __init__(self, batches: Batches, samples: Samples, share: ShareSource, pool: PoolSettings) -> None:
+        self._loading = SharesAhead(batches, samples, share, pool) if pool.workers else SharesHere(batches)
         self._samples = samples
         self._share = share
         self.epoch = 0
@@ -39,9 +51,15 @@ class FromShares:
 
     def batches(self) -> Iterator[Any]:
         """The micro-batches of the next global batch."""
-        while (unit := self._share.next()) is not None:
-            self.epoch = self._samples.epoch_of(unit)
-            yield self._batches[unit]
+        share = self._share
+        while (units := share.next()) is not None:
+            try:
+                batch = self._loading.load(units)
+            except BaseException:
+                share.put_back()
+                raise
+            self.epoch = self._samples.epoch_of(units[0][0])
+            yield batch
 
     def global_batches(self) -> Iterator[Iterator[Any]]:
         while self._share.more():

@@ -64,8 +64,9 @@ class Group(Protocol):
             UserError: the replica has joined already, or the job hands out other samples.
         """
 
-    def keep_global_batch(self, samples: Samples) -> ShareSource:
-        """As `keep_ledger`, for samples that the replicas share, a ``global_batch`` per step."""
+    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> ShareSource:
+        """As `keep_ledger`, for samples that the replicas share, a ``global_batch`` per step; a replica computes so
+        many units ``at_once``, at most."""
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:
         """Emits an event of this replica."""

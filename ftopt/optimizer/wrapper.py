@@ -150,8 +150,13 @@ class OuterOptimizer(Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters."""
-        self._core.inner.zero_grad(set_to_none=set_to_none)
+        """Clears the gradients of all parameters.
+
+        In a job with a global batch they are None then, also with ``set_to_none=False``: a micro-batch whose gradients
+        are cleared is left out of the mean, and does not count as one whose gradients are 0.
+        """
+        in_parts = self._core.group is not None and self._core.group.global_batch is not None
+        self._core.inner.zero_grad(set_to_none=set_to_none or in_parts)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the inner optimizer; only before training has started, and to a single inner optimizer.

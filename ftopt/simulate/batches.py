@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ftopt.simulate.saving import give
 from ftopt.simulate.world import Process
-from ftopt.sync.protocol.intervals import union
+from ftopt.sync.protocol.intervals import Ranges, size, union
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.messages import Contribution
 
@@ -27,7 +27,7 @@ class Shares:
         self._world = process.world
         self._sum: list[int] = []
         self._dropped = 0
-        self._unit: tuple[int, int] | None = None
+        self._unit: tuple[int, Ranges] | None = None
         self._under_way = 0
         """Offers that the network thread has not seen yet."""
         self._tried: object = None
@@ -75,10 +75,10 @@ class Shares:
             p.goodbye()
             return
         planned = portion.plan > 0 and shard.taken is not None and portion.version == shard.taken.version + 1
-        unit = portion.next() if planned and not p.leaving else None
-        if unit is not None:
-            self._unit = (portion.version, unit)
-            p.later(p.step_s * self._world.between(0.8, 1.2), self._add)
+        units = portion.next(self._world.knobs.at_once) if planned and not p.leaving else ()
+        if units:
+            self._unit = (portion.version, units)
+            p.later(p.step_s * size(units) * self._world.between(0.8, 1.2), self._add)
             return
         share = (portion.version, portion.plan, portion.units)
         again = share == self._tried
@@ -109,11 +109,11 @@ class Shares:
         if self._process.hangs(self._add):
             return
         assert self._unit is not None
-        (version, unit), self._unit = self._unit, None
-        mine = self.portion.add(version, unit)
+        (version, units), self._unit = self._unit, None
+        mine = self.portion.add(version, units)
         self._sync()
         if mine:
-            self._sum.append(unit)
+            self._sum += (unit for start, stop in units for unit in range(start, stop))
         self._work()
 
     def _sync(self) -> None:

@@ -46,6 +46,11 @@ class Knobs:
         return 0 if samples is None or samples.global_batch is None else samples.global_batch // samples.batch_size
 
     @property
+    def at_once(self) -> int:
+        """Units of a global batch that a replica computes at once, as one micro-batch."""
+        return 1 if self.samples is None else 1 + self.samples.samples % 2
+
+    @property
     def dead_after_s(self) -> float:
         return float(self.settings["dead_after_s"] or 0)
 

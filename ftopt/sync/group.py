@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ftopt.codecs.codec import Codec
 from ftopt.events import EmitEvent
+from ftopt.sync.protocol.intervals import Ranges as Ranges
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
 from ftopt.sync.protocol.messages import Means as Means
@@ -200,8 +201,9 @@ class ReplicaGroup(Protocol):
             ftopt.errors.UserError: it is too late, or the job hands out others.
         """
 
-    def keep_global_batch(self, samples: Samples) -> GlobalBatch:
-        """The job shares out ``samples``, a ``global_batch`` a step; before `start`. Raises as `keep_ledger`."""
+    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> GlobalBatch:
+        """The job shares out ``samples``, a ``global_batch`` a step; before `start`. ``at_once``: units of a
+        micro-batch of this replica, at most. Raises as `keep_ledger`."""
 
     def start(self, host: Host, fingerprint: Fingerprint) -> list[Committed]:
         """Connects and returns once this replica holds a committed state of every fragment (cold start or fetch).

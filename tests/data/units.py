@@ -83,7 +83,7 @@ class StandIn:
         self.ledgers.append((samples, accumulate))
         return self.units
 
-    def keep_global_batch(self, samples: Samples) -> ShareSource:
+    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> ShareSource:
         raise NotImplementedError
 
     def emit(self, event: str, *, data: Mapping[str, Any] | None = None) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.freeze import ShareOffer
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.group import Ranges, ReplicaGroup
+
+_log = logging.getLogger(__name__)
 
 
 class MicroBatches:
@@ -49,17 +52,31 @@ class MicroBatches:
     def clear(self) -> None:
         self._inner.zero_grad(set_to_none=True)
 
-    def add(self, unit: int, samples: int, *, mine: bool) -> None:
-        if mine:
-            self._fragment.view.add(float(samples))
+    def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:
+        kept = mine and self._fragment.view.add(float(samples))
         self.clear()
-        data = {"unit": unit, "samples": samples, "kept": mine}
-        self._group.emit("micro_batch", version=self.version, inner_step=self._outer.inner_step(), data=data)
+        self._tell("micro_batch", units, samples, {"kept": kept})
+        return kept
+
+    def left_out(self, units: Ranges, samples: int, *, reason: str) -> None:
+        self.clear()
+        _log.warning(
+            "replica %s: a micro-batch of %d samples is left out of its global batch, which is the mean over the rest: "
+            "%s",
+            self._group.replica,
+            samples,
+            reason,
+        )
+        self._tell("left_out", units, samples, {"reason": reason})
+
+    def _tell(self, event: str, units: Ranges, samples: int, more: Mapping[str, object]) -> None:
+        data = {"units": [list(each) for each in units], "samples": samples, **more}
+        self._group.emit(event, version=self.version, inner_step=self._outer.inner_step(), data=data)
 
     def empty(self) -> None:
         self._fragment.view.write(self._fragment.start)
 
-    def offer(self, plan: int, units: tuple[tuple[int, int], ...], samples: int) -> None:
+    def offer(self, plan: int, units: Ranges, samples: int) -> None:
         if not self._fragment.pending_steps:  # otherwise it is the same step, with more in it
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
             counted = self._counted()

@@ -35,20 +35,26 @@ class GradientView(FlatView):
         self._sum = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
-    def add(self, times: float = 1.0) -> None:
-        """Adds the gradients at hand, multiplied by ``times``, to the sum."""
-        for parameter, place in zip(self._parameters, self._views(self._sum[: self.trained]), strict=True):
-            if parameter.grad is None:
-                continue
-            if parameter.grad.layout is not torch.strided:
+    def add(self, times: float = 1.0) -> bool:
+        """Adds the gradients at hand, multiplied by ``times``, to the sum. False: no parameter has one.
+
+        Raises:
+            UserError: one is sparse. Nothing is added.
+        """
+        found = [parameter.grad for parameter in self._parameters]
+        for gradient in found:
+            if gradient is not None and gradient.layout is not torch.strided:
                 raise UserError(
-                    f"a gradient of shape {tuple(parameter.grad.shape)} is sparse ({parameter.grad.layout}), and a "
+                    f"a gradient of shape {tuple(gradient.shape)} is sparse ({gradient.layout}), and a "
                     "method that exchanges gradients takes dense ones; compute it densely (sparse=False), or use a "
                     "method that exchanges parameters, as ftopt.LocalSGD"
                 )
-            place.sub_(local(parameter.grad), alpha=times)
-        present = [float(parameter.grad is not None) for parameter in self._parameters]
+        for gradient, place in zip(found, self._views(self._sum[: self.trained]), strict=True):
+            if gradient is not None:
+                place.sub_(local(gradient), alpha=times)
+        present = [float(gradient is not None) for gradient in found]
         self._sum[self.trained :].add_(torch.tensor(present).to(self.device, non_blocking=True))
+        return any(present)
 
     @torch.no_grad()
     def give(self, agreed: Mapping[str, Tensor]) -> None:

@@ -64,9 +64,9 @@ class Client:
         assert self.units is not None
         return self.units
 
-    def keep_global_batch(self, samples: Samples) -> GlobalBatch:
+    def keep_global_batch(self, samples: Samples, *, at_once: int = 1) -> GlobalBatch:
         if self._is_free_for(samples):
-            self.global_batch = self.session.global_batch = GlobalBatch(samples)
+            self.global_batch = self.session.global_batch = GlobalBatch(samples, at_once=at_once)
         assert self.global_batch is not None
         return self.global_batch
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ftopt.errors import UserError
-from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.intervals import Ranges, intersect, size, subtract, union
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.messages import Plan
 from ftopt.sync.protocol.samples import Samples
@@ -45,26 +45,35 @@ class Computes(Protocol):
         """Applies what the others have committed."""
 
     def clear(self) -> None:
-        """A unit begins: no gradients are at hand."""
+        """A micro-batch begins: no gradients are at hand."""
 
-    def add(self, unit: int, samples: int, *, mine: bool) -> None:
-        """The gradients at hand, times ``samples``, belong into the sum if they are ``mine``."""
+    def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:
+        """The gradients at hand, times ``samples``, go into the sum if they are ``mine``; False: nothing has."""
+
+    def left_out(self, units: Ranges, samples: int, *, reason: str) -> None:
+        """These units are this replica's, and their gradients will not be in the sum."""
 
     def empty(self) -> None:
         """The sum is void."""
 
     def offer(self, plan: int, units: Ranges, samples: int) -> None:
-        """The sum is that of ``units``: a contribution."""
+        """The sum is that of ``units``, of which ``samples`` are in it: a contribution."""
 
     def report(self, state: str, *, unit_s: float) -> None:
         """What the training thread is doing, and how long a unit takes it."""
 
 
 class GlobalBatch:
-    """One replica's share of one batch of ``samples`` after the other. `next` and `more`: on the training thread."""
+    """One replica's share of one batch of ``samples`` after the other. `next` and `more`: on the training thread.
 
-    def __init__(self, samples: Samples, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.samples = samples
+    Args:
+        samples: what is shared out.
+        at_once: units that `next` returns at most: those of a micro-batch.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, samples: Samples, *, at_once: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self.samples, self.at_once = samples, at_once
         self.waited_s = 0.0
         """How long this replica has waited in the batch under way, or the last one."""
         self._clock = clock
@@ -76,9 +85,13 @@ class GlobalBatch:
         self._check: Callable[[], None] = lambda: None
         self._computes: Computes | None = None
         # Training thread only.
-        self._begun = 0
+        self._ready = 0
+        """The version whose step is to be taken."""
         self._dropped = 0
-        self._unit: tuple[int, int, float] | None = None
+        self._current: tuple[int, Ranges, float] | None = None
+        self._broken_off: Ranges = ()
+        self._samples_out = 0
+        """Of the units in the sum: those without gradients."""
         self._took_s: deque[float] | None = None
         self._unit_s = 0.0
         self._offered: tuple[int, int, Ranges] | None = None
@@ -86,17 +99,19 @@ class GlobalBatch:
     # ------------------------------------------------------------ the training loop
 
     def more(self) -> bool:
-        """Waits for the next batch; False when the data have ended, or this replica has left.
+        """Waits for the next batch; False when the data have ended, or this replica has left. A batch whose loop was
+        broken off is the next one, too: with what is left of it.
 
         Raises:
             ftopt.errors.UserError: the step of the last one has not been taken, or this replica has not joined its job.
             ftopt.errors.Refused: the job has refused this replica.
         """
         computes = self._joined()
+        self._break_off(computes)
         self.waited_s = 0.0
         while True:
             if computes.whole:
-                if self._begun == computes.version:
+                if self._ready == computes.version:
                     raise UserError(
                         "the next global batch was asked for before the step of this one; call optimizer.step()"
                     )
@@ -109,8 +124,8 @@ class GlobalBatch:
                     return False
             self._wait(computes, turn, _LOOK_S)
 
-    def next(self) -> int | None:
-        """The next unit to compute the gradients of; those of the last one are taken into the sum.
+    def next(self) -> Ranges | None:
+        """The next units to compute the gradients of, at once; those of the last ones are taken into the sum.
 
         Blocks when the share is done, until another replica's units are added, or the batch is whole.
 
@@ -122,30 +137,40 @@ class GlobalBatch:
             ftopt.errors.Refused: the job has refused this replica.
         """
         computes = self._joined()
-        self._begun = computes.version
-        self._end_unit(computes)
+        self._end_units(computes)
         while not computes.whole:
             with self._changed:
                 turn, p = self._turn, self._portion
                 planned = p.plan > 0 and p.version == computes.version
-                unit = p.next() if planned else None
-                share = (p.version, p.plan, p.units)
+                units = p.next(self.at_once) if planned else ()
+                share, dropped = (p.version, p.plan, p.units), p.dropped
                 if self._closed or (self._ended and not planned):
                     return None
-            self._sync(computes)
-            if unit is not None:
+            self._sync(computes, dropped)
+            if units:
                 computes.report("training", unit_s=self._unit_s)
                 computes.clear()
-                self._unit = (share[0], unit, self._clock())
-                return unit
+                self._current = (share[0], units, self._clock())
+                return units
             again = share == self._offered
             if planned and not computes.outstanding and not again:
                 self._offered = share
-                computes.offer(share[1], share[2], self.samples.count(share[2]))
+                computes.offer(share[1], share[2], self.samples.count(share[2]) - self._samples_out)
             self._wait(computes, turn, _AGAIN_S if planned and again and not computes.outstanding else _LOOK_S)
             if again and not computes.outstanding:
                 self._offered = None  # it was not taken: a newer plan, or a state that is fetched
+        self._ready = computes.version
         return None
+
+    def put_back(self) -> None:
+        """The units that `next` returned last have not reached the loop: it returns them again."""
+        self._current = None
+
+    def expected(self) -> tuple[Ranges, Ranges]:
+        """Units that this replica will compute, to load them ahead: what is left of its share, and the share."""
+        with self._changed:
+            p = self._portion
+            return subtract(p.units, p.kept), p.units
 
     def _joined(self) -> Computes:
         if self._computes is None:
@@ -155,15 +180,42 @@ class GlobalBatch:
             )
         return self._computes
 
-    def _end_unit(self, computes: Computes) -> None:
-        if self._unit is None:
+    def _end_units(self, computes: Computes) -> None:
+        if self._current is None:
             return
-        (version, unit, began_s), self._unit = self._unit, None
-        self._measure(self._clock() - began_s)
+        (version, units, began_s), self._current = self._current, None
+        self._measure((self._clock() - began_s) / size(units))
+        mine = self._add(computes, version, units)
+        try:
+            if not computes.add(units, self.samples.count(units), mine=mine) and mine:
+                self._leave_out(computes, units, "no parameter has a gradient")
+        except BaseException:
+            with self._changed:
+                self._portion.drop()  # the sum may have a part of them
+            raise
+
+    def _break_off(self, computes: Computes) -> None:
+        """The loop has left a micro-batch before its end, by ``break`` or an exception. It is computed again; the
+        second time it is left out of the batch: the exception may come each time, and nobody is to wait for ever."""
+        if self._current is None:
+            return
+        (version, units, _), self._current = self._current, None
+        if not intersect(units, self._broken_off):
+            self._broken_off = union(self._broken_off, units)
+        elif self._add(computes, version, units):
+            self._leave_out(computes, units, "the loop has left it before its end, twice")
+
+    def _add(self, computes: Computes, version: int, units: Ranges) -> bool:
+        """Whether the units are still this replica's: the sum, as it is when this returns, is to have them."""
         with self._changed:
-            mine = self._portion.add(version, unit)
-        self._sync(computes)
-        computes.add(unit, len(self.samples.positions(unit)), mine=mine)
+            mine, dropped = self._portion.add(version, units), self._portion.dropped
+        self._sync(computes, dropped)
+        return mine
+
+    def _leave_out(self, computes: Computes, units: Ranges, reason: str) -> None:
+        samples = self.samples.count(units)
+        self._samples_out += samples
+        computes.left_out(units, samples, reason=reason)
 
     def _measure(self, unit_s: float) -> None:
         """The median of the last few, if there are. The very first is left out, which compiles and fills caches."""
@@ -174,12 +226,11 @@ class GlobalBatch:
         if len(self._took_s) >= _ENOUGH:
             self._unit_s = statistics.median(self._took_s)
 
-    def _sync(self, computes: Computes) -> None:
-        """OWN, TIE: the sum is void when the portion says so."""
-        with self._changed:
-            dropped = self._portion.dropped
+    def _sync(self, computes: Computes, dropped: int) -> None:
+        """OWN, TIE: the sum is void when the portion says so. ``dropped``: as it was when the portion was looked at; a
+        plan that has come since is for the next look, or the sum would miss what the portion counts as kept."""
         if dropped != self._dropped:
-            self._dropped = dropped
+            self._dropped, self._samples_out = dropped, 0
             computes.empty()
 
     def _wait(self, computes: Computes, turn: int, limit_s: float) -> None:

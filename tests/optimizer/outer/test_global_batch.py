@@ -117,7 +117,8 @@ def test_every_unit_is_in_one_commit_and_computed_once() -> None:
     events: list[Event] = []
     samples = Samples(samples=50, batch_size=4, global_batch=12, epochs=1)
     together(local_groups(3, sync=FAST, on_event=events.append), samples)
-    computed = sorted(e.data["unit"] for e in events if e.event == "micro_batch")
+    parts = [part for e in events if e.event == "micro_batch" for part in e.data["units"]]
+    computed = sorted(unit for start, stop in parts for unit in range(start, stop))
     assert computed == list(range(13))
     ranges = [part for e in events if e.event == "decide" for parts in e.data["ranges"].values() for part in parts]
     assert sorted(unit for start, stop in ranges for unit in range(start, stop)) == list(range(13))

@@ -35,7 +35,7 @@ class Worker:
         """What each reduction that was started would add up, by attempt."""
         self.computed = 0
         self._dropped = 0
-        self._computing: tuple[int, int] | None = None
+        self._computing: tuple[int, Ranges] | None = None
 
     @property
     def name(self) -> str:
@@ -59,18 +59,18 @@ class Worker:
 
     def begin(self) -> None:
         """A unit's gradients are being computed."""
-        unit = self.portion.next()
-        self._computing = None if unit is None else (self.portion.version, unit)
+        units = self.portion.next()
+        self._computing = (self.portion.version, units) if units else None
 
     def end(self) -> None:
         """They are there."""
         if self._computing is not None:
-            (version, unit), self._computing = self._computing, None
+            (version, units), self._computing = self._computing, None
             self.computed += 1
-            mine = self.portion.add(version, unit)
+            mine = self.portion.add(version, units)
             self._empty()
             if mine:
-                self.sum.append(unit)
+                self.sum.append(units[0][0])
 
     def offer(self) -> None:
         """Offers the sum if the share is done and nothing is outstanding."""
@@ -85,7 +85,7 @@ class Worker:
     def work(self) -> None:
         """Computes its whole share, and offers it."""
         self.take()
-        while self.portion.next() is not None:
+        while self.portion.next():
             self.begin()
             self.end()
         self.offer()

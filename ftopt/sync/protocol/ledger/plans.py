@@ -148,16 +148,16 @@ class Portion:
             self.drop()
         self.version, self.plan, self.units = version, plan, units
 
-    def next(self) -> int | None:
-        """The next unit to compute; None when the share is done."""
+    def next(self, count: int = 1) -> Ranges:
+        """The next units to compute, ``count`` at most; none when the share is done."""
         left = subtract(self.units, self.kept)
-        return left[0][0] if left else None
+        return first(left, count, parts=len(left))
 
-    def add(self, version: int, unit: int) -> bool:
-        """The gradients of a unit are there; returns whether the unit is still this replica's, and they are summed."""
-        mine = version == self.version and contains(subtract(self.units, self.kept), ((unit, unit + 1),))
+    def add(self, version: int, units: Ranges) -> bool:
+        """The gradients of these are there; returns whether all are still this replica's to compute, and summed."""
+        mine = version == self.version and contains(subtract(self.units, self.kept), units)
         if mine:
-            self.kept = union(self.kept, ((unit, unit + 1),))
+            self.kept = union(self.kept, units)
         return mine
 
     def drop(self) -> None:

@@ -1,0 +1,148 @@
+"""Micro-batches of a global batch, loaded on the training thread or ahead of it by worker processes.
+
+What a replica will compute is known for the batch under way alone. For the batches after it the workers load what it
+would be if shares stayed as they are, which they usually do. What turns out to be another's is loaded in vain; what is
+inherited, and was not expected, is loaded on the training thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from torch.utils.data import Dataset
+
+from ftopt.data.batches import Batches
+from ftopt.data.seeds import seed_of
+from ftopt.data.workers import Pool, PoolSettings
+from ftopt.sync.protocol.samples import Ranges, Samples
+
+_BLANK: tuple[int, ...] = ()
+"""Goes into the workers' pipeline where nothing is to be loaded."""
+
+
+class Expects(Protocol):
+    """What is known of the units to come; see `ftopt.data.shared.ShareSource`."""
+
+    at_once: int
+
+    def expected(self) -> tuple[Ranges, Ranges]:
+        """What is left of this replica's share of the batch under way, and the share."""
+
+
+class ToCome:
+    """The micro-batches that this replica is going to compute, as far as can be told: of the batch under way and of so
+    many ``versions`` after it, if the shares stay as they are."""
+
+    def __init__(self, samples: Samples, share: Expects, *, versions: int) -> None:
+        assert samples.global_batch is not None
+        self._shift, self._end = samples.global_batch // samples.batch_size, samples.units
+        self._share, self._versions = share, versions
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        left, share = self._share.expected()
+        yield from self._micro_batches(_each(left))
+        for ahead in range(1, 1 + self._versions if share else 1):
+            units = [unit + ahead * self._shift for unit in _each(share)]
+            yield from self._micro_batches([unit for unit in units if self._end is None or unit < self._end])
+
+    def _micro_batches(self, units: list[int]) -> Iterator[tuple[int, ...]]:
+        for at in range(0, len(units), self._share.at_once):
+            yield tuple(units[at : at + self._share.at_once])
+
+
+class SharesHere:
+    """Loads on the training thread."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def load(self, units: Ranges) -> Any:
+        """The micro-batch of these units."""
+        return self._batches.together(_each(units))
+
+
+class SharesAhead:
+    """Loads in worker processes, at least one."""
+
+    def __init__(self, batches: Batches, samples: Samples, share: Expects, settings: PoolSettings) -> None:
+        assert samples.global_batch is not None
+        self._batches, self._settings = batches, settings
+        self._seed = seed_of("workers", samples.seed)
+        self._to_come = ToCome(samples, share, versions=1 + settings.workers * settings.prefetch_factor)
+        self._under_way: deque[tuple[int, ...]] = deque()
+        """In the workers' pipeline, in order."""
+        self._loaded: dict[tuple[int, ...], Any] = {}
+        """Out of the pipeline, and not asked for yet."""
+        self._pool: Pool | None = self._start()
+
+    def load(self, units: Ranges) -> Any:
+        """The micro-batch of these units. Raises what the data set raises, and `WorkerDied`; ask again then."""
+        wanted = tuple(_each(units))
+        if self._pool is None:
+            self._pool = self._start()
+        try:
+            while wanted not in self._loaded:
+                if wanted not in self._under_way and _BLANK not in self._under_way:
+                    return self._batches.together(wanted)
+                batch = self._pool.next()
+                if loaded := self._under_way.popleft():
+                    self._loaded[loaded] = batch
+        except BaseException:
+            self._pool.close()
+            self._pool = None
+            self._under_way.clear()
+            raise
+        batch = self._loaded.pop(wanted)
+        to_come = set(self._to_come)
+        self._loaded = {each: batch for each, batch in self._loaded.items() if each in to_come}
+        return batch
+
+    def _start(self) -> Pool:
+        dataset = _TogetherOrBlank(self._batches)
+        return Pool(dataset, self._settings, seed=self._seed, sampler=_Feed(self), collate=_as_it_is, stateful=False)
+
+    def next_to_load(self) -> tuple[int, ...]:
+        """What goes into the pipeline next."""
+        known = {*self._under_way, *self._loaded}
+        found = next((each for each in self._to_come if each not in known), _BLANK)
+        self._under_way.append(found)
+        return found
+
+
+class _Feed:
+    """What the workers load, in order, without end."""
+
+    def __init__(self, ahead: SharesAhead) -> None:
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return self
+
+    def __next__(self) -> tuple[int, ...]:
+        return self._ahead.next_to_load()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the plans decide what comes next."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+
+class _TogetherOrBlank(Dataset[Any]):
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, units: tuple[int, ...]) -> Any:
+        return self._batches.together(units) if units else None
+
+
+def _each(units: Ranges) -> list[int]:
+    return [unit for start, stop in units for unit in range(start, stop)]
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Replaces torch's conversion to tensors: the workers send whole batches."""
+    return batch
