@@ -173,14 +173,15 @@ class Core:
         self._check_usable("step()")
         outer = self.outer
         if outer is None or not outer.is_whole():
-            raise RuntimeError(
+            raise UserError(
                 "step() before the global batch is whole; go through all micro-batches that "
-                "`loader.global_batches()` gives, also those that are inherited"
+                "`loader.global_batches()` gives, also those that are inherited, and take the step behind their loop; "
+                "after an exception in it, go on with the next of `loader.global_batches()`"
             )
         self.inner.check_rates()
         self._checked("step()")
         began = self._clock()
-        outer.apply()
+        outer.take_whole(self.inner.largest_lr)
         self._after_outer_work(outer)
         stall_s = batch.waited_s + self._clock() - began
         outer.report("training")

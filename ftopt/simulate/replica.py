@@ -180,7 +180,8 @@ class ReplicaProcess(Process):
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
         if self.conn and self.machine.welcomed:
             state = self.training.state if self.stepping else "fetching"
-            self.conn.up(m.Heartbeat(state, self.local_steps, self.step_s, self._readings()))
+            plan, left = (self.shares.portion.plan, self.shares.portion.left) if self.shares else (0, 0)
+            self.conn.up(m.Heartbeat(state, self.local_steps, self.step_s, self._readings(), plan, left))
 
     def _readings(self) -> tuple[m.Reading, ...]:
         if not self.world.knobs.hasty:

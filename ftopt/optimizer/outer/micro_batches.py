@@ -47,7 +47,7 @@ class MicroBatches:
         return self._group.outstanding(0)
 
     def catch_up(self) -> None:
-        self._outer.apply()
+        self._outer.take_whole(self._inner.largest_lr)
 
     def clear(self) -> None:
         self._inner.zero_grad(set_to_none=True)
@@ -92,11 +92,12 @@ class MicroBatches:
 
 
 def check_averages_gradients(method: Method) -> None:
-    """Refuses a method that cannot be used in a job with a global batch. UserError: it does more than to average
-    gradients before each step."""
-    if method.gradients is not method or method.sync_every != 1:
+    """Refuses a method that cannot be used in a job with a global batch. UserError: it does not average the gradients
+    of each single step."""
+    gradients = method.gradients
+    if gradients is None or gradients.sync_every != 1:
         raise UserError(
             f"method {method.name} with sync_every={method.sync_every} in a job with a global batch; that is for a "
-            "method that averages gradients, and nothing else, before each step: use ftopt.SyncSGD(), or leave "
-            "global_batch out"
+            "method that averages gradients before each step: use ftopt.SyncSGD() or ftopt.PAFT(sync_every=...), or "
+            "leave global_batch out"
         )

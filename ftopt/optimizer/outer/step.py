@@ -221,10 +221,20 @@ class OuterStep:
 
     def boundary(self, largest_lr: Callable[[], float]) -> bool:
         """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual."""
+        return self._take_turns(self._turns, largest_lr)
+
+    def take_whole(self, largest_lr: Callable[[], float]) -> None:
+        """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
+        self.freezer.join()
+        self._applier.apply(self.fragments[0], early=True)
+        if self._in_step():
+            self._take_turns(self._turns[1:], largest_lr)
+
+    def _take_turns(self, turns: Sequence[Sequence[Fragment]], largest_lr: Callable[[], float]) -> bool:
         acted = False
         step, called_in = self.counters.local_steps, self._group.called_in
         try:
-            for fragments in self._turns:
+            for fragments in turns:
                 wait: list[tuple[Fragment, float | None]] = []
                 for fragment in fragments:
                     if (

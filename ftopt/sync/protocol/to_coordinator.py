@@ -118,12 +118,15 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`."""
+    """The heartbeat. ``readings``: at most one a fragment; each is answered by `Means`. ``left``: of a global batch,
+    how many units of the sender's share of ``plan`` are not computed yet."""
 
     state: Word
     inner_step: Step
     step_s: Annotated[float, within(limits.MAX_STEP_S)]
     readings: Annotated[tuple[Reading, ...], limits.once_a_fragment] = ()
+    plan: Number = 0
+    left: Wants = 0
 
 
 @dataclass(frozen=True, slots=True)

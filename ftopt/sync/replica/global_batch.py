@@ -243,6 +243,11 @@ class GlobalBatch:
 
     # ------------------------------------------------------------ the optimizer and the client
 
+    def standing(self) -> tuple[int, int]:
+        """The newest plan, and how many units of this replica's share are not computed yet. Any thread."""
+        with self._changed:
+            return self._portion.plan, self._portion.left
+
     def attend(self, computes: Computes) -> None:
         """The optimizer has joined the job."""
         self._computes = computes

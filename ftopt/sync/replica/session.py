@@ -208,7 +208,9 @@ class Session:
                     state = "waiting"
                 held = {(f.index, f.record.version) for f in self.machine.fragments if f.record is not None}
                 readings = tuple(x for x in list(self.readings.values()) if (x.fragment, x.version) in held)
-                channel.send(m.encode(m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), readings)))
+                plan, left = self.global_batch.standing() if self.global_batch is not None else (0, 0)
+                beat = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), readings, plan, left)
+                channel.send(m.encode(beat))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
 
     async def restored(self, held: Held) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.batch_shares import BatchShares
-from ftopt.sync.protocol.intervals import Ranges, intersect
+from ftopt.sync.protocol.intervals import Ranges, intersect, size
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.replica.effects import ReplicaEffect, StartReduce
 from ftopt.sync.protocol.replica.machine import Replica
@@ -245,6 +245,23 @@ def test_a_job_that_starts_from_a_state_with_units_in_it_goes_on_behind_them() -
         worker.take()
     assert job.version == 0
     assert job.shares == {"a": ((6, 12),)}
+
+
+def test_the_share_of_one_that_dies_goes_to_who_has_least_left() -> None:
+    """One has handed in its share, one says that it has only begun: the coordinator knows both."""
+    job = Batches("a", "b", "c", samples=Samples(samples=1000, batch_size=1, global_batch=12))
+    job.work("c")
+    a = job["a"]
+    a.take()
+    a.begin()
+    a.end()
+    a.seat.say(m.Heartbeat("training", 0, 0.1, (), a.portion.plan, a.portion.left))
+    job["b"].seat.cut()
+    assert a.portion.left == 3
+    assert {x: size(units) for x, units in job.shares.items()} == {"a": 5, "c": 7}
+    job.work("ac")
+    job.reduce("ac")
+    assert job.version == 1
 
 
 def test_what_was_computed_for_another_version_is_dropped() -> None:

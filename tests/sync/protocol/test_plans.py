@@ -100,15 +100,26 @@ def test_only_the_share_of_who_is_lost_is_computed_again() -> None:
     assert plan.shares == {A: ((0, 2),), B: ((2, 4),), C: ((4, 6),)}
     assert plan.lost([A, B, C]) == ()
     assert plan.lost([A, C]) == ((2, 4),)
-    after = plan.without(2, [A, C], {A: 0.1, C: 0.1})
+    after = plan.without(2, [A, C], {A: 0.1, C: 0.1}, {})
     assert after.shares == {A: ((0, 3),), C: ((3, 6),)}
     assert (after.number, after.version, after.batch) == (2, 1, ((0, 6),))
 
 
 def test_a_joiner_takes_over_what_was_lost_and_a_leaver_keeps_what_it_has_done() -> None:
     plan = first_plan(1, 1, ((0, 6),), SPEEDS)
-    after = plan.without(2, [A, C], {A: 0.1, D: 0.1})
+    after = plan.without(2, [A, C], {A: 0.1, D: 0.1}, {})
     assert after.shares == {A: ((0, 3),), C: ((4, 6),), D: ((3, 4),)}
+
+
+def test_what_was_lost_goes_first_to_those_who_have_least_left() -> None:
+    plan = BatchPlan(1, 1, ((0, 12),), {A: ((0, 4),), B: ((4, 8),), C: ((8, 12),)})
+    speeds = {A: 0.1, C: 0.1}
+    after = plan.without(2, [A, C], speeds, {A: 4, C: 0})
+    assert after.shares == {A: ((0, 4),), C: ((4, 12),)}, "C is done with all of it when A is with its own"
+    after = plan.without(2, [A, C], speeds, {A: 3, C: 1})
+    assert {x: size(share) for x, share in after.shares.items()} == {A: 5, C: 7}
+    after = plan.without(2, [A, C], {A: 0.1, C: 1.0}, {A: 3, C: 1})
+    assert {x: size(share) for x, share in after.shares.items()} == {A: 8, C: 4}, "who has less left is much slower"
 
 
 # ---------------------------------------------------------------- COVER
@@ -121,7 +132,7 @@ def test_a_quorum_covers_the_batch_with_shares_of_the_newest_plan() -> None:
     assert plan.covers({**whole, D: ()}), "a newcomer brings nothing"
     assert not plan.covers({A: whole[A], C: whole[C]})
     assert not plan.covers({A: ((0, 4),), C: whole[C]})
-    assert not plan.without(2, [A, C], {A: 0.1}).covers(whole)
+    assert not plan.without(2, [A, C], {A: 0.1}, {}).covers(whole)
 
 
 # ---------------------------------------------------------------- RESTART
@@ -131,7 +142,7 @@ def test_after_a_restart_replicas_keep_what_they_claim_newest_plan_first() -> No
     claims = {A: (1, ((0, 2),)), B: (2, ((2, 4),)), C: (2, ((1, 2), (4, 6)))}
     plan = restart(1, ((0, 6),), claims)
     assert plan.shares == {B: ((2, 4),), C: ((1, 2), (4, 6))}
-    assert plan.without(9, [A, B, C], {A: 0.1}).shares == {A: ((0, 1),), B: ((2, 4),), C: ((1, 2), (4, 6))}
+    assert plan.without(9, [A, B, C], {A: 0.1}, {}).shares == {A: ((0, 1),), B: ((2, 4),), C: ((1, 2), (4, 6))}
 
 
 def test_a_claim_of_another_batch_is_none() -> None:
@@ -144,40 +155,40 @@ def test_a_claim_of_another_batch_is_none() -> None:
 def test_gradients_are_kept_and_extended_by_a_plan_that_only_adds() -> None:
     portion = Portion()
     portion.assign(1, 1, ((0, 2),))
-    assert portion.next() == 0
-    assert portion.add(1, 0)
-    assert portion.add(1, 1)
-    assert portion.next() is None
+    assert portion.next() == ((0, 1),)
+    assert portion.add(1, ((0, 1),))
+    assert portion.add(1, ((1, 2),))
+    assert portion.next() == ()
     portion.assign(1, 2, ((0, 3),))
-    assert (portion.kept, portion.next(), portion.dropped) == (((0, 2),), 2, 0)
-    assert portion.add(1, 2)
+    assert (portion.kept, portion.next(), portion.dropped) == (((0, 2),), ((2, 3),), 0)
+    assert portion.add(1, ((2, 3),))
     assert portion.kept == portion.units
 
 
 def test_all_gradients_are_dropped_when_one_of_their_units_is_taken_away() -> None:
     portion = Portion()
     portion.assign(1, 1, ((0, 2),))
-    assert portion.add(1, 0)
+    assert portion.add(1, ((0, 1),))
     portion.assign(1, 2, ((1, 3),))
-    assert (portion.kept, portion.next(), portion.dropped) == ((), 1, 1)
+    assert (portion.kept, portion.next(), portion.dropped) == ((), ((1, 2),), 1)
 
 
 def test_a_unit_that_is_taken_away_while_it_is_computed_is_left_out() -> None:
     portion = Portion()
     portion.assign(1, 1, ((0, 2),))
     portion.assign(1, 2, ((0, 1),))
-    assert not portion.add(1, 1)
-    assert portion.add(1, 0)
-    assert not portion.add(1, 0), "and once is enough"
+    assert not portion.add(1, ((1, 2),))
+    assert portion.add(1, ((0, 1),))
+    assert not portion.add(1, ((0, 1),)), "and once is enough"
 
 
 def test_gradients_belong_to_one_version() -> None:
     portion = Portion()
     portion.assign(1, 1, ((0, 2),))
-    assert portion.add(1, 0)
+    assert portion.add(1, ((0, 1),))
     portion.assign(2, 2, ((0, 4),))
     assert (portion.kept, portion.dropped) == ((), 1)
-    assert not portion.add(1, 1), "computed with the parameters of before"
+    assert not portion.add(1, ((1, 2),)), "computed with the parameters of before"
 
 
 # ---------------------------------------------------------------- all of it
@@ -192,7 +203,8 @@ class Worker:
     at: int = 0
     inbox: deque[tuple[int, int, Ranges]] = field(default_factory=deque)
     here: bool = True
-    computing: tuple[int, int] | None = None
+    computing: tuple[int, Ranges] | None = None
+    at_once: int = 1
 
     def step(self) -> None:
         """Ends the unit under way and begins the next one, as a training loop does."""
@@ -200,9 +212,9 @@ class Worker:
             belongs = self.portion.add(*self.computing)
             self.empty()
             if belongs:
-                self.sum.append(self.computing[1])
-        unit = self.portion.next()
-        self.computing = None if unit is None else (self.portion.version, unit)
+                self.sum += one_by_one(self.computing[1])
+        units = self.portion.next(self.at_once)
+        self.computing = (self.portion.version, units) if units else None
 
     def empty(self) -> None:
         if self.at != self.portion.dropped:
@@ -215,7 +227,7 @@ SAMPLES = Samples(samples=1000, batch_size=1, global_batch=7)
 def walk(seed: int) -> int:
     """Plays at random; returns how many batches were committed. Every commit is its batch, each unit once."""
     chance = random.Random(seed)
-    workers = {incarnation_id: Worker() for incarnation_id in (A, B, C)}
+    workers = {incarnation_id: Worker(at_once=1 + seed % 2) for incarnation_id in (A, B, C)}
     numbers, version, offers = iter(range(1, 10_000)), 1, dict[IncarnationId, tuple[int, Ranges, list[int]]]()
 
     def speeds() -> dict[IncarnationId, float]:
@@ -263,7 +275,7 @@ def walk(seed: int) -> int:
                 offers.pop(incarnation_id, None)
                 present = [z for z in workers if workers[z].here]
                 if present and plan.lost(present):
-                    plan = plan.without(next(numbers), present, speeds())
+                    plan = plan.without(next(numbers), present, speeds(), {})
                 tell()
     return version - 1
 

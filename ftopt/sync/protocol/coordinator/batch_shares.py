@@ -63,13 +63,21 @@ class BatchShares(Assignment):
         if plan is None or plan.version != version:
             self.plan = first_plan(self._numbers.next(), version, self._batch, speeds)
         elif not plan.number or plan.lost(present):
-            self.plan = plan.without(self._numbers.next(), present, speeds)
+            left = {x.incarnation_id: self._left(plan, x, proposals) for x in here}
+            self.plan = plan.without(self._numbers.next(), present, speeds, left)
         else:
             return []
         self._notified.clear()
         self._renumber(self.plan, at, proposals)
         shares = {replica: share for (replica, _), share in self.plan.shares.items()}
         return [Emit("plan", fragment=0, version=version, data={"plan": self.plan.number, "shares": shares})]
+
+    def _left(self, plan: BatchPlan, member: Member, proposals: Mapping[str, m.Contribution]) -> int:
+        """How many units of its share a member has not computed, as far as is known."""
+        if member.replica in proposals:
+            return 0
+        number, left = member.left
+        return left if number == plan.number > 0 else size(plan.share(member.incarnation_id))
 
     def _renumber(self, plan: BatchPlan, at: m.Position, proposals: dict[str, m.Contribution]) -> None:
         """Proposals of holders whose shares have not changed are proposals of the new plan, too."""

@@ -48,6 +48,8 @@ class Member:
     late: int = 0  # how often its peers gave up waiting for its result: each time makes them twice as patient
     quiet: int = 0  # the same on this connection, because its heartbeats had stopped
     load: int = 1  # units that a step of it takes: with a global batch step_s is that of one of them
+    left: tuple[int, int] = (0, 0)
+    """The plan of a global batch, and how many units of its share it had not computed when it was heard last."""
     wants: int = 0  # units of the sample ledger that it wants to hold after a commit
     counted: dict[int, int] | None = None
     """Fragment -> the last version that may have a contribution of it; None: it was never welcomed."""
@@ -101,6 +103,7 @@ class Member:
             self.stalled_at = None
         out_of_units = message.state == "out_of_units" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
+        self.left = (message.plan, message.left)
         return moves or out_of_units
 
 

@@ -5,8 +5,8 @@ are the sum over the units of its share, so the sum over all replicas is the bat
 
 - BATCH: version ``v + 1`` is made of the units ``[v B, (v + 1) B)`` and of all of them. The version is the cursor;
   nothing is leased.
-- PLAN: a replica that is lost loses its share; the next plan gives it to those that are there, by speed, beside what
-  they have. None is issued while an attempt is undecided.
+- PLAN: a replica that is lost loses its share; the next plan gives it to those that are there, beside what they have,
+  first to those who will soonest be done with that. None is issued while an attempt is undecided.
 - OWN (`Portion`): a replica whose gradients hold a unit that is another's by now drops them all, since a sum cannot be
   taken apart; any other keeps what it has computed, and adds to it.
 - COVER: a quorum forms only from contributions of the newest plan that are the batch, each unit once.
@@ -57,12 +57,17 @@ class BatchPlan:
         return subtract(self.batch, union(*(self.share(incarnation_id) for incarnation_id in present)))
 
     def without(
-        self, number: int, present: Iterable[IncarnationId], speeds: Mapping[IncarnationId, float]
+        self,
+        number: int,
+        present: Iterable[IncarnationId],
+        speeds: Mapping[IncarnationId, float],
+        left: Mapping[IncarnationId, int],
     ) -> BatchPlan:
         """PLAN: the next plan of the same batch. Those that are ``present`` keep their shares; what the others had goes
-        to those in ``speeds`` (seconds a unit, 0 if unknown; not empty)."""
+        to those in ``speeds`` (seconds a unit, 0 if unknown; not empty), who have so many units ``left`` to compute."""
         kept = {x: self.shares[x] for x in present if x in self.shares}
-        more = share_out(subtract(self.batch, union(*kept.values())), speeds)
+        lost = subtract(self.batch, union(*kept.values()))
+        more = _runs(lost, _soonest(size(lost), _pace(speeds), left))
         shares = {x: union(kept.get(x, ()), more.get(x, ())) for x in sorted({*kept, *more})}
         return BatchPlan(number, self.version, self.batch, shares)
 
@@ -95,33 +100,47 @@ def share_out(units: Ranges, speeds: Mapping[IncarnationId, float], *, least: in
         speeds: seconds a unit; 0 if unknown: the mean of the others is assumed.
         least: units for each, if there are enough: the speed of a replica without any is not measured.
     """
+    pace, count = _pace(speeds), size(units)
+    each, more = divmod(count, len(pace))
+    even = {incarnation_id: each + (place < more) for place, incarnation_id in enumerate(pace)}
+    one = dict.fromkeys(pace, least if least * len(pace) <= count else 0)
+    rest = _soonest(count - sum(one.values()), pace, one)
+    soonest = {incarnation_id: one[incarnation_id] + rest[incarnation_id] for incarnation_id in pace}
+    takes_s = _takes(soonest, pace)
+    worth_it = _takes(even, pace) > max(EVEN * takes_s, takes_s + WORTH_S)
+    return _runs(units, soonest if worth_it else even)
+
+
+def _pace(speeds: Mapping[IncarnationId, float]) -> dict[IncarnationId, float]:
+    """Seconds a unit, by id; for those whose speed is unknown, the mean of the others."""
     known = [x for x in speeds.values() if x > 0]
     usual = sum(known) / len(known) if known else 1.0
-    pace = {x: speed if speed > 0 else usual for x, speed in sorted(speeds.items())}
-    each, more = divmod(size(units), len(pace))
-    counts = {incarnation_id: each + (place < more) for place, incarnation_id in enumerate(pace)}
-    soonest = _soonest(size(units), pace, least)
-    if _takes(counts, pace) > max(EVEN * _takes(soonest, pace), _takes(soonest, pace) + WORTH_S):
-        counts = soonest
+    return {x: speed if speed > 0 else usual for x, speed in sorted(speeds.items())}
+
+
+def _soonest(
+    count: int, pace: Mapping[IncarnationId, float], left: Mapping[IncarnationId, int]
+) -> dict[IncarnationId, int]:
+    """How many units go to which replica: each to the one that would be done with it first, with what it has ``left``
+    to do before."""
+    counts = dict.fromkeys(pace, 0)
+    done = [((left.get(incarnation_id, 0) + 1) * unit_s, incarnation_id) for incarnation_id, unit_s in pace.items()]
+    heapq.heapify(done)
+    for _ in range(count):
+        at, incarnation_id = done[0]
+        counts[incarnation_id] += 1
+        heapq.heapreplace(done, (at + pace[incarnation_id], incarnation_id))
+    return counts
+
+
+def _runs(units: Ranges, counts: Mapping[IncarnationId, int]) -> dict[IncarnationId, Ranges]:
+    """The shares of so many units; each is a run of neighbours. Without those that get none."""
     shares: dict[IncarnationId, Ranges] = {}
     for incarnation_id, count in counts.items():
         if count:
             shares[incarnation_id] = first(units, count, parts=len(units))
             units = subtract(units, shares[incarnation_id])
     return shares
-
-
-def _soonest(count: int, pace: Mapping[IncarnationId, float], least: int) -> dict[IncarnationId, int]:
-    """The shortest makespan: each unit goes to the replica that would be done with it first."""
-    least = least if least * len(pace) <= count else 0
-    counts = dict.fromkeys(pace, least)
-    done = [((least + 1) * unit_s, incarnation_id) for incarnation_id, unit_s in pace.items()]
-    heapq.heapify(done)
-    for _ in range(count - least * len(pace)):
-        at, incarnation_id = done[0]
-        counts[incarnation_id] += 1
-        heapq.heapreplace(done, (at + pace[incarnation_id], incarnation_id))
-    return counts
 
 
 def _takes(counts: Mapping[IncarnationId, int], pace: Mapping[IncarnationId, float]) -> float:
@@ -159,6 +178,11 @@ class Portion:
         if mine:
             self.kept = union(self.kept, units)
         return mine
+
+    @property
+    def left(self) -> int:
+        """How many units are not computed yet."""
+        return size(self.units) - size(self.kept)
 
     def drop(self) -> None:
         self.dropped += bool(self.kept)
