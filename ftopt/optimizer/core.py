@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import Method
-from ftopt.optimizer.counts import MAX_COUNT, one_number
+from ftopt.optimizer.counts import NextStep, one_number
+from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
@@ -30,7 +31,6 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
-from ftopt.streams import used_here
 from ftopt.sync.group import GlobalBatch, ReplicaGroup
 
 _log = logging.getLogger(__name__)
@@ -71,14 +71,14 @@ class Core:
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self._clock, self._memory = clock, memory
-        self._before_outer: list[list[Tensor]] | None = None
+        self._evaluated = OuterParameters()
         self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
         self._ended_at: float | None = None
         self.last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
         self._spent_at = -math.inf
-        self._tokens = self._samples = 0  # counted for the step to come, as is its loss
-        self._loss: float | Tensor | None = None
+        self._next = NextStep()
+        self._loads: Loads | None = None
 
     # Stepping.
 
@@ -95,10 +95,12 @@ class Core:
         self.inner.check_rates()
         if self.inner.is_empty_step():
             return self.inner.step(closure)
-        if self.closed or self._before_outer is not None:
+        if self.closed or self._evaluated.there:
             self._check_usable("step()")
         if self.outer is None and self.start() and closure is None:
             return None  # The gradient belongs to the parameters that the fetched ones have replaced.
+        if (loads := self._loads) is not None and loads.own is not None and self._set_back() and closure is None:
+            return None  # Likewise, and to those that were loaded.
         return self._step(self.outer or self.started(), self.group, closure)
 
     def _step(self, outer: OuterStep, group: ReplicaGroup, closure: Callable[[], Any] | None) -> Any:
@@ -120,13 +122,13 @@ class Core:
             loss = self.inner.step(closure)
             last.counted = True
         ended = self._clock()
-        if loss is not None and self._loss is None:
-            self._loss = one_number(loss)
+        if loss is not None and (to_count := self._next).loss is None:
+            to_count.loss = one_number(loss)
         step_s = None if self._ended_at is None else ended - self._ended_at
-        tokens = self._tokens
-        counted = self._take_counted() if tokens or self._samples else None
-        outer.count(self.inner.largest_lr, self._loss, step_s, tokens=tokens)
-        self._loss = None
+        tokens = self._next.tokens
+        counted = self._next.take() if tokens or self._next.samples else None
+        outer.count(self.inner.largest_lr, self._next.loss, step_s, tokens=tokens)
+        self._next.loss = None
         emitted = ended
         if tells:
             group.emit("stepped", inner_step=outer.inner_step(), data=counted)
@@ -158,10 +160,10 @@ class Core:
                 f"undo_step: the replicas of {self.method} take each inner step together; one alone cannot undo it; "
                 "restore a checkpoint, or leave and join anew"
             )
+        self._set_back()
         self._join(outer)
         undone = last.undo(outer, self.group)
-        self._loss = None
-        self._tokens = self._samples = 0
+        self._next.forget()
         return undone
 
     def _step_of_batch(self, group: ReplicaGroup, batch: GlobalBatch, closure: Callable[[], Any] | None) -> None:
@@ -187,12 +189,6 @@ class Core:
         outer.report("training")
         group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
 
-    def _take_counted(self) -> dict[str, int]:
-        """What the user has counted since the last step."""
-        counted = {"tokens": self._tokens, "samples": self._samples}
-        self._tokens = self._samples = 0
-        return counted
-
     def _step_detached(self, closure: Callable[[], Any] | None) -> Any:
         if not self._said_detached:
             self._said_detached = True
@@ -208,7 +204,7 @@ class Core:
             raise RuntimeError(
                 f"{what} after close(): this replica has left the job; call ftopt.wrap() with a new group to join anew"
             )
-        if self._before_outer is not None:
+        if self._evaluated.there:
             raise RuntimeError(f"{what} while the outer parameters are in the model; leave outer_parameters() first")
 
     def _join(self, outer: OuterStep) -> None:
@@ -257,7 +253,37 @@ class Core:
         assert self.group is not None and outer.trained is not None
         self.group.check()
         outer.trained.check()
+        self._set_back()
         return outer
+
+    def load_inner(self, state_dict: dict[str, Any]) -> None:
+        """Loads the inner state, unless the replicas have agreed on it."""
+        if self.outer is None or self.outer.gradients is None or self.closed:
+            self.inner.load_state_dict(state_dict)
+            return
+        warnings.warn(
+            f"the inner optimizer's state is not loaded: the replicas of {self.method} have it alike, and take each "
+            "step together; load it before `with optimizer:`, on all replicas, or resume the job from its checkpoint "
+            "(ftopt.Checkpoints)",
+            stacklevel=3,
+        )
+
+    def _before_load(self) -> bool:
+        """User code is about to load weights into the model. False: the parameters there are not this replica's."""
+        if self.closed or self._evaluated.there:
+            return False
+        self._join(self.started())
+        return True
+
+    def _set_back(self, *, closing: bool = False) -> bool:
+        """Replaces weights that user code has loaded; False: none."""
+        loads = self._loads
+        if loads is None or not loads.loaded():
+            return False
+        loads.set_back(closing=closing)
+        if self.last is not None:
+            self.last.counted = None
+        return True
 
     # Starting and leaving.
 
@@ -290,7 +316,8 @@ class Core:
         if self.group.units is not None:
             self.group.units.when_out_of_units(self._offer_rest)
         if self.group.global_batch is not None:
-            self.group.global_batch.attend(MicroBatches(outer, self.inner, self.group, self._take_counted))
+            self.group.global_batch.attend(MicroBatches(outer, self.inner, self.group, self._next.take))
+        self._loads = Loads(self.model, outer, self._before_load)
         outer.report("training")
         return fetched
 
@@ -306,21 +333,23 @@ class Core:
         None: before the start, while the outer parameters are in the model, or when this replica has fetched that
         version instead of making it.
         """
-        return None if self.outer is None or self._before_outer is not None else cut_of(self.outer)
+        return None if self.outer is None or self._evaluated.there else cut_of(self.outer)
 
     def capture(self, copies: CopyPool) -> SavedReplica:
         """Captures this replica between two inner steps. What training changes is copied into ``copies``."""
         outer = self.started()
         assert self.model is not None and self.group is not None
+        self._set_back()
         self._join(outer)
         return capture_replica(outer, self.inner, self.model, self.group, copies=copies)
 
     def _offer_rest(self) -> None:
         """Proposes while the loader waits for units that others hold: the data ends only when all steps are offered."""
         outer = self.started()
-        if self.closed or self._before_outer is not None:
+        if self.closed or self._evaluated.there:
             return
         outer.report("out_of_units")
+        self._set_back()
         outer.apply()
         spent = self._clock() >= self._spent_at + _SPENT_S
         for fragment in outer.fragments:
@@ -340,11 +369,15 @@ class Core:
         if self.closed or self.group is None:
             return
         self.closed = True
+        loaded: Callable[[], None] | None = None
         try:
             self.exit_outer()
             if self.outer is None:
                 return
+            if self._loads is not None:
+                loaded = self._loads.keep()
             deadline = self._clock() + timeout_s
+            self._set_back(closing=True)
             self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
             if flush:
                 self.group.check()
@@ -359,6 +392,8 @@ class Core:
                 _log.warning(text, self.group.replica, left)
         finally:
             self.group.close()
+            if loaded is not None:
+                loaded()
 
     def _flush(self, outer: OuterStep, group: ReplicaGroup, deadline: float) -> None:
         # Not group.wait(): that has no deadline, and a user who leaves has one.
@@ -372,14 +407,7 @@ class Core:
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
         """Adds to what the next step uses; its loss. UserError: more than can be counted."""
         life = 0 if self.outer is None else self.outer.counters.tokens
-        for what, sum_ in (("tokens", life + self._tokens + tokens), ("samples", self._samples + samples)):
-            if sum_ > MAX_COUNT:
-                raise UserError(
-                    f"count(): {sum_} {what} in all; at most 2^53 - 1 can be counted; mend what counts them"
-                )
-        self._tokens += tokens
-        self._samples += samples
-        self._loss = self._loss if loss is None else loss
+        self._next.add(tokens, samples, loss, life=life)
 
     # What the user is doing, and the anchor in the model.
 
@@ -392,23 +420,16 @@ class Core:
     def enter_outer(self) -> None:
         """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept aside.
         RuntimeError: it is there already."""
-        if self._before_outer is not None:
+        if self._evaluated.there:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
         self.start()
+        self._set_back()
         self._join(self.started())
-        fragments = self.started().fragments
-        self._before_outer = [fragment.view.clones() for fragment in fragments]
-        for fragment in fragments:
-            anchor = fragment.state.anchor
-            used_here([anchor])
-            fragment.view.write(anchor)
+        self._evaluated.put(self.started().fragments)
         self.report("evaluating")
 
     def exit_outer(self) -> None:
         """Puts the replica's parameters back, bit for bit, unless they are there."""
-        if self._before_outer is None:
-            return
-        for fragment, clones in zip(self.started().fragments, self._before_outer, strict=True):
-            fragment.view.restore(clones)
-        self._before_outer = None
-        self.report("training")
+        if self._evaluated.there:
+            self._evaluated.take_out()
+            self.report("training")

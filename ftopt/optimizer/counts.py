@@ -13,6 +13,40 @@ MAX_COUNT = (1 << 53) - 1
 """What JSON carries exactly everywhere."""
 
 
+class NextStep:
+    """What the user has counted for the step to come.
+
+    Attributes:
+        tokens, samples: counted so far.
+        loss: one number, which is not read; None: not told.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = self.samples = 0
+        self.loss: float | Tensor | None = None
+
+    def add(self, tokens: int, samples: int, loss: float | Tensor | None, *, life: int) -> None:
+        """Adds to it. UserError: more than can be counted, with the tokens of this replica's ``life`` so far."""
+        for what, sum_ in (("tokens", life + self.tokens + tokens), ("samples", self.samples + samples)):
+            if sum_ > MAX_COUNT:
+                raise UserError(
+                    f"count(): {sum_} {what} in all; at most 2^53 - 1 can be counted; mend what counts them"
+                )
+        self.tokens += tokens
+        self.samples += samples
+        self.loss = self.loss if loss is None else loss
+
+    def take(self) -> dict[str, int]:
+        """The tokens and samples, which then count for the step that is taken."""
+        counted = {"tokens": self.tokens, "samples": self.samples}
+        self.tokens = self.samples = 0
+        return counted
+
+    def forget(self) -> None:
+        """The step that they were counted for is undone."""
+        self.tokens, self.samples, self.loss = 0, 0, None
+
+
 def whole(what: str, value: object) -> int:
     """``value``, a count. UserError: not a whole number of 0 or more, or one that would have to be waited for."""
     if isinstance(value, Tensor) and value.device.type != "cpu":

@@ -197,6 +197,9 @@ class OuterOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the inner optimizer's state. Parameters, anchor and versions are the job's and stay.
 
+        After the start of a method that exchanges gradients (`ftopt.SyncSGD`, `ftopt.PAFT`) nothing is loaded, with a
+        warning: its replicas have the inner state alike.
+
         Args:
             state_dict: of an `OuterOptimizer`, or (with a warning) of a bare inner optimizer.
         """
@@ -217,7 +220,7 @@ class OuterOptimizer(Optimizer):
                 "the inner state is loaded",
                 stacklevel=2,
             )
-        self._core.inner.load_state_dict(state_dict)
+        self._core.load_inner(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -156,6 +156,16 @@ class Applier:
         fragment.view.write(start)
         self._discard(fragment, fragment.pending_steps, reason)
 
+    def drop_loaded(self, fragment: Fragment) -> int:
+        """Drops the steps that no outstanding contribution holds, since user code has replaced the parameters: they go
+        back to where these steps began. Returns how many."""
+        began, steps = fragment.since_frozen()
+        params = began if isinstance(began, Tensor) else began.flat()
+        if params.numel():  # else they were frozen in place: nothing is pending, and the next state replaces them
+            fragment.view.write(params)
+        self._discard(fragment, steps, "loaded")
+        return steps
+
     def _count_nonfinite(self, fragment: Fragment, *, again: bool) -> None:
         counters = self._shared.counters
         counters.count_nonfinite_drop()

@@ -238,8 +238,7 @@ class Fragment:
         if snapshot is not None and self._is_counted(snapshot.contribution, state):
             # In place: the training thread waits, nothing is pending, and what it is measured from is not read.
             params = self.start.new_empty(0) if snapshot.params.copy is None else snapshot.params.copy
-            step, version = snapshot.contribution.last_step, state.meta.version
-            self.base = Base(params, step, snapshot.tokens, snapshot.totals, version)
+            self.base = Base(params, snapshot.until, snapshot.tokens, snapshot.totals, state.meta.version)
             if snapshot.contribution.finite and snapshot.contribution.steps:
                 self.bad_rounds, self._dropped, self._drops = 0, None, 0
             if self._left_out is not None:
@@ -281,10 +280,21 @@ class Fragment:
         self.trigger_from_step, self.trigger_from_s = step, now_s
         self.ask_from = 0 if self._period is None else step + self._period
 
+    def since_frozen(self) -> tuple[Frozen | Tensor, int]:
+        """Where the work begins that no outstanding contribution holds: the parameters there, and its steps."""
+        with self._lock:
+            snapshot, local_steps = self.snapshot, self._counters.local_steps
+            if snapshot is None:
+                return self.base.params, local_steps - self.base.step
+            return snapshot.params, local_steps - snapshot.until
+
     def discard(self, steps: int) -> None:
-        """Drops the oldest ``steps`` pending steps."""
+        """Drops so many pending steps: the oldest, or all that no outstanding contribution holds."""
         with self._lock:
             base, counters = self.base, self._counters
+            if (snapshot := self.snapshot) is not None:  # what it does not hold is dropped
+                tokens, totals = counters.tokens, counters.totals
+                self.snapshot = replace(snapshot, until=counters.local_steps, tokens=tokens, totals=totals)
             step, pending = base.step + steps, counters.local_steps - base.step
             tokens = base.tokens + (counters.tokens - base.tokens) * steps // max(1, pending)  # as on average
             self.base = replace(base, step=step, tokens=tokens)

@@ -198,7 +198,15 @@ class Freezer:
         self._schedule.restart(fragment, anew=fragment.by_job or self._schedule.averages(fragment))
         rate = totals.mean_rate(base.totals)
         lr = lr if rate is None else rate  # None: adopted steps alone, or nobody asks
-        make = partial(Snapshot, start=start, tokens=counters.tokens, lr=lr, totals=totals, seen=seen)
+        make = partial(
+            Snapshot,
+            start=start,
+            tokens=counters.tokens,
+            lr=lr,
+            totals=totals,
+            seen=seen,
+            until=counters.local_steps,
+        )
         return _Proposal(make, lr, contribution, applied, start, now, share)
 
     def _freeze_in_place(self, fragment: Fragment, proposal: _Proposal) -> tuple[Frozen, Measured]:

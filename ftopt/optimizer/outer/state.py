@@ -128,6 +128,7 @@ class Snapshot:
         tokens: all tokens counted by then; ``totals`` likewise.
         lr: the inner optimizer's largest rate, the mean over its steps.
         seen: what the other members get for their triggers.
+        until: the last inner step that is in the contribution, or was dropped behind it.
     """
 
     contribution: Contribution
@@ -137,6 +138,7 @@ class Snapshot:
     lr: float
     totals: StepTotals
     seen: MemberStats
+    until: int
 
 
 @dataclass(frozen=True, slots=True)

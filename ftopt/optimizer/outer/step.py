@@ -308,6 +308,15 @@ class OuterStep:
         applied = [self._applier.apply(fragment, early=True) for fragment in self.fragments]
         return any(applied)
 
+    def drop_loaded(self) -> int:
+        """Drops the pending work, since user code has replaced the parameters, but not what is proposed already.
+        Returns the steps."""
+        self.freezer.join()
+        dropped = [self._applier.drop_loaded(fragment) for fragment in self.fragments]
+        if self._group.units is not None and not self._group.outstanding(0):
+            self._group.units.redo(once=True)
+        return max(dropped)
+
     def settle(self) -> bool:
         """Waits for what is outstanding or being fetched, and applies it; False when something stays undecided."""
         self.freezer.join()

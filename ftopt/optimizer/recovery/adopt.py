@@ -53,7 +53,7 @@ def work_of(view: FlatView, own: Tree, index: int, base: Tensor | None, counted_
         return PendingWork(residuals=part and part["residuals"])
     step, tokens, frozen = part["base_step"], part["base_tokens"], part.get("snapshot")
     if frozen is not None and counted_step >= frozen["contribution"]["last_step"]:
-        step, tokens, base = frozen["contribution"]["last_step"], frozen["tokens"], frozen["params"]
+        step, tokens, base = frozen["until"], frozen["tokens"], frozen["params"]
     params, base = part["params"].to(view.device), base.to(view.device)
     return PendingWork(params, base, own["local_steps"] - step, own["tokens"] - tokens, part["residuals"])
 

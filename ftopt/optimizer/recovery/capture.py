@@ -145,4 +145,5 @@ def _of_snapshot(snapshot: Snapshot, copies: CopyPool) -> Tree:
         "lr": snapshot.lr,
         "totals": snapshot.totals._asdict(),
         "seen": pack(snapshot.seen),
+        "until": snapshot.until,
     }

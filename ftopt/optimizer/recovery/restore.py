@@ -206,7 +206,9 @@ def _restore_fragment(fragment: Fragment, part: Tree, now_s: float) -> None:
     if frozen is not None:
         contribution, params = Contribution(**frozen["contribution"]), Frozen(view, on(view, frozen["params"]))
         totals_then, seen = StepTotals(**frozen["totals"]), seen_of(frozen["seen"])
-        snapshot = Snapshot(contribution, params, fragment.start, frozen["tokens"], frozen["lr"], totals_then, seen)
+        snapshot = Snapshot(
+            contribution, params, fragment.start, frozen["tokens"], frozen["lr"], totals_then, seen, frozen["until"]
+        )
     residuals = {units: residual_of(view, left) for units, left in part["residuals"].items()}
     view.write(part["params"].to(view.device))
     fragment.restore(Pending(base, snapshot, residuals))

@@ -218,6 +218,10 @@ class FlatView:
         """Puts `clones` back, bit for bit."""
         torch._foreach_copy_(self._locals(), list(clones))
 
+    def equals(self, clones: Sequence[Tensor]) -> bool:
+        """Whether the parameters are what they were when `clones` was called."""
+        return all(torch.equal(t, clone) for t, clone in zip(self._locals(), clones, strict=True))
+
     def places(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
         """Where each tensor lies, buffers and more included, with its shape and dtype."""
         spans, start = [], 0

@@ -1,0 +1,144 @@
+"""What is in the model instead of this replica's own parameters: the anchor for a while, or weights that were loaded.
+
+A job's parameters are not replaced by loading others. What a replica's parameters differ by from its anchor is taken
+for the work of its pending steps, and loaded weights would be in the next anchor of all replicas. So before the next
+step, and before anything is handed in or saved, a replica that has loaded weights goes back to what the job knows of
+it. Until then they stay in the model: who evaluates other weights and loads the own ones back has changed nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.streams import used_here
+
+_INSTEAD = (
+    "to train from these weights, load them before `with optimizer:` (a new job starts from them, one that runs goes "
+    "on from its own); to go on with an earlier state of the job, resume it from its checkpoint (ftopt.Checkpoints); "
+    "to look at other weights for a while, load the own ones back before the next step(); a change that shall count "
+    "as this replica's work is made in place, parameter.copy_(...) under torch.no_grad()"
+)
+
+
+class OuterParameters:
+    """The committed anchor in the model, to evaluate and export. Training thread.
+
+    Attributes:
+        there: whether it is in the model.
+    """
+
+    def __init__(self) -> None:
+        self.there = False
+        self._own: list[tuple[FlatView, list[Tensor]]] = []
+
+    def put(self, fragments: Sequence[Fragment]) -> None:
+        """Puts it into the model; the replica's parameters are kept aside."""
+        self._own, self.there = [(fragment.view, fragment.view.clones()) for fragment in fragments], True
+        for fragment in fragments:
+            anchor = fragment.state.anchor
+            used_here([anchor])
+            fragment.view.write(anchor)
+
+    def take_out(self) -> None:
+        """Puts the replica's parameters back, bit for bit, unless they are there."""
+        for view, clones in self._own:
+            view.restore(clones)
+        self._own, self.there = [], False
+
+
+class Loads:
+    """What user code has loaded into the model since the last step. Training thread.
+
+    Args:
+        before: called before a load changes anything.
+
+    Attributes:
+        own: what the parameters of each view were before; None: nothing has been loaded.
+    """
+
+    def __init__(self, model: nn.Module, outer: OuterStep, before: Callable[[], bool]) -> None:
+        self.own: list[list[Tensor]] | None = None
+        self._outer, self._before = outer, before
+        first = outer.gradients
+        self._views: list[FlatView] = (
+            [fragment.view for fragment in outer.fragments] if first is None else [first.live.view]
+        )
+        hook = _Hook(self)
+        modules: list[Any] = list(model.modules())
+        self._handles = [module.register_load_state_dict_pre_hook(hook) for module in modules]
+
+    def note(self) -> None:
+        """Weights are about to be loaded."""
+        if self.own is None and self._before():
+            self.own = [view.clones() for view in self._views]
+
+    def loaded(self) -> bool:
+        """Whether the parameters are others than before the load."""
+        own = self.own
+        if own is None:
+            return False
+        if all(view.equals(clones) for view, clones in zip(self._views, own, strict=True)):
+            self.own = own = None
+        return own is not None
+
+    def set_back(self, *, closing: bool) -> None:
+        """Replaces what was loaded. With methods that exchange gradients by what was there before: replicas have it
+        alike. Else by what the pending steps began with; they are dropped, since a user who goes back to earlier
+        weights wants to be rid of them."""
+        assert self.own is not None
+        outer, steps = self._outer, 0
+        if outer.gradients is None:
+            steps = outer.drop_loaded()
+        else:
+            self._write(self.own)
+        self.own = None
+        dropped = f"; {steps} pending inner steps are dropped" if steps else ""
+        now = (
+            "what is handed in now are the replica's own, and then the loaded ones are in the model again"
+            if closing
+            else "they are again what the replicas have agreed on, and the gradient at hand is not used"
+        )
+        warnings.warn(
+            "weights were loaded into the model after this replica had joined its job, whose parameters are not "
+            f"replaced by loading: {now}{dropped}; {_INSTEAD}",
+            stacklevel=5,
+        )
+
+    def keep(self) -> Callable[[], None] | None:
+        """For a replica that leaves with loaded weights: what puts them into the model again, which is the user's own
+        afterwards."""
+        for handle in self._handles:
+            handle.remove()
+        if not self.loaded():
+            return None
+        return partial(self._write, [view.clones() for view in self._views])
+
+    def _write(self, clones: Sequence[Sequence[Tensor]]) -> None:
+        for view, each in zip(self._views, clones, strict=True):
+            view.restore(each)
+
+
+class _Hook:
+    """A pre-hook of `nn.Module.load_state_dict`. A copy of the model (deepcopy, pickle) is in no job: there it does
+    nothing, also where this package is not installed."""
+
+    def __init__(self, loads: Loads) -> None:
+        self._loads = weakref.ref(loads)
+
+    def __call__(self, *_: Any) -> None:
+        if (loads := self._loads()) is not None:
+            with torch.no_grad():
+                loads.note()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, ("", "format")  # takes whatever a hook is called with
