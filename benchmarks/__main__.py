@@ -13,6 +13,7 @@ VERBS = {
     "paft": "PAFT and other ways against gradients that go bad",
     "faults": "every fault at every point, with real processes",
     "harm": "one flipped bit, in any place at any moment; false alarms of clean runs",
+    "chaos": "a training script under signals, for every method: what its final model has lost",
     "soak": "a job under faults of all kinds for a long time",
 }
 """Verb -> what it does. A verb is a module of this package with ``add(parser)`` and ``run(arguments) -> int``."""

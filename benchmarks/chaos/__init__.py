@@ -1,0 +1,249 @@
+"""A chaos campaign from outside: a user's training script under signals, whose final model tells what was lost.
+
+``python -m benchmarks chaos`` runs a campaign for each method. Processes are killed, stopped, asked to leave, started
+twice, all at once and one after the other; so is the coordinator, with its journal and without; checkpoints are
+damaged. The parameters of the model are the account (`benchmarks.chaos.script`): what is lost or counted twice is read
+from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.account import Facts, Outcome, judge
+from benchmarks.chaos.faults import Striker
+from benchmarks.chaos.jobs import Processes, processes
+from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
+from benchmarks.chaos.script import BATCH
+from benchmarks.speed.machine import facts as machine_facts
+from ftopt.cli.output import complain, say
+from ftopt.telemetry.jsonl import Tail
+
+RESULTS = Path(__file__).parents[1] / "results" / "chaos.json"
+SYNC: dict[str, Any] = {
+    "start_s": 6.0,
+    "grace_s": 0.5,
+    "dead_after_s": 2.0,
+    "gone_after_s": 8.0,
+    "recovery_s": 6.0,
+    "tail_s": 5.0,
+}
+STEP_S = 0.02
+_LOOK_S = 1.0
+_POLL_S = 0.05
+_STOP_S = 45.0
+"""After the order to stop everybody has left by then: 30 s at most, as documented."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One campaign.
+
+    Args:
+        way: of `WAYS`.
+        ledger: the samples are the job's.
+        seconds: how long faults strike.
+        every_s: seconds between two, on average.
+        patience_s: without another sample in the model for so long after the faults, the job does not end.
+    """
+
+    way: str
+    ledger: bool
+    seed: int
+    seconds: float = 60.0
+    every_s: float = 1.5
+    replicas: int = 5
+    patience_s: float = 40.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.way}{'' if self.ledger else ', no ledger'}, seed {self.seed}"
+
+    @property
+    def samples(self) -> int:
+        """So many that the data end while faults strike, or some time after that, as the seed has it."""
+        if not self.ledger:
+            return 0
+        rate = {GLOBAL_BATCH: 400.0, "SyncSGD": 100.0, "PAFT": 100.0, "PAFT-1": 100.0}.get(self.way, 160.0)
+        count = int(self.seconds * rate * (0.9, 0.6, 1.2)[self.seed % 3])
+        return count // BATCH * BATCH + BATCH
+
+
+class Campaign:
+    """Runs a plan."""
+
+    def __init__(self, plan: Plan, folder: Path, job: Processes, *, verbose: bool) -> None:
+        self.plan, self.folder, self.job, self.verbose = plan, folder, job, verbose
+        self.faults: list[dict[str, Any]] = []
+        self.striker = Striker(job, seed=plan.seed, replicas=plan.replicas, pause=self.pause, tell=self._tell)
+        self._look_at = self._calm_at = 0.0
+        self._tail, self._news = Tail(folder / "run" / "events.jsonl"), list[float]()
+
+    def run(self) -> Outcome:
+        """To the end of the job, or of the patience with it."""
+        plan, job = self.plan, self.job
+        job.start_coordinator()
+        for i in range(plan.replicas):
+            job.start(f"r{i}")
+        self._until(lambda: all(run.joined or run.ended for run in job.runs), SYNC["start_s"] + 45.0)
+        began, chance = time.time(), self.striker.chance
+        due = began + chance.expovariate(1 / plan.every_s)
+        while time.time() < began + plan.seconds and not self._over():
+            if time.time() >= due:
+                due = time.time() + chance.expovariate(1 / plan.every_s)
+                self.striker.strike()
+            self.pause(_POLL_S)
+        self.striker.calm()
+        self._calm_at = time.time()
+        ordered = self._end()
+        stuck = job.alive
+        for run in stuck:
+            job.signal(run.pid, signal.SIGUSR1)
+        if stuck:
+            time.sleep(1.0)
+        facts = Facts(
+            self.folder, job.runs, plan.way, plan.samples, SYNC, job.started, self.faults, ordered,
+            self.striker.complaints, job.coordinator_sizes,
+        )  # fmt: skip
+        return judge(facts)
+
+    def pause(self, seconds: float) -> None:
+        """Goes on looking, and does what is due."""
+        until = time.time() + seconds
+        while True:
+            self.striker.tend()
+            if time.time() >= self._look_at:
+                self._look_at = time.time() + _LOOK_S
+                self.job.look()
+            if time.time() >= until:
+                return
+            time.sleep(min(_POLL_S, seconds))
+
+    def _end(self) -> float:
+        """Waits for the end; when it was ordered, or 0."""
+        job, ordered = self.job, 0.0
+        if self.plan.ledger:
+            if not self._over() and not job.alive:
+                job.start("r0")
+            while job.alive and time.time() < self._last_sample() + self.plan.patience_s:
+                self._until(lambda: not job.alive, 1.0)
+        else:
+            self.pause(3.0)
+            ordered = time.time()
+            (self.folder / "stop").touch()
+            self._until(lambda: not job.alive, _STOP_S)
+        job.look()
+        return ordered
+
+    def _last_sample(self) -> float:
+        """When samples have last come into the model; when the faults ended, if that is later."""
+        self._news += [e["t_s"] for e in self._tail.more() if e["event"] == "decide" and e["data"].get("ranges")]
+        return max(self._calm_at, self.job.started + max(self._news, default=0.0))
+
+    def _until(self, true: Any, seconds: float) -> None:
+        until = time.time() + seconds
+        while not true() and time.time() < until:
+            self.pause(_POLL_S)
+
+    def _over(self) -> bool:
+        """Somebody has found that the data have ended."""
+        return self.plan.ledger and any(
+            not run.fate and not run.alive and run.process.exitcode == 0 for run in self.job.runs
+        )
+
+    def _tell(self, fault: dict[str, Any]) -> None:
+        self.faults.append(fault)
+        if self.verbose:
+            more = f" {fault['for_s']:.1f} s" if "for_s" in fault else ""
+            say(f"  {fault['at'] - self.job.started:6.1f} s  {fault['who']:<12} {fault['kind']}{more}")
+
+
+def campaign(plan: Plan, folder: Path, *, verbose: bool = False) -> tuple[Outcome, list[dict[str, Any]]]:
+    """Runs one; its outcome, and the faults."""
+    options = {"way": plan.way, "samples": plan.samples, "step_s": STEP_S, "folder": str(folder), "sync": SYNC}
+    options["sync"] = SYNC | {"start_replicas": plan.replicas}
+    with processes(folder, options) as job:
+        done = Campaign(plan, folder, job, verbose=verbose)
+        return done.run(), done.faults
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """[METHOD ...] [--seed N] [--runs N] [--seconds S] [--every-s X] [--ledger WHICH] [--keep DIR]"""
+    parser.add_argument("ways", nargs="*", metavar="METHOD", help=f"{', '.join(WAYS)} (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first campaign's faults (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=2, help="campaigns a method, seeds in a row (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of faults in each (default: %(default)g)")
+    parser.add_argument("--every-s", type=float, default=1.5, help="seconds between two faults (default: %(default)g)")
+    parser.add_argument("--ledger", choices=("both", "with", "without"), default="both", help="(default: %(default)s)")
+    parser.add_argument(
+        "--keep", type=Path, help="folder that keeps what bad campaigns leave (default: a temporary one)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="print each fault")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a row a method; 1 when anything is not 0."""
+    if unknown := [way for way in arguments.ways if way not in WAYS]:
+        complain(f"benchmarks chaos: {', '.join(unknown)}; must be of {', '.join(WAYS)}")
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    found: list[dict[str, Any]] = []
+    for way in arguments.ways or WAYS:
+        for number in range(arguments.runs):
+            ledger = {"with": True, "without": False}.get(arguments.ledger, number % 2 == 0) or way == GLOBAL_BATCH
+            plan = Plan(way, ledger, arguments.seed + number, arguments.seconds, arguments.every_s)
+            found.append(_kept(plan, arguments))
+    say("\n" + "\n".join(table(found)))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({"machine": machine_facts(), "campaigns": found}, indent=1))
+    return 1 if any(each["outcome"]["bad"] for each in found) else 0
+
+
+def _kept(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Runs a campaign in a short temporary folder, which is kept if it went wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=arguments.keep))
+    say(f"{plan.name} ({plan.samples} samples) in {folder}")
+    outcome, faults = campaign(plan, folder, verbose=arguments.verbose)
+    (folder / "outcome.json").write_text(json.dumps({"outcome": outcome.plain(), "faults": faults}, indent=1))
+    text = f"  {len(faults)} faults, {outcome.steps} steps; ended after {outcome.end_s}; stall {outcome.stall_s:.1f} s"
+    say("\n".join([text, *(f"  bad: {line}" for line in outcome.bad)]))
+    if not outcome.bad:
+        _remove(folder)
+    return {"way": plan.way, "ledger": plan.ledger, "seed": plan.seed, "faults": faults, "outcome": outcome.plain()}
+
+
+def _remove(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+_COLUMNS = ("method", "runs", "faults", "steps", "lost", "twice", "samples lost", "twice", "stall, s", "end, s", "bad")
+
+
+def table(found: Sequence[dict[str, Any]]) -> list[str]:
+    """A row a method."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    for way in dict.fromkeys(each["way"] for each in found):
+        mine = [each for each in found if each["way"] == way]
+        outcomes = [each["outcome"] for each in mine]
+        ends = [o["end_s"] for o in outcomes]
+        cells = [
+            way, len(mine), sum(len(each["faults"]) for each in mine), *(
+                sum(o[key] or 0 for o in outcomes)
+                for key in ("steps", "steps_lost", "steps_twice", "samples_lost", "samples_twice")
+            ),
+            f"{max(o['stall_s'] for o in outcomes):.1f}",
+            "never" if None in ends else f"{max(ends):.1f}", sum(bool(o["bad"]) for o in outcomes),
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(f"{c:,}" if isinstance(c, int) else str(c) for c in cells) + " |")
+    return lines

@@ -1,0 +1,284 @@
+"""What a campaign has come to, from what is left of it: the final models, what each process has written down, the logs.
+
+A process *survives* if it ended in good order, not by a signal that it had no chance to answer, after the last time
+that the job's state died with its holders (a restore, a rollback, a new start): every step that it finished must be in
+the final model once, unless its log says how many it has dropped. No process may have more in the model than it has
+begun.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.jobs import Run
+from benchmarks.chaos.methods import WAYS
+from benchmarks.chaos.script import steps_of
+from benchmarks.meter import WHAT, Sizes
+from ftopt.telemetry.jsonl import read_lines
+
+WIPES = ("restore", "rollback", "start")
+"""Events of the coordinator after which the state is another one; the first ``start`` is none."""
+ORDERLY = ("done", "left")
+_DROPS = re.compile(r"(\d+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)")
+_LOUD = re.compile(
+    r"Traceback|never retrieved|Exception ignored|Exception in|RuntimeWarning|Fatal Python|terminate "
+    r"called|Segmentation"
+)
+STATUS = {"": (0,), "term": (0, -15), "int": (0, 130, -2), "refused": (2,)}
+"""Fate -> how the process may end; a signal may come before the script handles it. Any other fate: anyhow."""
+_SLACK_S = 2.0
+"""Of a stall: the machine has other work."""
+_AT_WORK_S = 3.0
+_WARM, _SAMPLES_TO_JUDGE = 10, 30
+GROWTH: Mapping[str, tuple[float, float]] = {
+    "threads": (1.5, 6),
+    "fds": (1.5, 15),
+    "sockets": (1.5, 15),
+    "rss_mib": (1.3, 48),
+}
+"""Size -> by which factor and by how much it may grow. Faults come every second: `benchmarks.soak` measures small
+growth."""
+
+
+@dataclass
+class Outcome:
+    """Of one campaign. All numbers that must be 0 are in `bad` when they are not.
+
+    Args:
+        steps_lost, steps_twice: of survivors' steps, of all fragments; ``told``: dropped, and their logs say so.
+        died: steps that died with their process, in fragment 0.
+        samples_lost, samples_twice: of the ledger's; None without.
+        stall_s: the longest stall of a training thread in ``step()``; ``allowed_s``: what the table allows there.
+        data_wait_s: the longest wait for a batch.
+        end_s: from the data's end, or the order to stop, to the last process' end; None: it did not end.
+        unlike: looks at an anchor that differ from another process' at the same versions.
+    """
+
+    steps: int = 0
+    steps_lost: int = 0
+    steps_twice: int = 0
+    told: int = 0
+    died: int = 0
+    samples_lost: int | None = None
+    samples_twice: int | None = None
+    stall_s: float = 0.0
+    allowed_s: float = 0.0
+    data_wait_s: float = 0.0
+    end_s: float | None = None
+    unlike: int = 0
+    loud: int = 0
+    grown: int = 0
+    events: dict[str, int] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the campaign knows by itself.
+
+    Args:
+        runs: all processes.
+        way: the method's name.
+        sync: the job's settings.
+        faults: in order.
+        ordered: when the replicas were told to stop; 0: the data end by themselves.
+        complaints: of the one who struck.
+        coordinator: sizes of its last life.
+    """
+
+    folder: Path
+    runs: Sequence[Run]
+    way: str
+    samples: int
+    sync: Mapping[str, Any]
+    started: float
+    faults: Sequence[Mapping[str, Any]]
+    ordered: float
+    complaints: Sequence[str]
+    coordinator: Sequence[Sizes]
+
+
+def judge(facts: Facts) -> Outcome:
+    """Reads everything."""
+    outcome = Outcome(bad=list(facts.complaints))
+    events = read_lines(facts.folder / "run" / "events.jsonl")
+    outcome.events = dict(Counter(e["event"] for e in events))
+    ends = {run.life.number: end for run in facts.runs if (end := _end(facts.folder, run)) is not None}
+    wiped = _wiped(events, facts.started)
+    survivors = [
+        run for run in facts.runs if ends.get(run.life.number, {}).get("how") in ORDERLY and run.ended >= wiped
+    ]
+    _judge_ends(facts, outcome, survivors)
+    if survivors:
+        model = final(WAYS[facts.way].fragments, [ends[run.life.number] for run in survivors])
+        _judge_steps(facts, outcome, survivors, model)
+        _judge_samples(facts, outcome, model)
+    _judge_waits(facts, outcome)
+    _judge_anchors(facts, outcome, wiped)
+    _judge_logs(facts, outcome)
+    _judge_growth(facts, outcome)
+    for event in ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt"):
+        if count := outcome.events.get(event):
+            outcome.bad.append(f"{count} events {event}")
+    return outcome
+
+
+def _end(folder: Path, run: Run) -> dict[str, Any] | None:
+    path = folder / f"{run.life.name}.end"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _wiped(events: Sequence[Mapping[str, Any]], started: float) -> float:
+    wipes = [e["t_s"] for e in events if e["event"] in WIPES]
+    return started + max(wipes) if len(wipes) > 1 else 0.0
+
+
+def final(fragments: int, ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The final model: of each fragment the newest version. What its holder has not handed in is not in it."""
+    steps, samples = [], None
+    for f in range(fragments):
+        newest = max(ends, key=lambda end: (end["versions"][f], -end["pending"][f]))
+        steps.append(newest["model"]["steps"][f])
+        samples = newest["model"]["samples"] if not f else samples
+    return {"steps": steps, "samples": samples}
+
+
+def _judge_ends(facts: Facts, outcome: Outcome, survivors: Sequence[Run]) -> None:
+    for run in facts.runs:
+        code = run.process.exitcode
+        if run.ended and code not in STATUS.get(run.fate, (code,)):
+            outcome.bad.append(f"{run.life.name} has ended with status {code}")
+    if stuck := [run.life.name for run in facts.runs if not run.ended]:
+        outcome.bad.append(f"did not end: {', '.join(stuck)}")
+    elif not survivors:
+        outcome.bad.append("nobody has come to the end")
+    else:
+        began = facts.ordered or min(
+            (line["at"] for run in survivors for line in lines_of(facts.folder, run) if line["what"] == "data ended"),
+            default=0.0,
+        )
+        outcome.end_s = max(run.ended for run in facts.runs) - began if began else None
+        if not began:
+            outcome.bad.append("the data have not ended")
+
+
+def _judge_steps(facts: Facts, outcome: Outcome, survivors: Sequence[Run], model: Mapping[str, Any]) -> None:
+    alive = {run.life.number for run in survivors}
+    for run in facts.runs:
+        path = facts.folder / f"{run.life.name}.steps"
+        begun, finished = steps_of(path) if path.exists() else (0, 0)
+        outcome.steps += finished
+        told = _told(facts.folder / f"{run.life.name}.log") if run.life.number in alive else 0
+        outcome.told += told
+        for f, steps in enumerate(model["steps"]):
+            there = steps[run.life.number]
+            if there != round(there):
+                outcome.bad.append(f"{run.life.name} has {there} steps in fragment {f}")
+            if _counts_samples(facts):
+                continue
+            if (twice := round(there) - begun) > 0:
+                outcome.steps_twice += twice
+                outcome.bad.append(f"{twice} steps of {run.life.name} twice in fragment {f} ({begun} begun)")
+            lost = finished - round(there)
+            if run.life.number in alive and lost > told:
+                outcome.steps_lost += lost - told
+                outcome.bad.append(f"{lost} steps of {run.life.name} lost in fragment {f}, {told} told of")
+            elif run.life.number not in alive and not f:
+                outcome.died += max(0, lost)
+
+
+def _counts_samples(facts: Facts) -> bool:
+    """With a global batch a step is the job's, and a replica's element counts micro-batches."""
+    return facts.way.endswith("-batch")
+
+
+def _judge_samples(facts: Facts, outcome: Outcome, model: Mapping[str, Any]) -> None:
+    if not facts.samples:
+        return
+    found = model["samples"]
+    outcome.samples_lost = sum(round(x) == 0 for x in found)
+    outcome.samples_twice = sum(max(0, round(x) - 1) for x in found)
+    if outcome.samples_lost or outcome.samples_twice:
+        text = f"{outcome.samples_lost} samples lost, {outcome.samples_twice} twice: "
+        outcome.bad.append(text + str({i: x for i, x in enumerate(found) if round(x) != 1})[:300])
+    if odd := [x for x in found if abs(x - round(x)) > 1e-3]:
+        outcome.bad.append(f"{len(odd)} samples in part: {odd[:5]}")
+
+
+def _told(log: Path) -> int:
+    text = log.read_text() if log.exists() else ""
+    return sum(int(count) for count in _DROPS.findall(text))
+
+
+def lines_of(folder: Path, run: Run) -> list[dict[str, Any]]:
+    """What the process has written down."""
+    path = folder / f"{run.life.name}.jsonl"
+    return read_lines(path) if path.exists() else []
+
+
+def _judge_waits(facts: Facts, outcome: Outcome) -> None:
+    """A stall may last as long as one incident's, times the incidents at that time."""
+    sync = facts.sync
+    one = sync["dead_after_s"] + sync["grace_s"] + 0.5
+    changes = [(f["at"], f["at"] + f.get("for_s", 0.0)) for f in facts.faults]
+    changes += [(t, t) for run in facts.runs for t in (run.began, run.ended) if t]
+    for run in facts.runs:
+        for line in lines_of(facts.folder, run):
+            if line["what"] != "wait":
+                continue
+            stop, start = line["at"], line["at"] - line["seconds"]
+            own = sum(max(0.0, min(b, stop) - max(a, start)) for a, b in run.stops)
+            waited = line["seconds"] - own
+            if line["of"] == "data":
+                outcome.data_wait_s = max(outcome.data_wait_s, waited)
+                continue
+            near = sum(begin <= stop and end >= start - one for begin, end in changes)
+            allowed = one * max(1, near) + _SLACK_S
+            if waited > outcome.stall_s:
+                outcome.stall_s, outcome.allowed_s = waited, allowed
+            if waited > allowed:
+                outcome.bad.append(f"{run.life.name} stood still for {waited:.1f} s, {allowed:.1f} s are allowed")
+
+
+def _judge_anchors(facts: Facts, outcome: Outcome, wiped: float) -> None:
+    seen: dict[tuple[int, ...], tuple[str, str]] = {}
+    for run in facts.runs:
+        for line in lines_of(facts.folder, run):
+            if line["what"] == "anchor" and line["at"] > wiped + _AT_WORK_S * (wiped > 0):
+                first = seen.setdefault(tuple(line["versions"]), (line["digest"], run.life.name))
+                if first[0] != line["digest"]:
+                    outcome.unlike += 1
+                    outcome.bad.append(f"{run.life.name} and {first[1]} differ at versions {line['versions']}")
+
+
+def _judge_logs(facts: Facts, outcome: Outcome) -> None:
+    for path in sorted(facts.folder.glob("*.log")):
+        loud = [line for line in path.read_text(errors="replace").splitlines() if _LOUD.search(line)]
+        outcome.loud += len(loud)
+        outcome.bad += [f"{path.name}: {line[:200]}" for line in loud[:3]]
+
+
+def _judge_growth(facts: Facts, outcome: Outcome) -> None:
+    """The most that a process has held in the second half of its time, beside the first half's. The first seconds,
+    until all are connected, do not count."""
+    held: Iterable[tuple[str, Sequence[Sizes]]] = [("coordinator", facts.coordinator)]
+    for name, sizes in [*held, *((run.life.name, run.sizes) for run in facts.runs)]:
+        warm = sizes[_WARM:]
+        if len(warm) < _SAMPLES_TO_JUDGE:
+            continue
+        half = len(warm) // 2
+        for what in WHAT:
+            first, last = (max(getattr(s, what) for s in part) for part in (warm[:half], warm[half:]))
+            factor, more = GROWTH[what]
+            if last > first * factor and last > first + more:
+                outcome.grown += 1
+                outcome.bad.append(f"{what} of {name}: {first:g} -> {last:g}")

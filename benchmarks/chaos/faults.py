@@ -1,0 +1,246 @@
+"""What strikes a job from outside: a deck of faults, shuffled by the seed and dealt one after the other."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.jobs import Processes, Run
+
+MOST = 8
+"""Replicas, at most."""
+DECK = {
+    "kill": 5,
+    "stop": 3,
+    "stop long": 2,
+    "stop till gone": 1,
+    "term": 2,
+    "int": 2,
+    "join": 2,
+    "twin": 1,
+    "rolling": 1,
+    "all but one": 1,
+    "all": 1,
+    "all, damaged checkpoint": 1,
+    "coordinator kill": 2,
+    "coordinator kill, no journal": 1,
+    "coordinator stop": 2,
+}
+"""Kind -> cards of it."""
+_REFUSED_S = 60.0
+RECOVERY_S = 1.5
+"""A coordinator without its journal is left in peace for so long beyond ``recovery_s``."""
+
+
+class Striker:
+    """Deals the deck.
+
+    Args:
+        job: what is struck.
+        seed: of all that is drawn.
+        replicas: how many there should be.
+        pause: waits so many seconds while the campaign goes on looking.
+        tell: gets each fault.
+    """
+
+    def __init__(
+        self,
+        job: Processes,
+        *,
+        seed: int,
+        replicas: int,
+        pause: Callable[[float], None],
+        tell: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._job, self._replicas, self._pause, self._tell = job, replicas, pause, tell
+        self.chance = random.Random(seed)
+        self._deck: list[str] = []
+        self._later: list[tuple[float, Callable[[], object]]] = []
+        self._joined = replicas
+        self.twins: list[Run] = []
+        self.complaints: list[str] = []
+
+    def strike(self) -> None:
+        """The next card."""
+        if not self._deck:
+            self._deck = [kind for kind, count in DECK.items() for _ in range(count)]
+            self.chance.shuffle(self._deck)
+        kind = self._deck.pop()
+        getattr(self, "_" + kind.replace(", ", "_").replace(" ", "_"))(kind)
+
+    def tend(self) -> None:
+        """Does what has become due."""
+        now = time.time()
+        due = [call for at, call in self._later if at <= now]
+        self._later = [x for x in self._later if x[0] > now]
+        for call in due:
+            call()
+
+    def calm(self) -> None:
+        """The faults are over: whoever is stopped goes on, whoever shall come back does; the coordinator is there."""
+        later, self._later = self._later, []
+        for _, call in later:
+            call()
+        for run in self.twins:
+            if run.alive:
+                self._job.end(run, "kill")
+
+    # Replicas.
+
+    def _kill(self, kind: str) -> None:
+        if (run := self._one()) is not None:
+            self._end(run, kind, back_s=self.chance.uniform(0.2, 2.0))
+
+    def _term(self, kind: str) -> None:
+        if (run := self._one()) is not None:
+            self._end(run, kind, back_s=self.chance.uniform(0.5, 3.0))
+
+    _int = _term
+
+    def _stop(self, kind: str) -> None:
+        self._freeze(kind, self.chance.uniform(0.2, 1.5))
+
+    def _stop_long(self, kind: str) -> None:
+        dead = self._job.options["sync"]["dead_after_s"]
+        self._freeze(kind, dead * self.chance.uniform(1.2, 2.5))
+
+    def _stop_till_gone(self, kind: str) -> None:
+        self._freeze(kind, self._job.options["sync"]["gone_after_s"] + self.chance.uniform(1.0, 3.0))
+
+    def _join(self, kind: str) -> None:
+        if len(self._job.alive) < MOST:
+            replica = f"r{self._joined}"
+            self._joined += 1
+            self._say(kind, replica)
+            self._job.start(replica)
+
+    def _twin(self, kind: str) -> None:
+        """The same id once more; the first one is killed, or the second."""
+        if (run := self._one()) is None:
+            return
+        self._say(kind, run.life.replica)
+        twin = self._job.start(run.life.replica)
+        victim = self.chance.choice((run, twin))
+        for other in {run.life.number: run, twin.life.number: twin}.values():
+            if other is not victim:
+                self.twins.append(other)
+        self._after(self.chance.uniform(1.0, 4.0), lambda: self._job.end(victim, "kill"))
+
+    def _rolling(self, kind: str) -> None:
+        """All, one after the other; each comes back before the next but one dies."""
+        for run in [run for run in self._job.alive if not self._job.is_stopped(run)]:
+            if run.alive:
+                self._end(run, kind, how="kill", back_s=0.5)
+                self._pause(self.chance.uniform(0.3, 1.0))
+
+    def _all_but_one(self, kind: str) -> None:
+        if (spared := self._one()) is not None:
+            for run in self._job.alive:
+                if run is not spared:
+                    self._end(run, kind, how="kill", back_s=self.chance.uniform(0.5, 2.0))
+
+    def _all(self, kind: str) -> None:
+        """Everybody, at once; they come back and resume from the newest checkpoint."""
+        for replica in self._everybody(kind):
+            self._after(self.chance.uniform(0.5, 1.0), self._starts(replica))
+        self._pause(4.0)
+
+    def _all_damaged_checkpoint(self, kind: str) -> None:
+        """The newest checkpoint is damaged: who finds that says so and ends. It is removed; all resume from the
+        other."""
+        names = self._everybody(kind)
+        found = _complete(self._job.folder / "checkpoints")
+        if len(found) > 1:
+            path = min(found[-1].glob("committed-0-*.safetensors"))
+            data = bytearray(path.read_bytes())
+            data[self.chance.randrange(len(data) // 2, len(data))] ^= 0x40
+            path.write_bytes(data)
+            first = self._job.start(names[0])
+            until = time.time() + _REFUSED_S
+            while first.alive and time.time() < until:
+                self._pause(0.2)
+            log = (self._job.folder / f"{first.life.name}.log").read_text()
+            if first.process.exitcode != 2 or found[-1].name not in log:
+                self.complaints.append(f"{first.life.name} did not refuse the damaged {path}")
+            first.fate = "refused"
+            self._job.end(first, "kill")
+            shutil.rmtree(found[-1], ignore_errors=True)
+        for replica in names:
+            self._after(self.chance.uniform(0.0, 0.5), self._starts(replica))
+        self._pause(4.0)
+
+    # The coordinator.
+
+    def _coordinator_kill(self, kind: str) -> None:
+        if self._job.coordinator_pid is not None:
+            self._say(kind)
+            self._job.kill_coordinator(journal=True)
+            self._after(self.chance.uniform(0.2, 3.0), self._job.start_coordinator)
+
+    def _coordinator_kill_no_journal(self, kind: str) -> None:
+        """With everybody there, who is then left in peace: what is promised without a journal."""
+        if self._job.coordinator_pid is None:
+            return
+        self._fetch_back()
+        self._pause(2.0)
+        self._say(kind)
+        self._job.kill_coordinator(journal=False)
+        self._pause(self.chance.uniform(0.2, 1.0))
+        self._job.start_coordinator()
+        self._pause(self._job.options["sync"]["recovery_s"] + RECOVERY_S)
+
+    def _coordinator_stop(self, kind: str) -> None:
+        if (pid := self._job.coordinator_pid) is not None:
+            for_s = self.chance.choice((0.5, 1.0, 2.0)) * self._job.options["sync"]["dead_after_s"]
+            self._say(kind, for_s=for_s)
+            self._job.signal(pid, 19)
+            self._after(for_s, lambda: self._job.signal(pid, 18))
+
+    # Parts.
+
+    def _one(self) -> Run | None:
+        there = [run for run in self._job.alive if not self._job.is_stopped(run) and not run.fate]
+        return self.chance.choice(there) if there else None
+
+    def _end(self, run: Run, kind: str, *, back_s: float, how: str = "") -> None:
+        self._say(kind, run.life.name)
+        self._job.end(run, how or kind)
+        self._after(back_s, self._starts(run.life.replica))
+
+    def _starts(self, replica: str) -> Callable[[], object]:
+        return lambda: self._job.start(replica)
+
+    def _freeze(self, kind: str, for_s: float) -> None:
+        if (run := self._one()) is not None:
+            self._say(kind, run.life.name, for_s=for_s)
+            self._job.stop(run)
+            self._after(for_s, lambda: self._job.thaw(run))
+
+    def _everybody(self, kind: str) -> list[str]:
+        """Kills all; the ids of those who come back."""
+        self._later = [x for x in self._later if x[1] in (self._job.start_coordinator,)]
+        for run in self._job.alive:
+            self._say(kind, run.life.name)
+            self._job.end(run, "kill")
+        if self._job.coordinator_pid is not None:
+            self._job.signal(self._job.coordinator_pid, 18)
+        return [f"r{i}" for i in range(self._replicas)]
+
+    def _fetch_back(self) -> None:
+        for run in self._job.alive:
+            self._job.thaw(run)
+
+    def _after(self, seconds: float, call: Callable[[], object]) -> None:
+        self._later.append((time.time() + seconds, call))
+
+    def _say(self, kind: str, who: str = "coordinator", **data: Any) -> None:
+        self._tell({"at": time.time(), "kind": kind, "who": who, **data})
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, the oldest first."""
+    return sorted(path.parent for path in folder.glob("*/manifest.json"))

@@ -1,0 +1,189 @@
+"""The processes of a campaign: a coordinator as ``ftopt coordinator`` starts it, replicas that run the training script.
+
+Signals are all that reaches them. Whatever was started is gone when the block ends, and when this process is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos.script import Life, main
+from benchmarks.meter import Sizes, sizes_of
+from tests.forkserver import CONTEXT
+
+COORDINATOR = "coordinator"
+_NICE = 5
+
+
+@dataclass
+class Run:
+    """A replica's process, as the campaign knows it.
+
+    Args:
+        began: when, in seconds since 1970, as are all times.
+        ended: when it was seen to have ended.
+        joined: it has begun to train; from then on it is measured.
+        fate: ``kill``, ``term``, ``int``, what it was struck with to end; else empty.
+        stops: when it was stopped.
+        sizes: what it held, every second.
+    """
+
+    life: Life
+    process: BaseProcess
+    began: float
+    ended: float = 0.0
+    fate: str = ""
+    joined: bool = False
+    stops: list[tuple[float, float]] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.exitcode is None
+
+
+class Processes:
+    """All processes of one campaign.
+
+    Args:
+        folder: of the campaign.
+        options: of every `Life`.
+    """
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self.folder, self.options = folder, dict(options)
+        self.started = time.time()
+        self.runs: list[Run] = []
+        self.coordinator_sizes: list[Sizes] = []
+        self._stopped: dict[int, float] = {}
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+
+    # The coordinator.
+
+    def start_coordinator(self) -> None:
+        """Starts it, or its successor, at the same address."""
+        command = [sys.executable, "-m", "ftopt", "coordinator", "--bind", self._address]
+        command += ["--journal", str(self.folder / "journal"), "--folder", str(self.folder / "run")]
+        command += ["--started", str(self.started)]
+        with (self.folder / "coordinator.log").open("ab") as log:
+            self._coordinator = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
+        self.coordinator_sizes = []
+
+    def kill_coordinator(self, *, journal: bool) -> None:
+        """SIGKILL; without ``journal`` that is deleted."""
+        assert self._coordinator is not None
+        self._coordinator.kill()
+        self._coordinator.wait()
+        self._coordinator = None
+        for path in [] if journal else self.folder.glob("journal*"):
+            path.unlink()
+
+    @property
+    def coordinator_pid(self) -> int | None:
+        """None: it has been killed, or has ended."""
+        alive = self._coordinator is not None and self._coordinator.poll() is None
+        return self._coordinator.pid if self._coordinator is not None and alive else None
+
+    # Replicas.
+
+    def start(self, replica: str, *, resume: bool = False) -> Run:
+        """Starts one more process."""
+        life = Life(f"http://{self._address}", replica, len(self.runs), resume=resume, **self.options)
+        process = CONTEXT.Process(target=_replica, args=(life,), name=life.name)
+        process.start()
+        run = Run(life, process, time.time())
+        self.runs.append(run)
+        return run
+
+    @property
+    def alive(self) -> list[Run]:
+        return [run for run in self.runs if run.alive]
+
+    def end(self, run: Run, how: str) -> None:
+        """``kill``, ``term`` or ``int``."""
+        if not run.alive:
+            return
+        run.fate = how
+        self.signal(run.pid, {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[how])
+
+    def stop(self, run: Run) -> None:
+        self.signal(run.pid, signal.SIGSTOP)
+        self._stopped[run.pid] = time.time()
+
+    def thaw(self, run: Run) -> None:
+        if (since := self._stopped.pop(run.pid, None)) is not None:
+            self.signal(run.pid, signal.SIGCONT)
+            run.stops.append((since, time.time()))
+
+    def is_stopped(self, run: Run) -> bool:
+        return run.pid in self._stopped
+
+    @staticmethod
+    def signal(pid: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    # All.
+
+    def look(self) -> None:
+        """Who has ended; what the others hold."""
+        for run in self.runs:
+            if not run.ended and not run.alive:
+                run.ended = time.time()
+            if not run.joined:
+                path = self.folder / f"{run.life.name}.jsonl"
+                run.joined = path.exists() and '"joined"' in path.read_text()
+            elif not run.ended and (sizes := sizes_of(run.pid)) is not None:
+                run.sizes.append(sizes)
+        pid = self.coordinator_pid
+        if pid is not None and (sizes := sizes_of(pid)) is not None:
+            self.coordinator_sizes.append(sizes)
+
+    def close(self) -> None:
+        """Ends whatever still lives."""
+        for run in self.alive:
+            run.process.kill()
+        for run in self.runs:
+            run.process.join(10)
+        if self.coordinator_pid is not None:
+            self.kill_coordinator(journal=True)
+
+
+@contextmanager
+def processes(folder: Path, options: Mapping[str, Any]) -> Iterator[Processes]:
+    """Processes that are gone when the block ends."""
+    made = Processes(folder, options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _replica(life: Life) -> None:
+    os.nice(_NICE)
+    main(life)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

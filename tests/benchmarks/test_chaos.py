@@ -1,0 +1,159 @@
+"""The account of a chaos campaign: what is lost or counted twice is read from the model."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ftopt
+from benchmarks import chaos
+from benchmarks.chaos import account
+from benchmarks.chaos.faults import DECK, Striker
+from benchmarks.chaos.jobs import Run
+from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
+from benchmarks.chaos.script import Account, Life, Samples
+
+COUNTED = [way for way in WAYS if way != GLOBAL_BATCH]
+SAMPLES = 60
+
+
+@pytest.mark.parametrize("way", COUNTED)
+def test_every_step_and_every_sample_is_in_the_model_once(way: str) -> None:
+    groups = ftopt.local_groups(3)
+    models = [Account(WAYS[way].fragments, SAMPLES) for _ in groups]
+    begun = [0, 0, 0]
+
+    def train(i: int) -> None:
+        loader = ftopt.DataLoader(Samples(SAMPLES), 1, group=groups[i])
+        inner = torch.optim.SGD(models[i].parameters(), lr=1.0)
+        optimizer = ftopt.wrap(inner, models[i], WAYS[way].make(), group=groups[i])
+        with optimizer:
+            for samples in loader:
+                models[i](i, samples).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                begun[i] += 1
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = models[0].read()
+    assert found["samples"] == [1.0] * SAMPLES
+    assert found["steps"][0][:4] == [*map(float, begun), 0.0]
+    assert sum(begun) == SAMPLES
+
+
+class Ended:
+    """A process that has ended."""
+
+    pid = 0
+
+    def __init__(self, exitcode: int | None) -> None:
+        self.exitcode = exitcode
+
+
+def facts(folder: Path, *, steps: list[float], samples: list[float] | None = None, **more: Any) -> account.Facts:
+    """Of a campaign of two lives with 10 steps each, of which the first came to its end."""
+    (folder / "run").mkdir()
+    (folder / "run" / "events.jsonl").write_text(json.dumps({"t_s": 0.0, "event": "start"}) + "\n")
+    runs = []
+    for number, code in enumerate((0, -9)):
+        life = Life("", f"r{number}", number, "DiLoCo", len(samples or ()), 0.0, str(folder), chaos.SYNC)
+        run = Run(life, Ended(code), began=1.0, ended=20.0, fate="kill" if code else "")  # type: ignore[arg-type]
+        (folder / f"{life.name}.steps").write_bytes(struct.pack("<qq", 10, 10))
+        (folder / f"{life.name}.log").write_text("" if code else more.get("log", ""))
+        runs.append(run)
+    model = {"steps": [steps], "samples": samples}
+    end = {"how": "done", "versions": [3], "pending": [0], "model": model}
+    (folder / "r0.0.end").write_text(json.dumps(end))
+    lines = [{"what": "data ended", "at": 19.0}, *more.get("lines", ())]
+    (folder / "r0.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "r1.1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in more.get("others", ())))
+    faults = [{"at": 5.0, "kind": "kill", "who": "r1.1"}]
+    return account.Facts(folder, runs, "DiLoCo", len(samples or ()), chaos.SYNC, 0.0, faults, 0.0, (), ())
+
+
+def anchor(digest: str) -> dict[str, Any]:
+    return {"what": "anchor", "at": 2.0, "versions": [2], "digest": digest}
+
+
+def wait(seconds: float, at: float = 15.0) -> dict[str, Any]:
+    return {"what": "wait", "of": "step", "at": at, "seconds": seconds}
+
+
+@pytest.mark.parametrize(
+    ("more", "bad"),
+    [
+        ({"steps": [10.0, 7.0]}, None),
+        ({"steps": [9.0, 7.0]}, "1 steps of r0.0 lost in fragment 0, 0 told of"),
+        ({"steps": [9.0, 7.0], "log": "replica r0: 1 steps dropped: why"}, None),
+        ({"steps": [11.0, 7.0]}, "1 steps of r0.0 twice in fragment 0"),
+        ({"steps": [10.0, 11.0]}, "1 steps of r1.1 twice in fragment 0"),
+        ({"steps": [9.5, 7.0]}, "r0.0 has 9.5 steps in fragment 0"),
+        ({"steps": [10.0, 7.0], "samples": [1.0, 1.0, 1.0]}, None),
+        ({"steps": [10.0, 7.0], "samples": [1.0, 0.0, 2.0]}, "1 samples lost, 1 twice"),
+        ({"steps": [10.0, 7.0], "samples": [1.0, 1.0, 0.8]}, "1 samples in part"),
+        ({"steps": [10.0, 7.0], "log": "Task exception was never retrieved"}, "never retrieved"),
+        ({"steps": [10.0, 7.0], "lines": [anchor("a")], "others": [anchor("b")]}, "r1.1 and r0.0 differ at versions"),
+        ({"steps": [10.0, 7.0], "lines": [wait(4.0)]}, None),
+        ({"steps": [10.0, 7.0], "lines": [wait(14.0, at=40.0)]}, "r0.0 stood still for 14.0 s"),
+    ],
+)
+def test_a_campaign_is_bad_if_anything_is_lost_or_twice_or_loud(
+    tmp_path: Path, more: dict[str, Any], bad: str | None
+) -> None:
+    outcome = account.judge(facts(tmp_path, **more))
+    assert [bad in line for line in outcome.bad] == [True] if bad else outcome.bad == []
+
+
+def test_who_ended_before_the_state_died_has_no_claim_to_it(tmp_path: Path) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    with (tmp_path / "run" / "events.jsonl").open("a") as lines:
+        lines.write(json.dumps({"t_s": 30.0, "event": "restore"}) + "\n")
+    assert account.judge(found).bad == ["nobody has come to the end"]
+
+
+def test_the_deck_is_dealt_alike_for_a_seed_and_every_card_can_be_played() -> None:
+    def dealt(seed: int) -> list[str]:
+        played: list[str] = []
+        striker = Striker(None, seed=seed, replicas=5, pause=lambda _: None, tell=lambda _: None)  # type: ignore[arg-type]
+        for kind in DECK:
+            name = "_" + kind.replace(", ", "_").replace(" ", "_")
+            assert callable(getattr(striker, name)), kind
+            setattr(striker, name, played.append)
+        for _ in range(sum(DECK.values())):
+            striker.strike()
+        return played
+
+    assert dealt(3) == dealt(3) != dealt(4)
+    assert sorted(dealt(3)) == sorted(kind for kind, count in DECK.items() for _ in range(count))
+
+
+def test_a_table_has_a_row_a_method_and_says_that_a_job_never_ended() -> None:
+    good = account.Outcome(steps=5, end_s=0.5).plain()
+    rows = [
+        {"way": "DiLoCo", "faults": [1, 2], "outcome": good},
+        {"way": "DiLoCo", "faults": [], "outcome": {**good, "end_s": None, "bad": ["x"]}},
+        {"way": "PAFT", "faults": [], "outcome": good},
+    ]
+    lines = chaos.table(rows)
+    assert lines[2] == "| DiLoCo | 2 | 2 | 10 | 0 | 0 | 0 | 0 | 0.0 | never | 1 |"
+    assert len(lines) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_short_campaign_loses_nothing_and_leaves_no_process(tmp_path: Path) -> None:
+    seed = random.randrange(1000)
+    plan = chaos.Plan("DiLoCo", True, seed, seconds=20.0)
+    outcome, faults = chaos.campaign(plan, tmp_path)
+    assert outcome.bad == [], (seed, faults)
