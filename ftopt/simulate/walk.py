@@ -264,28 +264,44 @@ def _quiet(world: Simulation) -> None:
         if sum(p.alive and not p.leaving for p in world.processes.values()) < least:
             process.barred = False
             process.spawn()
+    bound_s = _bound_s(world)
+    old, left = set(world.checks.versions), set(range(world.knobs.fragments))
+    if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
+        alive = [p for p in world.processes.values() if p.alive]
+        if _ends(world) and (late := [p.name for p in alive if not p.leaving and not p.ended]):
+            raise Violation("I4", f"{', '.join(late)}: the data have not ended {bound_s:.0f} s after the last fault")
+        held = {p.name: [(x.record.version, x.record.chain[:6]) if x.record else None for x in p.shards] for p in alive}
+        raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
+    world.checks.leases(world.server)
+
+
+def _ends(world: Simulation) -> bool:
+    """Whether the job has data that end."""
+    return world.knobs.samples is not None and world.knobs.samples.units is not None
+
+
+def _bound_s(world: Simulation) -> float:
+    """Seconds after the last fault by which a job has gone on as one, and its data have ended if they end."""
+    settings, knobs = world.knobs.settings, world.knobs
+    gone_s = float(settings["gone_after_s"] or 0)
     # A cut-off process sees the end of its connection within dead_after_s; gathering ends in start_s + recovery_s.
     # Fragments may catch up one after another: a trainer that waits for one of them is late for the rounds of others.
-    fetches_s = 3 * (1 + world.knobs.fragments) * world.knobs.fetch_s
-    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0) + fetches_s
+    bound_s = 25.0 + float(settings["start_s"] or 0) + float(settings["recovery_s"] or 0)
+    bound_s += 3 * (1 + knobs.fragments) * knobs.fetch_s
     machine = world.server.machine
     assert machine is not None
     living = {p.incarnation_id for p in world.processes.values() if p.alive and not p.leaving}
     if any(x.incarnation_id not in living for x in machine.roster.members.values()):
-        bound_s += float(settings["gone_after_s"] or 0) + bound_s
+        bound_s += gone_s + bound_s
     if any(p.jammed_until_s == math.inf for p in world.processes.values()):
-        bound_s += 15.0 * world.knobs.fragments + float(settings["gone_after_s"] or 0)
-    if world.knobs.samples is not None and world.knobs.samples.units is not None:
-        bound_s += world.knobs.samples.units * _unit_s(world)
-        if not world.knobs.global_batch:
-            # One whose reducer hangs for ever is granted half of the rest, given up, and granted half of that again.
-            bound_s += 9 * float(settings["gone_after_s"] or 0)
-    old, left = set(world.checks.versions), set(range(world.knobs.fragments))
-    if not world.run(world.now + bound_s, lambda: _together(world, old, left)):
-        alive = [p for p in world.processes.values() if p.alive]
-        held = {p.name: [(x.record.version, x.record.chain[:6]) if x.record else None for x in p.shards] for p in alive}
-        raise Violation("I4", f"no next version that everybody holds within {bound_s:.0f} s: {held}")
-    world.checks.leases(world.server)
+        bound_s += 15.0 * knobs.fragments + gone_s
+    if knobs.samples is not None and _ends(world):
+        bound_s += (knobs.samples.units or 0) * _unit_s(world)
+        if not knobs.global_batch:
+            # Who hangs is given up after at most twice gone_after_s, with some of the rest of the data. If all were
+            # given up before, that may be twice, the second time after twice as long, and once more after four times.
+            bound_s += 12 * gone_s
+    return bound_s
 
 
 def _unit_s(world: Simulation) -> float:
@@ -299,9 +315,12 @@ def _unit_s(world: Simulation) -> float:
 
 
 def _unjam(world: Simulation) -> None:
-    """Reducers that hang: half of them for ever, if another replica can go on without them."""
+    """Reducers that hang: half of them for ever, if another replica can go on without them. Where data end, more of
+    them: the last units may be with any."""
     jammed = [p for p in world.processes.values() if p.alive and world.now < p.jammed_until_s]
     able = [p for p in world.processes.values() if p.alive and not p.leaving and p not in jammed]
+    if _ends(world) and not world.knobs.global_batch:
+        jammed += [able.pop() for _ in able[1:] if world.chance(0.2)]
     for process in jammed:
         last = not able or world.knobs.settings["min_replicas"] != 1
         for_ever = not last and world.chance(0.5)
@@ -319,7 +338,7 @@ def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> b
     living = [p for p in world.processes.values() if p.alive and not p.leaving]
     if machine is None or not machine.running or not living:
         return False
-    ends = world.knobs.samples is not None and world.knobs.samples.units is not None
+    ends = _ends(world)
     if ends and not all(p.ended for p in living):
         return False
     for fragment in sorted(left):

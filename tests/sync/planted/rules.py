@@ -386,6 +386,32 @@ def asks_once(patch: Patch) -> None:
     patch.setattr(Grants, "_grant", mutant)
 
 
+def given_up_again(patch: Patch) -> None:
+    """Of the last units, who was given up for doing nothing is granted as much as anybody, each time"""
+    patch.setattr(Grants, "gave_up", lambda self, replica: None)
+
+
+def left_out_is_another(patch: Patch) -> None:
+    """Who was left out as an outlier, and had dropped steps before, takes its own entry for another process'"""
+
+    def mutant(self: Replica, f: FragmentState, record: m.Record) -> bool:
+        known = 0 if f.record is None or f.reset else self.counted_step(f.record)
+        offered = known if f.contribution is None else f.contribution.last_step
+        return self.counted_step(record) in (known, offered)
+
+    patch.setattr(Replica, "_is_mine", mutant)
+
+
+def lost_is_hung(patch: Patch) -> None:
+    """Who reconnects before its loss was noticed counts as one whose reducer hangs"""
+
+    def mutant(self: Attempt, roster: Roster) -> list[Member]:
+        members = roster.present(x for x in self.members if x[0] not in self.prepared)
+        return [x for x in members if x.conn is not None]
+
+    patch.setattr(Attempt, "silent", mutant)
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -447,6 +473,9 @@ BUGS = (
     Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off, slow=True),
     Bug("TAIL", asks_once, slow=True),
+    Bug("TAIL", given_up_again, slow=True),
+    Bug("COUNT", left_out_is_another, slow=True),
+    Bug("step 5", lost_is_hung, slow=True),
     Bug("RESTORE", life_again, slow=True),
     Bug("TAIL", resumed_without_the_end, slow=True),
     Bug("OWN", plans.own_off),

@@ -56,7 +56,7 @@ class Assignment:
         return []
 
     def arrived(self, member: Member) -> None:
-        """A member has fetched a state of fragment 0."""
+        """A member has fetched a state."""
 
     def ask(self, member: Member, units: int) -> None:
         """A member asks for so many units more."""
@@ -77,6 +77,10 @@ class Assignment:
 
     def gave_up(self, replica: str) -> None:
         """TAIL: a replica did nothing with the last units, and was declared gone."""
+
+    def given_up(self, replica: str) -> int:
+        """TAIL: how often it was, since any of its units was counted."""
+        return 0
 
     # ------------------------------------------------------------ rounds
 

@@ -25,10 +25,10 @@ class Grants(Assignment):
 
     ledger: Ledger
 
-    def __init__(self, samples: Samples, roster: Roster) -> None:
+    def __init__(self, samples: Samples, roster: Roster, *, fragments: int) -> None:
         self.samples: Samples = samples
         self.ledger = Ledger(samples)
-        self._roster = roster
+        self._roster, self._fragments = roster, fragments
         self._asks: dict[m.IncarnationId, int] = {}
         self._early: dict[m.IncarnationId, int] = {}
         self._given_up = Counter[str]()
@@ -72,11 +72,11 @@ class Grants(Assignment):
         self.ask(member, wants - size(self.ledger.leases.get(member.incarnation_id, ())))
 
     def ask(self, member: Member, units: int) -> None:
-        """A grant follows as soon as there are units, and the member holds a state to train on: before that, a new
-        coordinator need not hear of it for a cold start."""
+        """A grant follows as soon as there are units, and the member holds a state of every fragment to train on: one
+        that dies before has none, and a new coordinator need not hear of it for a cold start."""
         if units <= 0 or member.leaving:
             return
-        if 0 not in member.held:
+        if len(member.held) < self._fragments:
             self._early[member.incarnation_id] = units
         else:
             self._asks[member.incarnation_id] = units
@@ -139,6 +139,9 @@ class Grants(Assignment):
         """It gets no more units as long as one can use them that was given up less often: of all that are here, each
         has its turn before one has another."""
         self._given_up[replica] += 1
+
+    def given_up(self, replica: str) -> int:
+        return self._given_up[replica]
 
     def _grant(self) -> Effects:
         here = {x.incarnation_id: x for x in self._roster.connected() if not x.leaving}

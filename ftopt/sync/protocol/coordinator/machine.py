@@ -239,8 +239,7 @@ class Coordinator:
                 if self.members.off_branch(p):
                     return self.members.fork(member, (p,))
                 self.rounds[p.fragment].fetched(now, member, p)
-                if not p.fragment:
-                    self.assignment.arrived(member)
+                self.assignment.arrived(member)
             case m.Lacks(fragment=f) if self._has(f):
                 self.rounds[f].lacks(now, member)
             case m.Ask(units=units):

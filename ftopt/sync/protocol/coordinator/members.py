@@ -33,7 +33,7 @@ class Members:
     def define(self, fragments: int, sync: Sync, numbers: AttemptNumbers, samples: Samples | None) -> None:
         self.assignment = Assignment()
         if samples is not None and samples.global_batch is None:
-            self.assignment = Grants(samples, self.roster)
+            self.assignment = Grants(samples, self.roster, fragments=fragments)
         elif samples is not None:
             self.assignment = BatchShares(samples, self.roster, numbers, recheck_s=sync.dead_after_s)
         assignments = [self.assignment, *(Assignment() for _ in range(1, fragments))]
@@ -151,13 +151,15 @@ class Members:
         return [(x, self._tail_s(x, waits[x.incarnation_id], sync)) for x in members if x.incarnation_id in waits]
 
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
+        """Each time that a replica is given up it has twice as long the next time: one that is merely slow gets there."""
         quiet_since_s = max(since_s, member.moved_s)
         top = self.rounds[0]
         if member.replica in top.gather.proposals and member.busy_since_s is None:  # its peers keep it waiting
             if top.attempt is None:
                 return math.inf
             quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
-        return quiet_since_s + sync.derived.tail_s + member.patience_s()
+        tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
+        return quiet_since_s + tail_s + member.patience_s()
 
     def see_off(self, now: float) -> Effects:
         """Members that said `Bye` leave: at once, unless one is the only holder of what others may still fetch."""
