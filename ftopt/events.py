@@ -2,16 +2,22 @@
 
 Every part of ftopt takes an ``on_event`` and calls it synchronously, on the thread where the thing happens, just
 *before* the thing takes effect. Telemetry writes the events down; fault injection strikes at them: a fault point is an
-event. ``on_event`` may be called from several threads at once. What it raises is logged and goes no further: an error
-of a subscriber must come between no decision and its effect.
+event. ``on_event`` may be called from several threads at once, and must return at once: what it waits for, heartbeats
+and commits wait for. What it raises is logged and goes no further: an error of a subscriber must come between no
+decision and its effect.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from ftopt.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,28 +69,61 @@ def ignore(event: Event) -> None:
     """The ``on_event`` that does nothing."""
 
 
+_SLOW_S = 1.0
+_telling = threading.local()
+"""``event``: what this thread calls an ``on_event`` for."""
+
+
 def guarded(on_event: OnEvent) -> OnEvent:
     """``on_event``, whose exceptions are logged, the first one of all, and go no further. (`SystemExit` and
     `KeyboardInterrupt` are no errors of a subscriber, and pass.)"""
     if on_event is ignore:
         return on_event
-    told = False
+    said = set[str]()
+
+    def say(what: str, text: str, event: Event, *more: object, error: bool = False) -> None:
+        if what in said:
+            return
+        said.add(what)
+        with contextlib.suppress(Exception):  # a handler's of the user's
+            _log.log(
+                logging.ERROR if error else logging.WARNING, text, event.event, event.replica, *more, exc_info=error
+            )
 
     def tell(event: Event) -> None:
-        nonlocal told
+        outer, _telling.event = getattr(_telling, "event", ""), event.event
+        began_s = time.monotonic()
         try:
             on_event(event)
         except Exception:
-            if not told:
-                told = True
-                _log.exception(
-                    "on_event raised at the event %r of %s; the job goes on, and further errors of this on_event are "
-                    "not shown; mend it, or leave it out",
-                    event.event,
-                    event.replica,
+            say(
+                "raised",
+                "on_event raised at the event %r of %s; the job goes on, and further errors of this on_event are not "
+                "shown; mend it, or leave it out",
+                event,
+                error=True,
+            )
+        finally:
+            _telling.event = outer
+            if (took_s := time.monotonic() - began_s) > _SLOW_S:
+                say(
+                    "slow",
+                    "on_event, at the event %r of %s, took %.1f s: no message went out meanwhile, and peers may have "
+                    "taken this replica for dead; let it put the event into a queue, and return",
+                    event,
+                    took_s,
                 )
 
     return tell
+
+
+def check_not_telling(what: str) -> None:
+    """UserError if this thread is in an ``on_event``: ``what`` waits for threads that wait for that."""
+    if event := getattr(_telling, "event", ""):
+        raise UserError(
+            f"{what} in on_event, at the event {event!r}; an on_event may only look; set a flag there, and let the "
+            "training loop do it"
+        )
 
 
 def wants_steps(on_event: OnEvent) -> bool:

@@ -16,11 +16,14 @@ replica at most, and in the rounds in which a replica dies, joins, or is called 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
-from ftopt.errors import Settings, UserError, check_whole
+from ftopt.errors import FtoptError, Settings, UserError, check_whole
 from ftopt.methods.triggers import Due, Measurement, Progress, Trigger
+
+T = TypeVar("T")
 
 FIRST_ROUND = 10
 """The first round, in which the speeds are measured, has ``S / FIRST_ROUND`` steps on each replica: their number is not
@@ -107,7 +110,7 @@ class Timing:
             return Due.YES
         if self.trigger is None:
             return Due.NO
-        due = self.trigger.due(progress)
+        due = _ask(self.trigger.due, progress)
         if type(due) is not Due and not isinstance(due, bool):
             raise UserError(
                 f"{type(self.trigger).__name__}.due() gives {due!r:.60}; must be ftopt.methods.Due.NO, YES or NOW"
@@ -118,7 +121,7 @@ class Timing:
         """Which numbers `due` needs at this step."""
         if self.trigger is None or self._is_overdue(progress):
             return Measurement.NONE
-        return self.trigger.needs(progress)
+        return _ask(self.trigger.needs, progress)
 
     def _is_overdue(self, progress: Progress) -> bool:
         averages = 0 < progress.inner_step <= self.average_until_step
@@ -145,3 +148,14 @@ class Timing:
             return self.early if inner_step <= self.average_until_step else 0
         offset = -(-fragment * self.sync_every // fragments) if self.staggered else 0
         return (inner_step - self.average_until_step - offset + self.early) % self.sync_every
+
+
+def _ask(own: Callable[[Progress], T], progress: Progress) -> T:
+    """What a trigger's method returns. UserError: it has raised."""
+    try:
+        return own(progress)
+    except FtoptError:
+        raise
+    except Exception as error:
+        name = getattr(own, "__qualname__", repr(own))
+        raise UserError(f"trigger: {name}() failed: {type(error).__name__}: {error}; mend it") from error

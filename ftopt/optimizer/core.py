@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
+from ftopt.events import check_not_telling
 from ftopt.methods import Method
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
@@ -109,6 +110,7 @@ class Core:
             outer.trained.check_inner()
         tells = group.tells_steps
         if tells:
+            check_not_telling("step()")
             group.emit("inner", inner_step=outer.inner_step() + 1)
         if outer.freezer.under_way or outer.freezer.in_place:
             self._join(outer)
@@ -200,6 +202,7 @@ class Core:
         return self.inner.step(closure)
 
     def _check_usable(self, what: str) -> None:
+        check_not_telling(what)
         if self.closed:
             raise RuntimeError(
                 f"{what} after close(): this replica has left the job; call ftopt.wrap() with a new group to join anew"
@@ -291,6 +294,7 @@ class Core:
         """Joins the job unless that is done; True when the parameters came from another replica."""
         if self.outer is not None:
             return False
+        check_not_telling("the start")
         if self.group is None or self.model is None or self.method is None:
             raise RuntimeError(
                 "this OuterOptimizer is a copy (deepcopy or pickle) without a group; call ftopt.wrap() to make one "
@@ -368,6 +372,7 @@ class Core:
         """Leaves the job; see `OuterOptimizer.close`."""
         if self.closed or self.group is None:
             return
+        check_not_telling("close()")
         self.closed = True
         loaded: Callable[[], None] | None = None
         try:
@@ -420,6 +425,7 @@ class Core:
     def enter_outer(self) -> None:
         """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept aside.
         RuntimeError: it is there already."""
+        check_not_telling("outer_parameters()")
         if self._evaluated.there:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
         self.start()

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ftopt.errors import FtoptError
 from ftopt.methods import GRADIENT, Method, OuterState, Round, SyncSGD
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.counters import Counters
@@ -22,6 +23,7 @@ from ftopt.optimizer.tensors.digest import digest_and_sums
 from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
 from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.tensors.trained import Trained
 from ftopt.streams import publish
 from ftopt.sync.group import Committed, ReplicaGroup
 
@@ -38,6 +40,8 @@ class GradientFragment(Fragment):
         live: the model and the inner state, which replicas have alike: peers fetch them with the state.
         verify_every: the live states are compared in versions that are multiples of it; None: never.
         group: with a global batch a sum of gradients belongs to one version alone.
+        trained: what trains; it is refused once the model is not the others' any more. None: the parameters are
+            averaged, too, which makes them alike again.
 
     Attributes:
         stepped: the state whose gradient the inner optimizers have used; written under the lock of ``live``.
@@ -57,11 +61,12 @@ class GradientFragment(Fragment):
         live: Live,
         verify_every: int | None,
         group: ReplicaGroup,
+        trained: Trained | None,
     ) -> None:
         super().__init__(view, method, state, counters)
         self.carries_over = group.global_batch is None
         self.live, self.stepped, self._verify_every = live, state, verify_every
-        self._inner, self._group = inner, group
+        self._inner, self._group, self._trained = inner, group, trained
         clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
         self._clip_norm = _LARGEST if clip_norm is None else clip_norm
 
@@ -78,11 +83,13 @@ class GradientFragment(Fragment):
 
     def serve(self) -> tuple[str, dict[str, Tensor]]:
         """The model and inner state as they are. LookupError: an inner step that is being applied lasts longer than a
-        second."""
+        second, or was broken off."""
         live = self.live
         if not live.lock.acquire(timeout=_LOCK_S):
             raise LookupError("an inner step is being applied")
         try:
+            if self._trained is not None and self._trained.refused:
+                raise LookupError("an inner step was broken off")
             state = self.state
             if state.live is not None and self.stepped is not state:  # the model here is still of another version
                 return state.digest, dict(state.live)
@@ -100,6 +107,8 @@ class GradientFragment(Fragment):
 
     def follow(self, state: CommittedState) -> None:
         """Takes one step of the inner optimizers with the agreed gradient, or a peer's model in place of this one."""
+        if self.stepped is state:
+            return  # what came after it was broken off
         agreed = state.outer if state.live is None else state.live
         with self.live.lock:
             if state.live is not None:
@@ -108,10 +117,22 @@ class GradientFragment(Fragment):
                 self.view.give(agreed)
                 self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
                 self._check_copy(agreed)
-                with self.live.at_rates(agreed):
-                    self._inner.step(None)
+                self._take_step(state, agreed)
             self.stepped = state
             publish(self.view.device)  # where the model is copied for a peer
+
+    def _take_step(self, state: CommittedState, agreed: Mapping[str, Tensor]) -> None:
+        """The inner optimizers' step. An error of theirs, or of a hook, may leave it half done: it is not taken again.
+        Replicas that have taken it as a whole are no longer like this one."""
+        try:
+            with self.live.at_rates(agreed):
+                self._inner.step(None)
+        except BaseException as error:
+            self.stepped = state
+            alone = state.made is not None and state.made.size == 1
+            if self._trained is not None and not alone:
+                self._trained.refuse(_broken_off(self._group.replica, error))
+            raise
 
     def _check_copy(self, agreed: Mapping[str, Tensor]) -> None:
         """What the inner optimizers are about to use is this replica's own copy, which may have been corrupted. One
@@ -149,3 +170,13 @@ class GradientFragment(Fragment):
     def stand_on(self, state: CommittedState) -> None:
         super().stand_on(state)
         self.stepped = state
+
+
+def _broken_off(replica: str, error: BaseException) -> FtoptError:
+    refused = FtoptError(
+        f"the inner optimizer of replica {replica} was broken off by {type(error).__name__}: {error}, in the step that "
+        "all replicas take with the same gradient: its model may be half a step behind the others' and is not used any "
+        "more; mend what has raised, and restart this replica, which fetches the others' model"
+    )
+    refused.__cause__ = error
+    return refused

@@ -119,7 +119,15 @@ class OuterStep:
         state = self._initial(view, method, 0, live.digest(), present)
         every = self._verify_every(method)
         return GradientFragment(
-            view, method, state, self.counters, inner=inner, live=live, verify_every=every, group=self._group
+            view,
+            method,
+            state,
+            self.counters,
+            inner=inner,
+            live=live,
+            verify_every=every,
+            group=self._group,
+            trained=self.trained if self.live is not None else None,
         )
 
     @staticmethod

@@ -12,22 +12,33 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError
+from ftopt.errors import FtoptError, UserError
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import some, trainable
 
 
 class Trained:
-    """Made when training starts. Training thread."""
+    """Made when training starts. Training thread.
+
+    Attributes:
+        refused: why nothing here may train any more. Read on any thread.
+    """
 
     def __init__(self, inner: Inner, model: nn.Module) -> None:
+        self.refused: FtoptError | None = None
         self._model, self._inner = model, inner
         self._agreed = {id(p): (name, p) for name, p in trainable(model)}
         self._note()
 
+    def refuse(self, error: FtoptError) -> None:
+        """From now on each check raises ``error``."""
+        self.refused = error
+
     def check_inner(self) -> None:
         """Before an inner step: what the inner optimizers are about to train. A few lookups, unless their groups have
-        changed. UserError: as `check`."""
+        changed. UserError: as `check`. What `refuse` was given."""
+        if self.refused is not None:
+            raise self.refused
         for optimizer, seen in self._groups:
             groups = optimizer.param_groups
             if len(groups) != len(seen):
@@ -46,7 +57,10 @@ class Trained:
         Raises:
             UserError: something trains that the job does not, or what the job trains is not in the model any more.
             Nothing has changed: when that is put right, training goes on.
+            FtoptError: what `refuse` was given.
         """
+        if self.refused is not None:
+            raise self.refused
         if self._in_inner() != self._seen_in_inner or _in(self._model) != self._seen_in_model:
             self._check()
 

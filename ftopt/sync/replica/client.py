@@ -7,6 +7,7 @@ It sees the machine through `ftopt.sync.replica.view`. The *network thread* runs
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
@@ -90,6 +91,7 @@ class Client:
                 "one ftopt.wrap(): make another one, and give several inner optimizers of one model as a list"
             )
         self._joined = True
+        session.training_thread = threading.get_ident()
         network.acquire(session.fail_network)
         self._view.fragments = [FragmentView()] * fingerprint.fragments
         if self.units is not None:

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -72,6 +73,8 @@ class Session:
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self.view = View()
+        self.training_thread = 0
+        """The thread that has started the replica."""
         self.opened = False
         """Whether `machine` and `host` are there."""
         self.machine: Replica
@@ -110,7 +113,12 @@ class Session:
         if inner_step is None:
             inner_step = self.host.standing()[0] if self.opened else 0
         life = self.view.incarnation
-        self._tell(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
+        try:
+            self._tell(Event(event, self.replica, life, fragment, version, attempt, inner_step, data or {}))
+        except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect all the same
+            if threading.get_ident() == self.training_thread:
+                raise
+            self.fail(f"on_event (at {event!r})", error)
 
     def cut(self, for_s: float) -> None:
         """A partition, for fault injection: nothing reaches anybody for ``for_s`` seconds."""
@@ -256,9 +264,11 @@ class Session:
         self.fail("the network thread", error)
 
     def fail(self, where: str, error: BaseException) -> None:
-        if self.view.failure is None and not self.view.closed:
-            _log.error("replica %s: %s failed", self.replica, where, exc_info=error)
+        news = self.view.failure is None and not self.view.closed
         self._end_membership(thread_failed(self.replica, where, error))
+        if news:
+            with contextlib.suppress(Exception):  # a handler's of the user's
+                _log.error("replica %s: %s failed", self.replica, where, exc_info=error)
 
     def _end_membership(self, error: FtoptError) -> None:
         self.view.fail(error)

@@ -53,6 +53,8 @@ class Job:
         self._limits = limits or Limits()
         self.metrics = JobMetrics()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
+        self._exit: BaseException | None = None
+        """What an ``on_event`` has raised to end the process."""
         self.halted = ""
         """Why it has halted; "" while it runs."""
         self.machine = Coordinator(name)
@@ -136,6 +138,9 @@ class Job:
         except Exception as error:
             self._halt(f"an error of its own, {error!r}; please report it")
             raise
+        leaves, self._exit = self._exit, None
+        if leaves is not None:
+            raise leaves
 
     def _perform(self, effects: list[e.CoordinatorEffect]) -> None:
         if entries := [x for x in effects if isinstance(x, e.Journalled)]:
@@ -202,7 +207,10 @@ class Job:
 
     def _say(self, event: Event) -> None:
         self.metrics.count(event, time.monotonic())
-        self._on_event(event)
+        try:
+            self._on_event(event)
+        except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect first
+            self._exit = error
 
     def _set_timer(self) -> None:
         self.end()
