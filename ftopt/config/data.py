@@ -19,6 +19,9 @@ class Drawn:
         epochs: the job ends after this many epochs, or at ``train.inner_steps`` if that comes first. Default null:
             no end.
         drop_last: whether the samples of an epoch that do not fill a batch are left out.
+        global_batch: samples of one step of all replicas together; what a replica that dies has not handed in, the
+            others compute. Default null: each replica takes ``train.accumulate`` batches of its own a step.
+        split: of a global batch, so many samples stay together when it is shared out. Default null: ``batch_size``.
         workers: processes per replica that load ahead; 0: batches are loaded between two steps.
     """
 
@@ -27,6 +30,8 @@ class Drawn:
     epochs: int | None = None
     drop_last: bool = False
     workers: int = 0
+    global_batch: int | None = None
+    split: int | None = None
 
     def __post_init__(self) -> None:
         at_least("data", 1, batch_size=self.batch_size)
@@ -34,9 +39,25 @@ class Drawn:
         if self.epochs is not None:
             at_least("data", 1, epochs=self.epochs)
         check_choice("data.sampling", self.sampling, ("once", "random"))
-        for name, value in (("epochs", self.epochs), ("drop_last", self.drop_last), ("workers", self.workers)):
+        self._check_global_batch()
+        drawn_once = ("epochs", "drop_last", "workers", "global_batch")
+        for name, value in ((name, getattr(self, name)) for name in drawn_once):
             if self.sampling == "random" and value:
                 raise UserError(f"data.{name}={value} has no effect with data.sampling=random; use sampling=once")
+
+    def _check_global_batch(self) -> None:
+        whole, split = self.global_batch, self.split
+        if split is not None and (whole is None or split < 1 or self.batch_size % split):
+            raise UserError(
+                f"data.split={split} with data.batch_size={self.batch_size}, data.global_batch={whole}; it divides the "
+                "micro-batches of a global batch: use one, and a split that divides batch_size, or null"
+            )
+        unit = split or self.batch_size
+        if whole is not None and (whole < 1 or whole % unit):
+            raise UserError(
+                f"data.global_batch={whole}; must be a multiple of {unit}, which is data."
+                f"{'batch_size' if split is None else 'split'}, such as {max(1, round(whole / unit)) * unit}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,7 +119,14 @@ class Recipe:
 
     def problems(self) -> list[str]:
         """What is wrong between sections; every message at once."""
-        return [*self._of_job(), *self._of_model(), *self._of_sync(), *self._of_inner(), *self._of_faults()]
+        return [
+            *self._of_job(),
+            *self._of_model(),
+            *self._of_sync(),
+            *self._of_global_batch(),
+            *self._of_inner(),
+            *self._of_faults(),
+        ]
 
     def _of_job(self) -> Iterator[str]:
         if not self.name or not all(part.isalnum() for part in self.name.replace("-", "_").split("_") if part):
@@ -162,6 +169,27 @@ class Recipe:
                     f"sync.{key}={value} with replicas={self.replicas}; the job would wait for ever; "
                     f"use at most {self.replicas}, or more replicas"
                 )
+
+    def _of_global_batch(self) -> Iterator[str]:
+        if (whole := self.data.global_batch) is None:
+            return
+        gradients = self.method.gradients
+        if gradients is None or gradients.sync_every != 1:
+            yield (
+                f"data.global_batch={whole} with method.name={self.method.name}, sync_every={self.method.sync_every}; "
+                "it is for methods that average gradients before each step: use method.name=sync_sgd with "
+                "sync_every=1, or paft"
+            )
+        if self.train.accumulate != 1:
+            yield (
+                f"train.accumulate={self.train.accumulate} with data.global_batch={whole}, which says how many samples "
+                "a step has; use train.accumulate=1"
+            )
+        if self.train.clip_norm is not None:
+            yield (
+                f"train.clip_norm={self.train.clip_norm:g} with data.global_batch={whole}, whose gradient is there "
+                "only when all replicas have added to it; use method.clip_norm, and train.clip_norm=null"
+            )
 
     def _of_inner(self) -> Iterator[str]:
         if not self.inner_sections():

@@ -8,7 +8,7 @@ final loss does not hang on one replica's life.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -71,8 +71,9 @@ class Trainer:
     def stop(self) -> None:
         """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
         self._stop = True
-        if self._group.units is not None:
-            self._group.units.close()  # it may wait for more
+        for source in (self._group.units, self._group.global_batch):
+            if source is not None:
+                source.close()  # it may wait for more
 
     def run(self) -> bool:
         """Trains until the job's end or `stop`; True at the job's end."""
@@ -91,7 +92,8 @@ class Trainer:
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
             while not self._stop and not self._is_done() and (micro_batches := next(steps, None)) is not None:
-                self._step(micro_batches)
+                if not self._step(micro_batches):
+                    break
                 scheduler.step()
                 now = optimizer.committed.inner_step
                 if self._evaluates and train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
@@ -121,7 +123,8 @@ class Trainer:
 
     def _is_done(self) -> bool:
         """Whether the committed inner step is there, or every sample of all epochs is in a commit."""
-        if self._group.units is not None and self._group.units.ended:
+        source = self._group.units or self._group.global_batch
+        if source is not None and source.ended:
             return True
         return self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
 
@@ -139,12 +142,14 @@ class Trainer:
             drop_last=data.drop_last,
             accumulate=train.accumulate,
             num_workers=data.workers,
+            global_batch=data.global_batch,
+            split=data.split,
         )
 
-    def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Sequence[tuple[Tensor, Tensor]]]:
-        """The batches of each inner step in turn."""
+    def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
+        """The batches of each inner step in turn; of a global batch, as long as there are any left for this replica."""
         if isinstance(batches, ftopt.DataLoader):
-            yield from batches.steps()
+            yield from batches.steps() if self._recipe.data.global_batch is None else batches.global_batches()
             return
         while True:
             yield [batches.batch() for _ in range(self._recipe.train.accumulate)]
@@ -170,7 +175,30 @@ class Trainer:
             for _ in inner.param_groups
         ]
 
-    def _step(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _step(self, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        """Takes an inner step; False: it is to `stop`, and the rest of a global batch is left to the others."""
+        record = self._record
+        record.lr, record.local_step = self.optimizer.param_groups[0]["lr"], self.optimizer.local_steps + 1
+        if not isinstance(micro_batches, Sequence):
+            return self._step_together(micro_batches)
+        self._step_alone(micro_batches)
+        return True
+
+    def _step_together(self, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> bool:
+        task, optimizer, record = self._task, self.optimizer, self._record
+        total, samples = 0.0, 0
+        for inputs, targets in micro_batches:
+            loss = task.loss(inputs, targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, samples = total + float(loss.detach()) * len(inputs), samples + len(inputs)
+            record.loss = total / samples
+            optimizer.count(tokens=task.tokens(inputs), samples=len(inputs), loss=record.loss)
+        if self._stop:
+            return False
+        optimizer.step()
+        return True
+
+    def _step_alone(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         train, task, optimizer, record = self._recipe.train, self._task, self.optimizer, self._record
         total, samples, tokens = 0.0, sum(len(inputs) for inputs, _ in micro_batches), 0
         for inputs, targets in micro_batches:
@@ -180,8 +208,7 @@ class Trainer:
             tokens += task.tokens(inputs)
         if train.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
-        record.loss, record.lr = total, optimizer.param_groups[0]["lr"]
-        record.local_step = optimizer.local_steps + 1
+        record.loss = total
         optimizer.count(tokens=tokens, samples=samples, loss=total)
         optimizer.step()
         optimizer.zero_grad()

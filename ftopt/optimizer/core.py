@@ -129,8 +129,7 @@ class Core:
         step_s = None if self._ended_at is None else ended - self._ended_at
         tokens = self._next.tokens
         counted = self._next.take() if tokens or self._next.samples else None
-        outer.count(self.inner.largest_lr, self._next.loss, step_s, tokens=tokens)
-        self._next.loss = None
+        outer.count(self.inner.largest_lr, self._next.take_loss(), step_s, tokens=tokens)
         emitted = ended
         if tells:
             group.emit("stepped", inner_step=outer.inner_step(), data=counted)
@@ -320,7 +319,9 @@ class Core:
         if self.group.units is not None:
             self.group.units.when_out_of_units(self._offer_rest)
         if self.group.global_batch is not None:
-            self.group.global_batch.attend(MicroBatches(outer, self.inner, self.group, self._next.take))
+            self.group.global_batch.attend(
+                MicroBatches(outer, self.inner, self.group, self._next.take, self._next.take_loss)
+            )
         self._loads = Loads(self.model, outer, self._before_load)
         outer.report("training")
         return fetched

@@ -42,6 +42,11 @@ class NextStep:
         self.tokens = self.samples = 0
         return counted
 
+    def take_loss(self) -> float | Tensor | None:
+        """The loss, likewise."""
+        loss, self.loss = self.loss, None
+        return loss
+
     def forget(self) -> None:
         """The step that they were counted for is undone."""
         self.tokens, self.samples, self.loss = 0, 0, None

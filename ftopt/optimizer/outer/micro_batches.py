@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
 from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
@@ -25,14 +27,20 @@ class MicroBatches:
 
     Args:
         counted: returns, and resets, what the user has counted since the last step: ``tokens`` and ``samples``.
+        loss: likewise, the step's loss.
     """
 
     def __init__(
-        self, outer: OuterStep, inner: Inner, group: ReplicaGroup, counted: Callable[[], dict[str, int]]
+        self,
+        outer: OuterStep,
+        inner: Inner,
+        group: ReplicaGroup,
+        counted: Callable[[], dict[str, int]],
+        loss: Callable[[], float | Tensor | None],
     ) -> None:
         assert outer.gradients is not None
         self._outer, self._fragment = outer, outer.gradients
-        self._inner, self._group, self._counted = inner, group, counted
+        self._inner, self._group, self._counted, self._loss = inner, group, counted, loss
 
     @property
     def version(self) -> int:
@@ -80,7 +88,7 @@ class MicroBatches:
         if not self._fragment.pending_steps:  # otherwise it is the same step, with more in it
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
             counted = self._counted()
-            self._outer.count(self._inner.largest_lr, None, None, tokens=counted["tokens"])
+            self._outer.count(self._inner.largest_lr, self._loss(), None, tokens=counted["tokens"])
             data = counted if any(counted.values()) else None
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=data)
         share = ShareOffer(plan, units, samples)

@@ -277,7 +277,12 @@ class GlobalBatch:
             self._turn += 1
             self._changed.notify_all()
 
+    @property
+    def ended(self) -> bool:
+        """Whether there are no more data."""
+        return self._ended
+
     def close(self) -> None:
-        """This replica has left: waiting ends."""
+        """This replica leaves, or has left: waiting ends, and so does the batch under way. Any thread."""
         self._closed = True
         self.poke()

@@ -140,7 +140,7 @@ def _train(
     trains: threading.Event,
 ) -> None:
     if (samples := options.get("samples")) is not None and samples.global_batch is not None:
-        _train_together(url, replica, options, on_event, target, finish, trains)
+        _train_together(url, replica, options, on_event, target, finish, injectors, trains)
         return
     leaving = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: leaving.set())
@@ -224,22 +224,27 @@ def _train_together(
     on_event: Callable[[Event], None],
     target: Any,
     finish: Any,
+    injectors: Sequence[FaultInjector],
     trains: threading.Event,
 ) -> None:
     """A global batch of ``samples`` is shared out; an event has each step's gradient."""
-    samples = options["samples"]
+    samples, at_once = options["samples"], options.get("at_once", 1)
+    method = options["method"] if options["method"].gradients is not None else ftopt.SyncSGD()
     model = tiny_model(options.get("width", 16))
     group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=5.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = ftopt.wrap(inner, model, ftopt.SyncSGD(), group=group)
+    optimizer = ftopt.wrap(inner, model, method, group=group)
+    for injector in injectors:
+        injector.learn(harm(optimizer, group))
     loader = ftopt.DataLoader(
-        Points(samples.samples), samples.batch_size, group=group, epochs=samples.epochs,
-        global_batch=samples.global_batch,
+        Points(samples.samples), samples.batch_size * at_once, group=group, epochs=samples.epochs,
+        global_batch=samples.global_batch, split=samples.batch_size,
     )  # fmt: skip
     with optimizer:
         trains.set()
         for micro_batches in loader.global_batches():
             for x in micro_batches:
+                time.sleep(options["step_s"])  # a micro-batch of known length
                 together_loss(model, x).backward()
             optimizer.step()
             gradient = [float(g) for p in model.parameters() if p.grad is not None for g in p.grad.flatten()]
