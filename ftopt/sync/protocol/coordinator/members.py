@@ -151,7 +151,7 @@ class Members:
         return [(x, self._tail_s(x, waits[x.incarnation_id], sync)) for x in members if x.incarnation_id in waits]
 
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
-        """Each time that a replica is given up it has twice as long the next time: one that is merely slow gets there."""
+        """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there."""
         quiet_since_s = max(since_s, member.moved_s)
         top = self.rounds[0]
         if member.replica in top.gather.proposals and member.busy_since_s is None:  # its peers keep it waiting
