@@ -14,8 +14,9 @@ class Drawn:
 
     Args:
         batch_size: samples per micro-batch.
-        sampling: ``once`` (default): the job hands out each sample once per epoch, however replicas join and leave.
-            ``random``: each replica draws for itself, windows at any place, with replacement.
+        sampling: ``once`` (default): the job hands out each sample once per epoch, however replicas join and leave
+            (with several fragments this holds for the first one; see ``docs/data.md``). ``random``: each replica draws
+            for itself, windows at any place, with replacement.
         epochs: the job ends after this many epochs, or at ``train.inner_steps`` if that comes first. Default null:
             no end.
         drop_last: whether the samples of an epoch that do not fill a batch are left out.

@@ -3,7 +3,7 @@
 The job's ledger grants *units*, each one batch, to replicas. `DataLoader` takes them through the replica's group, maps
 each to samples by the job's order (`ftopt.data.order`) and loads them, ahead of time if it has worker processes. A unit
 counts as used once the training loop has got its batch and taken an inner step. If this replica is gone before that,
-the unit is granted to another one.
+the unit is granted to another one. With several fragments, "used" goes by the first one: see ``docs/data.md``.
 """
 
 from __future__ import annotations

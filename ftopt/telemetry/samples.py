@@ -1,4 +1,4 @@
-"""Which samples of a run are in its commits, recounted from its events alone.
+"""Which samples of a run are in its commits of fragment 0, recounted from its events alone.
 
 The sample ledger counts units: ``batch_size`` samples each, fewer in the last unit of an epoch (or none, with
 ``drop_last``), numbered through all epochs. Each ``decide`` event of fragment 0 names the units of its contributions;
