@@ -393,22 +393,41 @@ class Core:
                 self.group.check()
             self.outer.apply()
             self._after_outer_work(self.outer)
-            if flush and (left := self.outer.pending_by_fragment()[0]):
-                text = "replica %s has left with %d inner steps that no committed state contains"
-                _log.warning(text, self.group.replica, left)
+            self._tell_left(self.outer, self.group.replica)
         finally:
             self.group.close()
             if loaded is not None:
                 loaded()
 
+    @staticmethod
+    def _tell_left(outer: OuterStep, replica: str) -> None:
+        """Steps that are lost with this replica, whether it had time to hand them in or not."""
+        left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
+        if any(left):
+            where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
+            text = "replica %s has left with %d inner steps that no committed state contains%s"
+            _log.warning(text, replica, max(left), where)
+
     def _flush(self, outer: OuterStep, group: ReplicaGroup, deadline: float) -> None:
-        # Not group.wait(): that has no deadline, and a user who leaves has one.
-        for fragment in outer.fragments:
-            while group.outstanding(fragment.index) and self._clock() < deadline:
-                group.check()
-                time.sleep(_POLL_S)
+        """Offers what is pending and waits for it, until nothing is: a round that was under way may end without this
+        replica's last steps, which are then offered to the next one. What a round was offered and did not take is not
+        offered to it again."""
+        offered: dict[int, int] = {}
+        while True:
+            group.check()
             outer.apply()
-            outer.propose_pending(fragment.index, lr=self.inner.largest_lr())
+            waits = False
+            for index, fragment in enumerate(outer.fragments):
+                # The newer state is there before the group says that nothing is outstanding.
+                if group.outstanding(index) or fragment.state is not fragment.applied:
+                    waits = True
+                elif offered.get(index) != (version := fragment.state.meta.version):
+                    offered[index] = version
+                    waits |= outer.propose_pending(index, lr=self.inner.largest_lr())
+            # Not group.wait(): that has no deadline, and a user who leaves has one.
+            if not waits or self._clock() >= deadline:
+                return
+            time.sleep(_POLL_S)
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
         """Adds to what the next step uses; its loss. UserError: more than can be counted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -11,9 +12,11 @@ from torch import nn
 
 from ftopt.connect import local_groups, solo
 from ftopt.events import Event
-from ftopt.methods import DiLoCo, LocalSGD
+from ftopt.fragments import Balanced
+from ftopt.methods import DiLoCo, LocalSGD, StreamingDiLoCo
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.outer import SGD, OuterOptimizerRule, Torch
+from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.settings import Sync
 from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem
@@ -128,13 +131,32 @@ def test_leaving_hands_the_pending_steps_in() -> None:
         optimizer.step()
 
 
-def test_an_exception_leaves_at_once_and_hands_nothing_in() -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_who_leaves_while_a_round_is_under_way_hands_in_to_the_next_one(seed: int) -> None:
+    """Each leaves when it likes, as at the end of a job: rounds of three fragments are under way."""
+    chance, groups = random.Random(seed), local_groups(4)
+    method = StreamingDiLoCo(sync_every=12, delay=1, fragments=Balanced(n=3))
+
+    def replica(group: ReplicaGroup, steps: int) -> tuple[int, ...]:
+        model = TASK.model(0)
+        with wrap(TASK.inner(model.parameters()), model, method, group=group) as optimizer:
+            for step in range(steps):
+                _step(optimizer, model, step)
+        return optimizer.pending_by_fragment
+
+    lengths = [chance.randint(30, 40) for _ in groups]
+    left = together([lambda g=g, n=n: replica(g, n) for g, n in zip(groups, lengths, strict=True)])
+    assert left == [(0, 0, 0)] * 4
+
+
+def test_an_exception_leaves_at_once_and_hands_nothing_in(caplog: pytest.LogCaptureFixture) -> None:
     model = TASK.model(0)
     optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=100), group=solo())
     with pytest.raises(KeyError), optimizer:
         _step(optimizer, model, 0)
         raise KeyError("user code")
     assert (optimizer.committed.version, optimizer.pending_steps) == (0, 1)
+    assert "r0 has left with 1 inner steps that no committed state contains" in caplog.text
 
 
 def test_leaving_waits_no_longer_than_it_was_told() -> None:
