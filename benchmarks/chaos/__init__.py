@@ -37,7 +37,8 @@ SYNC: dict[str, Any] = {
     "recovery_s": 6.0,
     "tail_s": 5.0,
 }
-STEP_S = 0.02
+STEP_S, LIVE_STEP_S = 0.02, 0.05
+"""Of an inner step; where replicas meet in each of them."""
 _LOOK_S = 1.0
 _POLL_S = 0.05
 _STOP_S = 45.0
@@ -73,7 +74,7 @@ class Plan:
         """So many that the data end while faults strike, or some time after that, as the seed has it."""
         if not self.ledger:
             return 0
-        rate = {GLOBAL_BATCH: 400.0, "SyncSGD": 100.0, "PAFT": 100.0, "PAFT-1": 100.0}.get(self.way, 160.0)
+        rate = 400.0 if self.way == GLOBAL_BATCH else 40.0 if WAYS[self.way].live else 160.0
         count = int(self.seconds * rate * (0.9, 0.6, 1.2)[self.seed % 3])
         return count // BATCH * BATCH + BATCH
 
@@ -169,7 +170,8 @@ class Campaign:
 
 def campaign(plan: Plan, folder: Path, *, verbose: bool = False) -> tuple[Outcome, list[dict[str, Any]]]:
     """Runs one; its outcome, and the faults."""
-    options = {"way": plan.way, "samples": plan.samples, "step_s": STEP_S, "folder": str(folder), "sync": SYNC}
+    step_s = LIVE_STEP_S if WAYS[plan.way].live and plan.way != GLOBAL_BATCH else STEP_S
+    options = {"way": plan.way, "samples": plan.samples, "step_s": step_s, "folder": str(folder)}
     options["sync"] = SYNC | {"start_replicas": plan.replicas}
     with processes(folder, options) as job:
         done = Campaign(plan, folder, job, verbose=verbose)

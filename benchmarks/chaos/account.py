@@ -34,7 +34,7 @@ STATUS = {"": (0,), "term": (0, -15), "int": (0, 130, -2), "refused": (2,)}
 """Fate -> how the process may end; a signal may come before the script handles it. Any other fate: anyhow."""
 _SLACK_S = 2.0
 """Of a stall: the machine has other work."""
-_AT_WORK_S = 3.0
+_AT_WORK_S, _AROUND_S = 3.0, 1.5
 _WARM, _SAMPLES_TO_JUDGE = 10, 30
 GROWTH: Mapping[str, tuple[float, float]] = {
     "threads": (1.5, 6),
@@ -226,7 +226,8 @@ def lines_of(folder: Path, run: Run) -> list[dict[str, Any]]:
 
 
 def _judge_waits(facts: Facts, outcome: Outcome) -> None:
-    """A stall may last as long as one incident's, times the incidents at that time."""
+    """A stall may last as long as one incident's, times the incidents at that time; and as much longer as some process
+    of the job has waited for a processor."""
     sync = facts.sync
     one = sync["dead_after_s"] + sync["grace_s"] + 0.5
     changes = [(f["at"], f["at"] + f.get("for_s", 0.0)) for f in facts.faults]
@@ -242,11 +243,17 @@ def _judge_waits(facts: Facts, outcome: Outcome) -> None:
                 outcome.data_wait_s = max(outcome.data_wait_s, waited)
                 continue
             near = sum(begin <= stop and end >= start - one for begin, end in changes)
-            allowed = one * max(1, near) + _SLACK_S
+            allowed = one * max(1, near) + _SLACK_S + max(_starved_s(each, start, stop) for each in facts.runs)
             if waited > outcome.stall_s:
                 outcome.stall_s, outcome.allowed_s = waited, allowed
             if waited > allowed:
                 outcome.bad.append(f"{run.life.name} stood still for {waited:.1f} s, {allowed:.1f} s are allowed")
+
+
+def _starved_s(run: Run, start: float, stop: float) -> float:
+    """How long the process' threads have waited for a processor around that time."""
+    waited = [seconds for at, seconds in run.starved if start - _AROUND_S <= at <= stop + _AROUND_S]
+    return max(waited) - min(waited) if waited else 0.0
 
 
 def _judge_anchors(facts: Facts, outcome: Outcome, wiped: float) -> None:

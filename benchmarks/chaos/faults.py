@@ -203,7 +203,7 @@ class Striker:
     # Parts.
 
     def _one(self) -> Run | None:
-        there = [run for run in self._job.alive if not self._job.is_stopped(run) and not run.fate]
+        there = [run for run in self._job.alive if run.is_up and not self._job.is_stopped(run) and not run.fate]
         return self.chance.choice(there) if there else None
 
     def _end(self, run: Run, kind: str, *, back_s: float, how: str = "") -> None:

@@ -25,7 +25,6 @@ from benchmarks.meter import Sizes, sizes_of
 from tests.forkserver import CONTEXT
 
 COORDINATOR = "coordinator"
-_NICE = 5
 
 
 @dataclass
@@ -39,6 +38,7 @@ class Run:
         fate: ``kill``, ``term``, ``int``, what it was struck with to end; else empty.
         stops: when it was stopped.
         sizes: what it held, every second.
+        starved: moments, and the seconds that its threads had waited for a processor until then.
     """
 
     life: Life
@@ -49,6 +49,7 @@ class Run:
     joined: bool = False
     stops: list[tuple[float, float]] = field(default_factory=list)
     sizes: list[Sizes] = field(default_factory=list)
+    starved: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
@@ -58,6 +59,11 @@ class Run:
     @property
     def alive(self) -> bool:
         return self.process.exitcode is None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the script has begun: before that a signal is Python's."""
+        return (Path(self.life.folder) / f"{self.life.name}.log").exists()
 
 
 class Processes:
@@ -110,7 +116,7 @@ class Processes:
     def start(self, replica: str, *, resume: bool = False) -> Run:
         """Starts one more process."""
         life = Life(f"http://{self._address}", replica, len(self.runs), resume=resume, **self.options)
-        process = CONTEXT.Process(target=_replica, args=(life,), name=life.name)
+        process = CONTEXT.Process(target=main, args=(life,), name=life.name)
         process.start()
         run = Run(life, process, time.time())
         self.runs.append(run)
@@ -151,6 +157,8 @@ class Processes:
         for run in self.runs:
             if not run.ended and not run.alive:
                 run.ended = time.time()
+            if run.alive:
+                run.starved.append((time.time(), _starved_s(run.pid)))
             if not run.joined:
                 path = self.folder / f"{run.life.name}.jsonl"
                 run.joined = path.exists() and '"joined"' in path.read_text()
@@ -180,9 +188,13 @@ def processes(folder: Path, options: Mapping[str, Any]) -> Iterator[Processes]:
         made.close()
 
 
-def _replica(life: Life) -> None:
-    os.nice(_NICE)
-    main(life)
+def _starved_s(pid: int) -> float:
+    """Seconds that the threads of a process have waited for a processor, in all."""
+    waited = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            waited += int(path.read_text().split()[1])
+    return waited / 1e9
 
 
 def _die_with_parent() -> None:

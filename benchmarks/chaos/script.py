@@ -268,18 +268,21 @@ class Trainer:
 
 def main(life: Life) -> None:
     """A process of the campaign."""
-    _become_own(Path(life.folder) / f"{life.name}.log")
-    trainer = Trainer(life)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "leaving", True))
+    trainer = None
     try:
+        _become_own(Path(life.folder) / f"{life.name}.log")
+        trainer = Trainer(life)
+        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "leaving", True))
         trainer.train()
     except KeyboardInterrupt:
         logging.warning("interrupted")
-        trainer.tell("interrupted")
+        if trainer is not None:
+            trainer.tell("interrupted")
         sys.exit(130)
     except ftopt.FtoptError as error:
         logging.error("%s: %s", type(error).__name__, error)
-        trainer.tell("refused")
+        if trainer is not None:
+            trainer.tell("refused")
         sys.exit(2)
     trainer.tell("left" if trainer.leaving else "done")
 
