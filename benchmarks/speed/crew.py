@@ -102,7 +102,7 @@ def enter(namespace: str) -> None:
 @contextmanager
 def coordinator(folder: Path, *, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> Iterator[str]:
     """``ftopt coordinator`` with a journal; its address."""
-    command = [*prefix, sys.executable, "-m", "ftopt", "coordinator", "--bind", f"{host}:0"]
+    command = [*prefix, sys.executable, "-m", "ftopt", "coordinator", "--new", "--bind", f"{host}:0"]
     with served([*command, "--journal", str(folder / "journal.sqlite")], r"https?://[\w.]+:\d+") as url:
         yield url
 

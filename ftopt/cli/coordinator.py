@@ -24,6 +24,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "address to listen on (default: %(default)s)"
     parser.add_argument("--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help=text)
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
+    text = "its jobs are new: start them as soon as their replicas are there, without waiting for living ones"
+    parser.add_argument("--new", action="store_true", help=text)
     add_token(parser)
     add_certificate(parser)
     parser.add_argument("--open-status", action="store_true", help="serve /status and /metrics without the token")
@@ -49,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         host,
         port,
         journal=arguments.journal,
+        new=arguments.new,
         token=token_of(arguments),
         tls=tls_of(arguments).server(),
         open_status=arguments.open_status,

@@ -114,6 +114,7 @@ class Runner:
         faults = [asdict(fault) for fault in self._recipe.faults if fault.replica == COORDINATOR]
         arguments = ["coordinator", "--bind", self._bind, "--journal", str(self._folder.journal), "--supervised"]
         arguments += ["--life", str(life), "--faults", json.dumps(faults)]
+        arguments += ["--new"] if life == 1 else []
         arguments.append("--open-status")  # it listens on this machine alone, and tells no more than the terminal
         child = self._start(COORDINATOR, life, arguments, reports=True)
         self._url = child.first_line()

@@ -154,6 +154,11 @@ class Checks:
             what = "committed and pending" if inside > shard.base_step else "neither committed nor pending"
             raise Violation("I2", f"{process.name}'s inner steps {low + 1}..{high} of fragment {fragment} are {what}")
 
+    def superseded(self, incarnation_id: m.IncarnationId, heard: Iterable[m.Hello]) -> None:
+        """A newcomer has taken a replica's place; ``heard``: the hellos of open connections. STICKY."""
+        if incarnation_id in {(h.replica, h.incarnation) for h in heard}:
+            raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
+
     def was_reset(self, process: Process, reason: str) -> None:
         """A replica resets itself; only a fork can have brought it there."""
         if reason.startswith("another process") and not self.excused:
@@ -245,8 +250,8 @@ class Checks:
 
     # ------------------------------------------------------------ I6
 
-    def opened(self, server: Server, heard: list[m.Hello]) -> None:
-        """A coordinator ends its startup: has it heard each living holder of a version?"""
+    def opened(self, server: Server, heard: list[m.Hello], *, anew: bool) -> None:
+        """A coordinator ends its startup: has it heard each living holder of a version? ``anew``: by a cold start."""
         assert server.machine is not None
         remembers, server.remembers = server.remembers, True
         again, server.opened = server.opened, True  # after a rollback it knows what those hold whom it does not hear
@@ -271,4 +276,6 @@ class Checks:
             waits = incarnation_id in told and process.name not in fresh
             if state_holders and not again and not knows and waits and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
+            if anew and not again and self.world.now < server.reachable_s + knobs.recovery_s - 1e-6:
+                raise Violation("I6", f"the job starts anew, and {process.name} has not had recovery_s to come back")
             self.excuse(server.machine.epoch, f"{process.name} was not heard")

@@ -36,7 +36,11 @@ class CoordinatorProcess(Server):
         self.first_hello_s = math.inf
         self._armed_s = math.inf
         saved = e.replay(entries) if entries else None
-        self.machine = Coordinator(JOB, saved=saved, now=self.world.now, life=100 * self.life)
+        new = self.life == 1 and not self.world.contested
+        self.reachable_s = -math.inf if new or (saved and saved.decided) else self.world.now
+        self.machine = Coordinator(
+            JOB, saved=saved, now=self.world.now, life=100 * self.life, reachable_s=self.reachable_s
+        )
         self.world.note("coord", f"starts with {len(entries)} journal entries")
 
     def crash(self, *, spare: Conn | None = None) -> None:
@@ -159,7 +163,9 @@ class CoordinatorProcess(Server):
             if not all(self.world.processes[name].alive for name in tell.data["away"]):
                 self.world.coverage["decided with a dead member's work"] += 1
         if tell.event in ("recover", "start"):
-            self.checks.opened(self, list(self.heard.values()))
+            self.checks.opened(self, list(self.heard.values()), anew=tell.event == "start")
+        if tell.event == "gone" and tell.data["reason"] == "superseded by a newcomer":
+            self.checks.superseded((tell.replica, tell.incarnation), self.heard.values())
 
     def _arm(self) -> None:
         if self.machine is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ftopt.simulate.check import Checks
 from ftopt.simulate.knobs import Knobs
 from ftopt.simulate.replica import Groups, ReplicaProcess
+from ftopt.simulate.second import SecondProcess
 from ftopt.simulate.server import CoordinatorProcess
 from ftopt.simulate.world import World
 
@@ -24,6 +25,10 @@ class Simulation(World):
         process = ReplicaProcess(self, name, initial=initial, step_s=step_s, checks=self.checks, groups=self._groups)
         self.processes[name] = process
         return process
+
+    def second(self, first: ReplicaProcess, *, stays_s: float) -> None:
+        """A second process under the id of ``first``, for a while."""
+        SecondProcess(self, first, stays_s=stays_s)
 
     def rival(self) -> None:
         """A second coordinator is started on another host, without a journal, while the first one lives."""

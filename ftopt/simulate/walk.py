@@ -189,6 +189,9 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
     world.faults_left = chooser.randint(1, 5)
     for _ in range(chooser.randint(1, 5)):
         world.at(chooser.uniform(1, length_s), _fault, world, chooser)
+    seconds = random.Random(world.seed * 7919 + 9)
+    for _ in range(seconds.randint(1, 2) if seconds.random() < 1 / 6 else 0):
+        world.at(seconds.uniform(1, length_s), _second, world, seconds)
     for _ in range(3 if world.knobs.replay else 0):
         world.at(chooser.uniform(5, length_s), _replace, world, chooser)
     if world.knobs.save_every:
@@ -196,6 +199,14 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
         world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
     world.run(start_s + length_s)
     _quiet(world)
+
+
+def _second(world: Simulation, chooser: random.Random) -> None:
+    """A second process of one id is started; half of the time the coordinator restarts while it waits."""
+    world.second(chooser.choice(list(world.processes.values())), stays_s=chooser.uniform(1, 8))
+    if world.server.up and chooser.random() < 0.5:
+        world.server.crash()
+        world.at(chooser.uniform(0.1, 1.0), lambda: world.server.start(keep=chooser.choice((None, 0))))
 
 
 def _replace(world: Simulation, chooser: random.Random) -> None:

@@ -43,6 +43,7 @@ class World:
 
     def __init__(self, seed: int, knobs: Knobs, *, trace: list[str] | None = None) -> None:
         self.now = 1000.0
+        self.seed = seed
         self.knobs = knobs
         self.random = random.Random(seed)
         self.trace = trace
@@ -325,6 +326,8 @@ class Server(ABC):
         self.remembers = True
         self.has_journal = self.opened = self.forgot = False
         self.first_hello_s = math.inf
+        self.reachable_s = -math.inf
+        """Since when replicas can come back to it; minus infinity for the first one of the job."""
         self.schism = False
         """Of the next decision that is sent to several members only one shall hear, and be cut off with it."""
 

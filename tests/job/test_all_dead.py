@@ -89,7 +89,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
 
 def _coordinator(spawn: Spawn, bind: str) -> tuple[subprocess.Popen[str], str]:
     """It, and its address."""
-    process = spawn("-m", "ftopt", "coordinator", "--bind", bind, "--journal", "journal")
+    process = spawn("-m", "ftopt", "coordinator", "--new", "--bind", bind, "--journal", "journal")
     return process, _line(process).split()[2].rstrip(";")
 
 

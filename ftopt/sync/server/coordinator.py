@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import math
 import signal
 import ssl
 import time
@@ -50,6 +51,8 @@ class CoordinatorServer:
         port: port, 0 for a free one.
         journal: the file of the journal; None: decisions are lost with the process, and replicas that reconnect within
             ``recovery_s`` tell the next one what they hold.
+        new: its jobs are new, no replica of them lives. Default False: without a journal that knows the job, newcomers
+            alone start it no sooner than ``recovery_s`` after this coordinator can be reached.
         token: what every request must bring; None: all may connect.
         tls: certificate and key to serve with; None: without TLS.
         open_status: answer ``/status`` and ``/metrics`` without the token, too.
@@ -66,6 +69,7 @@ class CoordinatorServer:
         port: int,
         *,
         journal: Path | None = None,
+        new: bool = False,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
         open_status: bool = False,
@@ -82,6 +86,7 @@ class CoordinatorServer:
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
         self._refused = dict.fromkeys(("token", "connections", "message", "limit"), 0)
+        self._new = new
         self._began_s = time.monotonic()
         self._connections: set[Connection] = set()
         self._cut_until_s = 0.0
@@ -96,6 +101,7 @@ class CoordinatorServer:
         Raises:
             UserError: the address is in use, or no address of this machine.
         """
+        self._began_s = time.monotonic()
         app = web.Application(middlewares=[self._authorize])
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
@@ -285,7 +291,8 @@ class CoordinatorServer:
             if idle is None:
                 raise Exceeded(f"more than {self._limits.jobs} jobs")
             self._drop(idle)
-        self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits)
+        since_s = -math.inf if self._new else self._began_s
+        self._jobs[name] = Job(name, self._journal, self._on_event, limits=self._limits, reachable_s=since_s)
         return self._jobs[name]
 
     def _drop(self, job: Job) -> None:

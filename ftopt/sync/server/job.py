@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,9 +41,20 @@ class Job:
     It *halts* when the machine says so (EPOCH), or when the journal fails (JOURNAL): the machine is then ahead of the
     disk, so nothing that it knows goes out, to members or to ``/status``. All connections are closed, and a new machine
     starts from what the journal holds. Trainers train on meanwhile.
+
+    ``reachable_s``: since when replicas can reach it (`time.monotonic`); minus infinity for a new job, of which none
+    can live.
     """
 
-    def __init__(self, name: str, journal: Journal, on_event: OnEvent, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        journal: Journal,
+        on_event: OnEvent,
+        *,
+        limits: Limits | None = None,
+        reachable_s: float = -math.inf,
+    ) -> None:
         self.name = name
         self._journal = journal
         self._on_event = guarded(on_event)
@@ -50,6 +62,7 @@ class Job:
         self._next = 0
         self._timer: asyncio.TimerHandle | None = None
         self._looks = 0
+        self._reachable_s = reachable_s
         self._limits = limits or Limits()
         self.metrics = JobMetrics()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
@@ -185,8 +198,9 @@ class Job:
         After a halt its epoch is written first: while that fails, no replica need be let in.
         """
         try:
-            saved = self._journal.load(self.name)
-            self.machine = Coordinator(self.name, saved=saved, now=time.monotonic(), life=int(time.time()))
+            saved, now = self._journal.load(self.name), time.monotonic()
+            since_s = now if self.halted else self._reachable_s
+            self.machine = Coordinator(self.name, saved=saved, now=now, life=int(time.time()), reachable_s=since_s)
             self._looks = self.machine.looks
             if self.halted:
                 self._journal.write(self.name, [e.Epoch(self.machine.epoch)])

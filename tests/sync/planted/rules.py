@@ -240,6 +240,23 @@ def cold_off(patch: Patch) -> None:
     patch.setattr(Startup, "may_end", lambda self, now: bool(self.hellos))
 
 
+def newcomers_alone(patch: Patch) -> None:
+    """Without a journal newcomers start the job anew as soon as enough of them are there."""
+    patch.setattr(Startup, "_known_new_s", lambda self: -math.inf)
+
+
+def superseded_at_once(patch: Patch) -> None:
+    """While the coordinator starts up, a newcomer takes the place of a replica that is heard."""
+    newcomer = Coordinator._newcomer
+
+    def mutant(self: Coordinator, now: float, conn: int, hello: m.Hello) -> Any:
+        old = self.roster.members.get(hello.replica)
+        gone = self.members.gone(old.incarnation_id, "superseded by a newcomer") if old and self.startup else []
+        return gone + newcomer(self, now, conn, hello)
+
+    patch.setattr(Coordinator, "_newcomer", mutant)
+
+
 def rollback_off(patch: Patch) -> None:
     """The coordinator insists on the highest version when nobody holds it any more."""
     patch.setattr(Coordinator, "_survives", lambda self, r: True)
@@ -457,6 +474,8 @@ BUGS = (
     Bug("STICKY", forgotten_comes_back, slow=True),
     Bug("WAIT", wait_off),
     Bug("COLD", cold_off),
+    Bug("COLD", newcomers_alone),
+    Bug("STICKY", superseded_at_once),
     Bug("ROLLBACK", rollback_off),
     Bug("I5", stale_proposal),
     Bug("I5", stale_state, slow=True),

@@ -96,7 +96,7 @@ def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault
 
     host, port = parse_address(bind)
     path = folder / journal if journal else None
-    server = CoordinatorServer(host, port, journal=path, on_event=fan_out(events, injector))
+    server = CoordinatorServer(host, port, journal=path, new=life == 1, on_event=fan_out(events, injector))
     injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
     server.run(ready=ready)
 

@@ -29,7 +29,9 @@ M = TypeVar("M")
 class Seat:
     """A replica's machine, and its connection."""
 
-    def __init__(self, table: Table, name: str, initial: str = "init", *, arithmetic: str = "") -> None:
+    def __init__(
+        self, table: Table, name: str, initial: str = "init", *, arithmetic: str = "", address: str = ""
+    ) -> None:
         self.table = table
         self.name = name
         self.machine = Replica(
@@ -40,7 +42,7 @@ class Seat:
                 settings=table.settings,
                 initial=initial,
                 fragments=table.fragments,
-                address=name,
+                address=address or name,
                 samples=table.samples,
                 arithmetic=arithmetic,
             )
@@ -264,7 +266,7 @@ class Table:
         saved = e.replay(self.journal) if journal else None
         if not journal:
             self.journal.clear()
-        self.coordinator = Coordinator("j", saved=saved, now=self.now, life=self.life)
+        self.coordinator = Coordinator("j", saved=saved, now=self.now, life=self.life, reachable_s=self.now)
 
     def last_step(self, incarnation_id: m.IncarnationId, start: r.StartReduce) -> int:
         """What that member exchanges in an attempt: the last step of its contribution."""

@@ -241,6 +241,7 @@ def test_a_job_that_starts_from_a_state_with_units_in_it_goes_on_behind_them() -
     for worker in job.workers.values():
         worker.seat.do(worker.seat.machine.receive(m.Refuse("gone", "given up")))
         worker.seat.open()
+    job.table.tick(31.0)
     for worker in job.workers.values():
         worker.take()
     assert job.version == 0

@@ -80,6 +80,7 @@ def test_an_offer_never_crosses_the_start_that_voids_it() -> None:
     table.restart(journal=False)
     a.machine.fragments[1].doubt()
     a.open()
+    table.tick(31.0)
     a.propose(7, 0)  # between its hello and the welcome
     assert table.coordinator.running
     a.take()

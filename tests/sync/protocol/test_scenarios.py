@@ -158,6 +158,7 @@ def test_4_a_newcomer_does_not_impose_its_state_on_a_recovering_job() -> None:
         assert c.record == a.record
         assert c.record.version == 1
         c.say(m.Bye())
+        a.take()
 
 
 def test_6_a_commit_needs_no_peer() -> None:
@@ -568,6 +569,8 @@ def test_an_incarnation_that_two_coordinators_gave_away_is_not_taken_for_the_oth
     table.restart(journal=False)
     other = Seat(table, "a")
     other.connect()
+    table.tick(31.0)
+    other.take()
     assert other.machine.incarnation == 1
     other.do(other.machine.receive(m.Behind(served.position, ("a",), False)))
     assert other.machine.install(served)

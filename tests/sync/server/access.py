@@ -90,7 +90,7 @@ class Scripted:
 @asynccontextmanager
 async def coordinator(*, token: str | None = TOKEN, **options: Any) -> AsyncIterator[str]:
     """A coordinator's server in this loop; its URL."""
-    server = CoordinatorServer("127.0.0.1", 0, token=token, **options)
+    server = CoordinatorServer("127.0.0.1", 0, token=token, **{"new": True, **options})
     port = await server.start()
     try:
         yield f"{'https' if options.get('tls') else 'http'}://127.0.0.1:{port}"
@@ -103,7 +103,7 @@ def coordinator_thread(*, token: str | None = TOKEN, port: int = 0, **options: A
     """The same on a thread of its own, for tests that block."""
 
     async def start() -> tuple[CoordinatorServer, int]:
-        server = CoordinatorServer("127.0.0.1", port, token=token, **options)
+        server = CoordinatorServer("127.0.0.1", port, token=token, **{"new": True, **options})
         return server, await server.start()
 
     network = LoopThread("coordinator")

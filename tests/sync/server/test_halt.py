@@ -76,6 +76,10 @@ def test_a_machine_that_raises_is_followed_by_one_from_the_journal(where: str, m
         while job.halted:
             await asyncio.sleep(0.01)
         assert job.machine is not machine
+        for text in said:
+            message = m.decode(text)
+            assert isinstance(message, m.FromCoordinator)
+            replica.receive(message)
         job.receive(job.open(Peer(said.append, lambda: None)), replica.hello())
         assert job.machine.running
         job.end()
@@ -139,7 +143,7 @@ async def _prepares(replica: Scripted, quorum: m.Quorum) -> None:
 
 
 async def _a_disk_is_full(path: Path, events: list[Event]) -> None:
-    server = CoordinatorServer("127.0.0.1", 0, token=TOKEN, on_event=events.append)
+    server = CoordinatorServer("127.0.0.1", 0, new=True, token=TOKEN, on_event=events.append)
     server._journal = journal = FullDisk(path)
     url = f"http://127.0.0.1:{await server.start()}"
     try:

@@ -54,7 +54,7 @@ async def _link(url: str, tls: Tls | None) -> Exception | None:
 
 
 async def _who_is_trusted(certificates: Certificates, files: Tls) -> None:
-    server = CoordinatorServer("127.0.0.1", 0, token=TOKEN, tls=files.server())
+    server = CoordinatorServer("127.0.0.1", 0, new=True, token=TOKEN, tls=files.server())
     plain = CoordinatorServer("127.0.0.1", 0, token=TOKEN)
     other = CoordinatorServer("127.0.0.1", 0, token=TOKEN, tls=_certificate(certificates, "elsewhere").server())
     old = CoordinatorServer("127.0.0.1", 0, token=TOKEN, tls=_certificate(certificates, "old", days=0).server())

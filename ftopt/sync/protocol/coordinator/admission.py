@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -17,8 +18,16 @@ _ID_TAKEN = (
 )
 
 
+def id_in_use(hello: m.Hello) -> m.Hold:
+    """To a newcomer: another process has its id."""
+    return m.Hold(
+        f"another process is connected as {hello.replica}, and goes on: this one waits until that one has ended; if "
+        "both are to run, give one of them another id"
+    )
+
+
 class Contenders:
-    """Newcomers under the id of a member that is connected, until it is known which of the two processes lives."""
+    """Newcomers under the id of a member that was connected, until it is known which of the two processes lives."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -29,7 +38,7 @@ class Contenders:
 
     def add(self, now: float, conn: int, hello: m.Hello) -> Effects:
         self._hellos[conn] = (hello, now)
-        return [SendTo(conn, m.Hold(f"another process is connected as {hello.replica}"))]
+        return [SendTo(conn, id_in_use(hello))]
 
     def drop(self, conn: int) -> None:
         self._hellos.pop(conn, None)
@@ -40,13 +49,21 @@ class Contenders:
         return [Close(conn) for conn in conns]
 
     def settle(self, now: float, dead_after_s: float) -> Iterator[tuple[int, m.Hello, str]]:
-        """Takes out those that wait no more, and why one is refused: "" if its rival is lost or silent."""
+        """Takes out those that wait no more, and why one is refused: "" if its rival is gone, or was not heard for
+        ``dead_after_s``. That the rival's connection is lost is no reason: it may be back in a moment."""
         for conn, (hello, since_s) in list(self._hellos.items()):
             rival = self._roster.members.get(hello.replica)
             lives = rival is not None and rival.conn is not None
-            if rival is None or not lives or rival.heard_s >= since_s + dead_after_s:
+            silent = rival is None or (not lives and now >= rival.heard_s + dead_after_s)
+            if silent or (lives and rival is not None and rival.heard_s >= since_s + dead_after_s):
                 del self._hellos[conn]
-                yield conn, hello, _ID_TAKEN.format(hello.replica) if lives else ""
+                yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
+
+    def next_s(self, after: float, dead_after_s: float) -> float:
+        """When one of them is to be let in, if nothing happens before, after the last look at ``after``."""
+        rivals = [self._roster.members.get(hello.replica) for hello, _ in self._hellos.values()]
+        away = [x.heard_s + dead_after_s if x is not None else after for x in rivals if x is None or x.conn is None]
+        return max(after + 0.01, min(away)) if away else math.inf
 
 
 def refuse(conn: int, hello: m.Hello, kind: str, reason: str) -> Effects:

@@ -23,6 +23,7 @@ from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
 
+_SUPERSEDED = "superseded by a newcomer"
 _LOST = "nobody holds the state of this job any more, and there is no checkpoint of it at hand: it starts anew"
 
 
@@ -35,9 +36,19 @@ class Coordinator:
         now: the clock.
         life: a number above that of any earlier life, also of one whose journal is lost (seconds since 1970): epochs,
             and with them chains and attempt numbers, are used once.
+        reachable_s: since when replicas can reach it, on the clock of ``now``; minus infinity for a new job, of which
+            none can live.
     """
 
-    def __init__(self, job: str, *, saved: JournalState | None = None, now: float = 0.0, life: int = 1) -> None:
+    def __init__(
+        self,
+        job: str,
+        *,
+        saved: JournalState | None = None,
+        now: float = 0.0,
+        life: int = 1,
+        reachable_s: float = -math.inf,
+    ) -> None:
         self.job = job
         self.epoch = max(saved.epoch + 1 if saved else 1, life)
         self.sync = Sync()
@@ -47,7 +58,8 @@ class Coordinator:
         """How often it has looked at what is due. While this stands still, `deadline_s` can only move on."""
         self.members = Members()
         self.roster = self.members.roster
-        self.startup: Startup | None = Startup(self.roster, saved)
+        self.startup: Startup | None = Startup(self.roster, saved, reachable_s=reachable_s)
+        self._reachable_s = reachable_s
         self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
         self._contenders = Contenders(self.roster)
         self._journalled_epoch = False
@@ -104,7 +116,7 @@ class Coordinator:
     def lost(self, now: float, conn: int) -> Effects:
         self._contenders.drop(conn)
         if self.startup is not None:
-            self.startup.lose(conn)
+            self.startup.lose(now, conn)
         member = self.roster.by_conn(conn)
         effects = self.members.away(now, member) if member is not None else []
         return effects + self._step(now)
@@ -135,8 +147,8 @@ class Coordinator:
         due += [max(x.lost_s + self.sync.gone_after_s, made_due_s) for x in self._forgettable()]
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.startup is not None and not math.isinf(self._stepped_s):
-            end_s = self.startup.deadline_s()
-            due += [end_s] if end_s > self._stepped_s else []
+            due.append(self.startup.next_s(self._stepped_s))
+        due.append(self._contenders.next_s(self._stepped_s, self.sync.dead_after_s))
         due += [r.deadline_s() for r in self.rounds if self.running]
         return min(due, default=math.inf)
 
@@ -206,14 +218,14 @@ class Coordinator:
         return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
 
     def _newcomer(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """A new incarnation supersedes the one of its id."""
+        """A new incarnation supersedes the one of its id; during startup it waits for what becomes of that one."""
+        if self.startup is not None:
+            return self.startup.hear(now, conn, hello)
         effects: Effects = []
         old = self.roster.members.get(hello.replica)
-        adopted_work = self.members.adopted_work(old) if old is not None and self.running else None
+        adopted_work = self.members.adopted_work(old) if old is not None else None
         if old is not None:
-            effects += self.members.gone(old.incarnation_id, "superseded by a newcomer")
-        if self.startup is not None:
-            return effects + self.startup.hear(now, conn, hello)
+            effects += self.members.gone(old.incarnation_id, _SUPERSEDED)
         effects += self.members.know(now, (hello.replica, self.roster.next_incarnation(hello.replica)))
         if adopted_work is None:
             return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
@@ -284,7 +296,11 @@ class Coordinator:
             effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
         effects += self.members.see_off(now)
         if self.startup is not None:
-            for conn, hello in self.startup.outlived():
+            if superseded := self.startup.superseded(now):
+                for member in superseded:
+                    effects += self.members.gone(member.incarnation_id, _SUPERSEDED)
+                effects += self.startup.tell(now)
+            for conn, hello in self.startup.outlived(now):
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
             if self.startup.may_end(now):
                 restored = self._restore_checkpoints(now, self.startup)
@@ -320,6 +336,8 @@ class Coordinator:
         for conn, hello in sorted(startup.hellos.items(), key=lambda x: (x[0] != initial_source, x[1].replica)):
             own = not state_holders and conn == initial_source
             effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
+        for conn, hello in startup.rivals.items():
+            effects += self._contenders.add(now, conn, hello)
         for r in self.rounds:  # at the start of a job nobody is a latecomer
             for member in self.roster.connected():
                 if r.versions.held_by(member):
@@ -331,7 +349,7 @@ class Coordinator:
         effects: Effects = []
         sent: list[tuple[int, m.IncarnationId, int]] = []
         for conn, hello, at in startup.restorers():
-            startup.lose(conn)
+            startup.lose(now, conn)
             incarnation_id = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
             effects += self._await_restored(now, incarnation_id)
             startup.sent.add(hello.replica)
@@ -354,7 +372,7 @@ class Coordinator:
         for member in self.roster.connected():
             effects += self.members.away(now, member, close=True)
         effects += self._contenders.close()
-        self.startup = Startup(self.roster, lost=self.rounds[0].at.chain)
+        self.startup = Startup(self.roster, lost=self.rounds[0].at.chain, reachable_s=self._reachable_s)
         self.startup.sync = self.sync
         if not self.roster.members:
             self.lines = None  # everybody has left: the next one defines the job

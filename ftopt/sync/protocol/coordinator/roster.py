@@ -171,7 +171,7 @@ class Roster:
     def know(self, incarnation_id: m.IncarnationId, now: float) -> None:
         """Puts an incarnation on the roster, away at first; it is neither gone nor older than the one there."""
         replica, incarnation = incarnation_id
-        self.members[replica] = Member(replica, incarnation, lost_s=now)
+        self.members[replica] = Member(replica, incarnation, heard_s=now, lost_s=now)
         self._incarnation_ids = None
 
     def next_incarnation(self, replica: str) -> int:

@@ -4,7 +4,8 @@
   journal that knows as much as they do ``dead_after_s``: nothing that it knows can be reversed). A member that may hold
   more than those that were heard is waited for until it is gone (ROLLBACK).
 - COLD: if none holds one, until all ``start_replicas`` are there, or ``start_s`` has passed; but not while members
-  are unheard that may hold one.
+  are unheard that may hold one, and without a journal not before replicas that nobody has named had ``recovery_s`` to
+  come back (unless the job is new).
 - RESTORE: in the place of a cold start, if the job has had a state: those that have its newest checkpoint are to
   restore that.
 """
@@ -15,6 +16,7 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.admission import id_in_use
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.versions import Versions
@@ -28,11 +30,17 @@ _NEWS = 32
 class Startup:
     """Hellos, and what they say together with the journal (``saved``).
 
-    ``lost``: the chain of fragment 0 that the job had before.
+    ``lost``: the chain of fragment 0 that the job had before. ``reachable_s``: since when replicas can come back; minus
+    infinity for a new job, of which none can live.
     """
 
-    def __init__(self, roster: Roster, saved: JournalState | None = None, *, lost: str = "") -> None:
+    def __init__(
+        self, roster: Roster, saved: JournalState | None = None, *, lost: str = "", reachable_s: float = -math.inf
+    ) -> None:
         self.hellos: dict[int, m.Hello] = {}
+        """One of each replica."""
+        self.rivals: dict[int, m.Hello] = {}
+        """Newcomers under the id of a process that is here."""
         self.sync = Sync()
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
@@ -41,33 +49,79 @@ class Startup:
         self._cursor = saved.cursor if saved else 0
         self.lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
         self._first_s: float | None = None
+        self._reachable_s = reachable_s
+        self._conns: dict[str, int] = {}
+        self._came_s: dict[int, float] = {}
+        """When each newcomer came; of a rival that moves up, when its rival was lost."""
 
     # ------------------------------------------------------------ hellos
 
     def hear(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """Keeps a hello; the newest of a replica counts."""
+        """Keeps a hello. The newest of a process counts; of two processes, the one that was let in before, then the one
+        that came first: the other one waits."""
         self._first_s = now if self._first_s is None else self._first_s
-        former = [number for number, other in self.hellos.items() if other.replica == hello.replica]
-        for number in former:
-            del self.hellos[number]
-        self.hellos[conn] = hello
-        hold, count = m.Hold(self.text(now)), len(self.hellos)
-        notified = self.hellos if count % max(1, count // _NEWS) == 0 else (conn,)
-        return [*map(Close, former), *(SendTo(number, hold) for number in notified)]
+        effects: Effects = []
+        former = self._conns.get(hello.replica)
+        if former is not None:
+            other = self.hellos[former]
+            one_process = _one_process(other, hello)
+            if not one_process and not hello.incarnation:
+                return [self._waits(conn, hello)]
+            del self.hellos[former]
+            self._came_s.pop(former, None)
+            effects.append(Close(former) if one_process else self._waits(former, other))
+        self._keep(now, conn, hello)
+        count = len(self.hellos)
+        return effects + self.tell(now, *([] if count % max(1, count // _NEWS) == 0 else [conn]))
 
-    def lose(self, conn: int) -> None:
-        self.hellos.pop(conn, None)
+    def tell(self, now: float, *conns: int) -> Effects:
+        """Tells them, or all, what is waited for."""
+        hold = m.Hold(self.text(now))
+        return [SendTo(conn, hold) for conn in conns or self.hellos]
 
-    def outlived(self) -> list[tuple[int, m.Hello]]:
+    def _keep(self, now: float, conn: int, hello: m.Hello) -> None:
+        self.hellos[conn], self._conns[hello.replica] = hello, conn
+        if not hello.incarnation:
+            self._came_s[conn] = now
+
+    def _waits(self, conn: int, hello: m.Hello) -> SendTo:
+        self.rivals[conn] = hello
+        return SendTo(conn, id_in_use(hello))
+
+    def lose(self, now: float, conn: int) -> None:
+        """A connection has ended. Who waited for its id moves up."""
+        self.rivals.pop(conn, None)
+        self._came_s.pop(conn, None)
+        hello = self.hellos.pop(conn, None)
+        if hello is None:
+            return
+        del self._conns[hello.replica]
+        next_conn = next((number for number, h in self.rivals.items() if h.replica == hello.replica), None)
+        if next_conn is not None:
+            self._keep(now, next_conn, self.rivals.pop(next_conn))
+
+    def outlived(self, now: float) -> list[tuple[int, m.Hello]]:
         """Takes out hellos of incarnations that another hello has reported as gone."""
         known = [(conn, h) for conn, h in self.hellos.items() if h.incarnation]
         gone = [(conn, h) for conn, h in known if self._roster.is_gone((h.replica, h.incarnation))]
         for conn, _ in gone:
-            del self.hellos[conn]
+            self.lose(now, conn)
         return gone
 
+    def superseded(self, now: float) -> list[Member]:
+        """Members that are not heard, while a newcomer under their id is here for ``dead_after_s``.
+
+        Not at once: with the coordinator all connections were lost, those of the living, too (STICKY).
+        """
+        return [x for x, since_s in self._contested() if now >= since_s + self.sync.dead_after_s]
+
+    def _contested(self) -> list[tuple[Member, float]]:
+        """Members that are not heard, and since when a newcomer under their id is here."""
+        newcomers = [(self._roster.members.get(self.hellos[conn].replica), s) for conn, s in self._came_s.items()]
+        return [(x, since_s) for x, since_s in newcomers if x is not None]
+
     def absent(self) -> list[Member]:
-        """Members whose current incarnation is not here."""
+        """Members whose current incarnation is not here: they may hold what no hello reports."""
         here = {(h.replica, h.incarnation) for h in self.hellos.values()}
         return [x for x in self._roster.away() if x.incarnation_id not in here]
 
@@ -97,7 +151,7 @@ class Startup:
         """Whether the truth is known, or was waited for long enough."""
         if not self.hellos:
             return False
-        unheard = self._unheard()
+        unheard = self.absent()
         if self._indispensable(unheard):
             return False
         if state_holders := self.state_holders():
@@ -105,7 +159,7 @@ class Startup:
             return not unknown or now >= self.deadline_s()
         wanted = self.sync.start_replicas
         complete = not unheard and wanted is not None and len(self.hellos) >= wanted
-        return complete or now >= self.deadline_s()
+        return (complete and now >= self._known_new_s()) or now >= self.deadline_s()
 
     def _indispensable(self, unheard: list[Member]) -> list[Member]:
         """Members that may hold what no hello reports; each is waited for until it is gone."""
@@ -121,21 +175,39 @@ class Startup:
             return math.inf
         if self.state_holders():
             return self._first_s + (self.sync.dead_after_s if self._up_to_date() else self.sync.derived.recovery_s)
-        if self._unheard():
-            return self._first_s + max(self.sync.start_s, self.sync.derived.recovery_s)
-        return self._first_s + self.sync.start_s
+        wait_s = max(self.sync.start_s, self.sync.derived.recovery_s if self.absent() else 0.0)
+        return max(self._first_s + wait_s, self._known_new_s())
+
+    def next_s(self, after: float) -> float:
+        """When time alone changes something next, after the last look at ``after``."""
+        due = [self.deadline_s(), *(since_s + self.sync.dead_after_s for _, since_s in self._contested())]
+        if self._first_s is not None:
+            due.append(self._known_new_s())
+        return min((s for s in due if s > after), default=math.inf)
+
+    def _known_new_s(self) -> float:
+        """COLD: from when on newcomers alone may begin. With a journal it is known whom to wait for."""
+        return -math.inf if self._decided else self._reachable_s + self.sync.derived.recovery_s
 
     def text(self, now: float) -> str:
         if self._first_s is None:
             return "waiting for the first replica"
         left_s = max(0.0, self.deadline_s() - now)
-        unheard = self._unheard()
+        before = [x for x, _ in self._contested()]
+        unheard = [x for x in self.absent() if x not in before]
+        if before and not unheard:
+            return f"waiting {self.sync.dead_after_s:g} s at most for the process that was {_names(before)} before"
         if awaited := self._indispensable(unheard):
             newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
             return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
         if self.state_holders() or unheard:
             return f"recovering: waiting for {_names(unheard) or 'nobody'}, {left_s:.0f} s at most"
         here, wanted = len(self.hellos), self.sync.start_replicas
+        if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
+            return (
+                f"{here} connected; without a journal the coordinator waits {unsure_s:.0f} s for replicas of a job "
+                "that runs already (`ftopt coordinator --new`: its jobs are new, and start at once)"
+            )
         if wanted is None:
             return f"{here} connected; the job starts in {left_s:.0f} s (set start_replicas to start at once)"
         if here >= wanted:
@@ -147,11 +219,6 @@ class Startup:
         state_holders = self.state_holders()
         tops = {d.fragment: d.version for p in state_holders[0].positions for d in self.saved(p.fragment)}
         return all(tops.get(p.fragment, -1) >= p.version for h in state_holders for p in h.positions)
-
-    def _unheard(self) -> list[Member]:
-        """Members that may hold something that no hello reports."""
-        newcomers = {h.replica for h in self.hellos.values() if not h.incarnation}
-        return [x for x in self.absent() if x.replica not in newcomers]
 
     # ------------------------------------------------------------ the truth
 
@@ -200,6 +267,12 @@ class Startup:
     def cursor(self) -> int:
         """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))
+
+
+def _one_process(a: m.Hello, b: m.Hello) -> bool:
+    """Whether two hellos of one id are of one process, or of one that has come after the other's end: an address is one
+    process'. An incarnation is one process', too."""
+    return a.address == b.address or (a.incarnation > 0 and b.incarnation > 0)
 
 
 def _names(members: list[Member]) -> str:

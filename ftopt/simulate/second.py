@@ -1,0 +1,91 @@
+"""A second process of one id: somebody has started it although the first one lives, or before that one has ended."""
+
+from __future__ import annotations
+
+from ftopt.simulate.knobs import JOB
+from ftopt.simulate.world import Conn, Process, World
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.identity import Identity
+from ftopt.sync.protocol.replica.machine import Replica
+
+
+class SecondProcess(Process):
+    """It comes as a newcomer under the id of ``first``, and waits for a while. Let in, it leaves at once."""
+
+    def __init__(self, world: World, first: Process, *, stays_s: float) -> None:
+        super().__init__(world, first.name, initial=first.initial, step_s=first.step_s)
+        self._ends_s = world.now + stays_s
+        self.alive, self.life = True, 1
+        self.leaving = self.gone = self.restoring = False
+        self.shards, self.loader, self.installing = [], None, set()
+        self.own_copy, self.kept_copies = None, {}
+        knobs = world.knobs
+        identity = Identity(
+            job=JOB,
+            replica=first.name,
+            lines={"model": "m"},
+            settings=knobs.settings,
+            initial=first.initial,
+            fragments=knobs.fragments,
+            address=f"{first.name}'",
+            samples=knobs.samples,
+        )
+        self.machine = Replica(identity)
+        world.note(self.name, "a second process starts")
+        world.coverage["a second process of an id"] += 1
+        self.later(0.0, self._connect)
+        world.at(stays_s, self._end)
+
+    def _connect(self) -> None:
+        up = [server for server in self.world.servers if server.up]
+        if up:
+            self.conn = Conn(self.world, self, self.world.random.choice(up))
+            self.conn.server.conns[self.conn.number] = self.conn
+            self.act(self.machine.connect())
+        else:
+            self.later(self.world.between(0.05, 0.5), self._connect)
+
+    def _end(self) -> None:
+        if self.alive:
+            self.world.note(self.name, "the second process ends")
+            self.alive = False
+            self.drop()
+
+    def goodbye(self) -> None:
+        assert self.conn is not None
+        self.world.note(self.name, "the second process is let in, and leaves")
+        self.world.coverage["a second process is let in"] += 1
+        self.conn.up(m.Bye())
+        self.later(2.0, self._end)
+
+    def misfortune(self) -> None:
+        pass
+
+    def deliver(self, conn: Conn, message: m.FromCoordinator | None) -> None:
+        if conn is not self.conn or not self.alive:
+            return
+        if message is None:
+            self.conn = None
+            self.act(self.machine.disconnect())
+            self.later(self.world.between(0.01, 0.5), self._connect)
+        elif not self.machine.welcomed:
+            self.world.note(self.name, f"second process <- {message}")
+            self.act(self.machine.receive(message))
+            if self.machine.welcomed:
+                self.goodbye()
+
+    def drop(self, conn: Conn | None = None) -> None:
+        if self.conn is not None:
+            self.conn.up(None)
+            self.conn = None
+
+    def act(self, effects: list[r.ReplicaEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, r.Send) and self.conn is not None:
+                self.conn.up(effect.message)
+            elif isinstance(effect, r.GiveUp | r.RestoreCheckpoint):
+                self._end()
+
+    def check_offered(self, start: int, contribution: m.Contribution) -> None:
+        pass

@@ -1,0 +1,202 @@
+"""A coordinator that starts up: whom it waits for, and two processes of one id."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import effects as r
+from tests.sync.protocol.table import Seat, Table
+
+
+def trained(table: Table, *names: str, rounds: int = 3) -> list[Seat]:
+    """A job of these replicas, some versions on."""
+    seats = table.start(*names)
+    for version in range(1, rounds + 1):
+        for seat in seats:
+            seat.propose(5 * version)
+        for seat in seats:
+            seat.reduce()
+        for seat in seats:
+            seat.take()
+    return seats
+
+
+def let_pass(table: Table, seconds: int, *seats: Seat) -> None:
+    """Time passes, and all that arrives is taken in."""
+    for _ in range(seconds):
+        table.tick(1.0)
+        for seat in seats:
+            seat.take()
+
+
+def held(seat: Seat) -> list[str]:
+    """What the seat's user has read of what it waits for."""
+    return [x.text for x in seat.asked if isinstance(x, r.Notice)]
+
+
+@pytest.mark.parametrize("start_replicas", [1, 2])
+def test_newcomers_do_not_start_a_job_anew_that_living_replicas_hold(start_replicas: int) -> None:
+    """COLD: four train; the coordinator comes back without memory, and newcomers are there before they are."""
+    table = Table(start_replicas=start_replicas)
+    seats = trained(table, "a", "b", "c", "d")
+    table.restart(journal=False)
+    newcomers = [Seat(table, name) for name in ("e", "f", "g")]
+    for seat in newcomers:
+        seat.connect()
+    table.tick(5.0)
+    for seat in newcomers:
+        seat.take()
+        assert seat.machine.fragments[0].record is None, "the job is not begun anew"
+        assert "replicas of a job that runs" in held(seat)[-1]
+    for seat in seats:
+        seat.connect()
+    assert table.version == 3
+    assert not table.events("gone")
+    assert [seat.machine.incarnation for seat in seats] == [1, 1, 1, 1]
+
+
+def test_without_a_journal_newcomers_alone_begin_after_recovery_s() -> None:
+    """I4: nobody lives who holds anything; the time runs from when the coordinator could be reached."""
+    table = Table(start_replicas=1)
+    trained(table, "a", "b")
+    for seat in list(table.seats_by_conn.values()):
+        seat.cut()
+    table.restart(journal=False)
+    table.tick(20.0)
+    newcomer = Seat(table, "e")
+    newcomer.connect()
+    table.tick(9.0)
+    newcomer.take()
+    assert newcomer.machine.fragments[0].record is None
+    table.tick(2.0)
+    newcomer.take()
+    assert newcomer.record.version == 0
+
+
+def test_a_new_job_starts_as_soon_as_its_replicas_are_there() -> None:
+    table = Table()
+    a, b = Seat(table, "a"), Seat(table, "b")
+    a.connect()
+    b.connect()
+    a.take()
+    assert (a.record.version, b.machine.welcomed) == (0, True)
+
+
+@pytest.mark.parametrize("journal", [True, False])
+@pytest.mark.parametrize("newcomer_first", [True, False])
+def test_a_living_replica_is_not_superseded_when_the_coordinator_restarts(journal: bool, newcomer_first: bool) -> None:
+    """STICKY: the living replica is heard; the second process of its id waits, and is refused."""
+    table = Table()
+    a, b = trained(table, "a", "b")
+    a.propose(20)
+    table.restart(journal=journal)
+    second = Seat(table, "a", address="elsewhere")
+    if newcomer_first:
+        second.connect()
+        table.tick(1.0)
+    a.connect()
+    if not newcomer_first:
+        second.connect()
+    second.take()
+    assert any("connected as a" in text for text in held(second))
+    b.connect()
+    let_pass(table, 4, a, b, second)
+    assert a.machine.welcomed
+    assert (a.machine.incarnation, a.record.version) == (1, 3)
+    assert a.machine.fragments[0].outstanding, "its pending steps are still on offer"
+    assert not table.events("gone")
+    assert "end the other process" in second.pop(r.GiveUp).reason
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_the_successor_of_a_dead_replica_takes_its_place_while_the_coordinator_starts_up(journal: bool) -> None:
+    """Nobody is heard as `a` for dead_after_s: who comes under its id is let in."""
+    table = Table()
+    a, b = trained(table, "a", "b")
+    a.cut()
+    table.restart(journal=journal)
+    b.connect()
+    successor = Seat(table, "a", address="elsewhere")
+    successor.connect()
+    table.tick(4.0)
+    successor.take()
+    assert (successor.machine.welcomed, successor.machine.incarnation) == (True, 2)
+    assert [e.data["reason"] for e in table.events("gone")] == ["superseded by a newcomer"]
+
+
+def test_a_living_replica_that_comes_back_within_dead_after_s_keeps_its_place() -> None:
+    """STICKY: its link broke at the moment when a second process of its id was waiting."""
+    table = Table()
+    a, _ = trained(table, "a", "b")
+    second = Seat(table, "a", address="elsewhere")
+    second.connect()
+    a.cut()
+    table.wait(1.0)
+    a.connect()
+    table.tick(4.0)
+    second.take()
+    assert (a.machine.welcomed, a.machine.incarnation) == (True, 1)
+    assert second.pop(r.GiveUp)
+
+
+def test_who_waits_for_an_id_gets_it_when_its_holder_stays_away() -> None:
+    table = Table()
+    a, _ = trained(table, "a", "b")
+    second = Seat(table, "a", address="elsewhere")
+    second.connect()
+    a.cut()
+    while not second.machine.welcomed and table.now < 120.0:
+        table.now = table.coordinator.deadline_s()
+        table.do(table.coordinator.tick(table.now))
+        second.take()
+        for seat in list(table.seats_by_conn.values()):
+            if seat.machine.welcomed:
+                seat.say(m.Heartbeat("training", 1, 0.1))
+    assert (second.machine.welcomed, second.machine.incarnation) == (True, 2)
+    assert table.now <= 103.1
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_two_newcomers_of_one_id_do_not_throw_each_other_out(journal: bool) -> None:
+    """While the job is not complete, the first one stays, the second one waits and says why; then it is refused."""
+    table = Table()
+    table.restart(journal=journal)
+    one, other, b = Seat(table, "a"), Seat(table, "a", address="elsewhere"), Seat(table, "b")
+    one.connect()
+    other.connect()
+    assert one.conn is not None
+    assert other.conn is not None
+    assert any("connected as a" in text for text in held(other))
+    b.connect()
+    let_pass(table, 40, one, other, b)
+    assert one.machine.welcomed
+    assert b.machine.welcomed
+    assert "replica ids must be unique" in other.pop(r.GiveUp).reason
+
+
+def test_when_one_of_two_newcomers_of_one_id_goes_the_other_is_taken() -> None:
+    table = Table()
+    one, other, b = Seat(table, "a"), Seat(table, "a", address="elsewhere"), Seat(table, "b")
+    one.connect()
+    other.connect()
+    one.cut()
+    b.connect()
+    other.take()
+    b.take()
+    assert other.machine.welcomed
+    assert b.machine.welcomed
+
+
+def test_a_process_that_comes_again_takes_the_place_of_its_own_broken_connection() -> None:
+    """Its link broke without the coordinator's knowledge: it is one process, as its address says."""
+    table = Table()
+    a, b = Seat(table, "a"), Seat(table, "b")
+    a.open()
+    a.conn = None
+    a.do(a.machine.disconnect())
+    a.connect()
+    b.connect()
+    a.take()
+    assert a.machine.welcomed
+    assert b.machine.welcomed
