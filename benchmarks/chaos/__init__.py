@@ -92,7 +92,7 @@ class Campaign:
     def run(self) -> Outcome:
         """To the end of the job, or of the patience with it."""
         plan, job = self.plan, self.job
-        job.start_coordinator()
+        job.start_coordinator(new=True)
         for i in range(plan.replicas):
             job.start(f"r{i}")
         self._until(lambda: all(run.joined or run.ended for run in job.runs), SYNC["start_s"] + 45.0)

@@ -87,11 +87,11 @@ class Processes:
 
     # The coordinator.
 
-    def start_coordinator(self) -> None:
-        """Starts it, or its successor, at the same address."""
+    def start_coordinator(self, *, new: bool = False) -> None:
+        """Starts it (then the job is ``new``), or its successor, at the same address."""
         command = [sys.executable, "-m", "ftopt", "coordinator", "--bind", self._address]
         command += ["--journal", str(self.folder / "journal"), "--folder", str(self.folder / "run")]
-        command += ["--started", str(self.started)]
+        command += ["--started", str(self.started), *(["--new"] if new else [])]
         with (self.folder / "coordinator.log").open("ab") as log:
             self._coordinator = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
         self.coordinator_sizes = []

@@ -37,6 +37,10 @@ class SecondProcess(Process):
         self.later(0.0, self._connect)
         world.at(stays_s, self._end)
 
+    @property
+    def returning(self) -> None:
+        return None
+
     def _connect(self) -> None:
         up = [server for server in self.world.servers if server.up]
         if up:
