@@ -320,7 +320,7 @@ class Core:
             self.group.units.when_out_of_units(self._offer_rest)
         if self.group.global_batch is not None:
             self.group.global_batch.attend(
-                MicroBatches(outer, self.inner, self.group, self._next.take, self._next.take_loss)
+                MicroBatches(outer, self.inner, self.group, self._next.take, self._next.take_loss, self._set_back)
             )
         self._loads = Loads(self.model, outer, self._before_load)
         outer.report("training")

@@ -28,6 +28,7 @@ class MicroBatches:
     Args:
         counted: returns, and resets, what the user has counted since the last step: ``tokens`` and ``samples``.
         loss: likewise, the step's loss.
+        set_back: replaces weights that user code has loaded into the model since it was called last.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class MicroBatches:
         group: ReplicaGroup,
         counted: Callable[[], dict[str, int]],
         loss: Callable[[], float | Tensor | None],
+        set_back: Callable[[], object],
     ) -> None:
         assert outer.gradients is not None
         self._outer, self._fragment = outer, outer.gradients
         self._inner, self._group, self._counted, self._loss = inner, group, counted, loss
+        self._set_back = set_back
 
     @property
     def version(self) -> int:
@@ -58,6 +61,7 @@ class MicroBatches:
         self._outer.take_whole(self._inner.largest_lr)
 
     def clear(self) -> None:
+        self._set_back()
         self._inner.zero_grad(set_to_none=True)
 
     def add(self, units: Ranges, samples: int, *, mine: bool) -> bool:

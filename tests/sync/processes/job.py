@@ -252,6 +252,7 @@ def _train_together(
             on_event(Event("gradient", replica, group.incarnation, data=data))
             if optimizer.committed.inner_step >= target.value:
                 break
+        optimizer.settle()
         with optimizer.busy("done"):
             _tell_end(optimizer, group, on_event, "done")
             finish.wait(LIMIT_S)

@@ -38,8 +38,9 @@ def gradients(samples: Samples, steps: int) -> list[torch.Tensor]:
 
 
 def assert_full_batches(job: TinyJob, samples: Samples) -> None:
-    """Every step of every replica was taken with the gradient of the full batch."""
-    told = [event["data"] for event in job.events("gradient")]
+    """Every step of every replica was taken with the gradient of the full batch. (One that was away has fetched the
+    model behind its step instead.)"""
+    told = [event["data"] for event in job.events("gradient") if event["data"]["gradient"]]
     expected = gradients(samples, max(data["version"] for data in told))
     for data in told:
         torch.testing.assert_close(torch.tensor(data["gradient"]), expected[data["version"] - 1], rtol=0, atol=1e-6)
@@ -118,7 +119,7 @@ def test_one_that_computes_a_dead_one_s_share_dies_too(tmp_path: Path, method: f
     assert_nothing_lost(summary)
 
 
-@pytest.mark.parametrize("point", ["inner", "micro_batch"])
+@pytest.mark.parametrize("point", ["propose", "micro_batch"])
 def test_one_that_was_stopped_for_long_comes_back_with_its_share_and_nothing_is_twice_in_the_model(
     tmp_path: Path, point: str
 ) -> None:
