@@ -99,7 +99,7 @@ class Checkpoints:
         self._watched: dict[str, Stateful] = {}
         self._resumed: SavedReplica | None = None
         self._loop: Mapping[str, Any] = {}
-        self._core.fallback = self
+        self._core.fallback, self._core.while_waiting = self, self.step
 
     # Resuming.
 
@@ -192,7 +192,8 @@ class Checkpoints:
         """Starts a checkpoint if one is due; call it at the end of each iteration of the loop.
 
         When an outer step at which a checkpoint is due has been applied, this copies what training changes and starts
-        to write it in the background.
+        to write it in the background. At the end of the data, where the loop waits for its next batch while other
+        replicas go on with theirs, the loader calls it.
 
         Returns:
             Whether it started to write one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -314,6 +315,47 @@ def _epoch(
         together(tasks)
     ranges = [each for event in events if event.event == "decide" for each in event.data.get("ranges", {}).values()]
     return [unit for each in ranges for start, stop in each for unit in range(start, stop)]
+
+
+def test_who_waits_for_units_at_the_end_of_the_data_gives_its_part_of_every_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint is complete with the parts of all members of its outer step, also of one without a step to take."""
+    samples, waits = Samples(samples=40, batch_size=1, epochs=1), threading.Event()
+    models = [TASK.model(0) for _ in range(2)]
+    groups = with_ledger(local_groups(2, sync=replace(PATIENT, grace_s=0.2)), samples)
+    applied: list[int] = []
+
+    def replica(index: int) -> None:
+        group, model = groups[index], models[index]
+        optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group)
+        checkpoints, units = Checkpoints(tmp_path, optimizer, every=1, keep=50), group.units
+        assert units is not None
+        with optimizer:
+            checkpoints.include()
+            if index:
+
+                def offer_rest() -> None:
+                    optimizer._core._offer_rest()
+                    assert checkpoints._writer.wait(30)
+                    waits.set()
+
+                units.when_out_of_units(offer_rest)
+            while (unit := units.take()) is not None:
+                assert units.draw(unit)
+                optimizer.zero_grad()
+                TASK.backward(model, index, unit)
+                optimizer.step()
+                checkpoints.step()
+                assert checkpoints._writer.wait(30)
+                if not index:  # the other one uses what it has, and waits
+                    assert waits.wait(30)
+                    applied.append(optimizer.committed.version)
+            checkpoints.close()
+
+    together([lambda: replica(0), lambda: replica(1)])
+    since = {version for version in applied if version > applied[0] + 1}
+    assert len(since) > 1
+    complete = {Checkpoint(path).newest[0].record["version"] for path in whole(tmp_path)}
+    assert since <= complete
 
 
 def test_another_data_set_is_refused(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Core:
 
     Attributes:
         last: the last step, if steps are recorded.
+        while_waiting: called now and then while the loader waits for units, after newer states have been applied.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Core:
         self.closed = self._said_detached = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
+        self.while_waiting: Callable[[], object] = lambda: None
         self._clock, self._memory = clock, memory
         self._evaluated = OuterParameters()
         self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
@@ -361,6 +363,7 @@ class Core:
             if outer.propose_pending(fragment.index, lr=self.inner.largest_lr(), spent=spent) and spent:
                 self._spent_at = self._clock()
         self._after_outer_work(outer)
+        self.while_waiting()
         self._ended_at = None
 
     def started(self) -> OuterStep:
