@@ -24,6 +24,7 @@ from ftopt.telemetry.jsonl import read_lines
 
 WIPES = ("restore", "rollback", "start")
 """Events of the coordinator after which the state is another one; the first ``start`` is none."""
+BAD_EVENTS = ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt", "frozen")
 ORDERLY = ("done", "left")
 _DROPS = re.compile(r"(\d+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)")
 _LOUD = re.compile(
@@ -126,10 +127,19 @@ def judge(facts: Facts) -> Outcome:
     _judge_anchors(facts, outcome, wiped)
     _judge_logs(facts, outcome)
     _judge_growth(facts, outcome)
-    for event in ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt"):
-        if count := outcome.events.get(event):
-            outcome.bad.append(f"{count} events {event}")
+    _judge_events(outcome, events)
     return outcome
+
+
+def _judge_events(outcome: Outcome, events: Sequence[Mapping[str, Any]]) -> None:
+    """Where all state has died, who had taken up the old one before that was known is on another branch."""
+    wipes = [e["t_s"] for e in events if e["event"] in WIPES]
+    odd = Counter(
+        e["event"]
+        for e in events
+        if e["event"] in BAD_EVENTS and not any(0 <= e["t_s"] - wiped < _AT_WORK_S for wiped in wipes)
+    )
+    outcome.bad += [f"{count} events {event}" for event, count in odd.items()]
 
 
 def _end(folder: Path, run: Run) -> dict[str, Any] | None:

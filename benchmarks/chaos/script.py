@@ -217,13 +217,18 @@ class Trainer:
         assert self.loader is not None
         for micro_batches in self.loader.global_batches():
             self.record.begin()
-            for samples in micro_batches:
+            while True:
+                with self.record.timed("step"):  # the others' part of the batch, too
+                    samples = next(micro_batches, None)
+                if samples is None:
+                    break
                 # The mean over the micro-batch.
                 (self.model(self.life.number, samples) / len(samples)).backward()
                 time.sleep(self.life.step_s)
             with self.record.timed("step"):
                 self.optimizer.step()
             self.record.finish()
+            self.checkpoints.step()
             self.look()
             if self.leaving:
                 return
