@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import intersect
+from ftopt.sync.protocol.intervals import intersect, size
 from ftopt.sync.protocol.ledger.ledger import STRIDE
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held
@@ -351,6 +351,34 @@ def test_a_newcomer_is_granted_units_when_it_holds_every_fragment() -> None:
     assert not table.ledger.leases.get(("c", 1))
     c.fetch(a, 1)
     assert c.machine.lease.held == ((20, 30),)
+
+
+def test_a_joiner_that_dies_before_its_first_step_is_not_waited_for_at_the_end_of_the_data() -> None:
+    """Nothing is pending on it: giving it up costs nobody a step, and ``gone_after_s`` is for those who have some."""
+    table, (a, b) = job("a", "b", samples=Samples(samples=40, batch_size=1, epochs=1))
+    c = Seat(table, "c", "other")
+    c.connect()
+    c.fetch(a)
+    assert size(table.ledger.leases[("c", 1)]) > 0
+    c.cut()
+    step = 0
+    while a.unit_queue.queued or b.unit_queue.queued:
+        step += 10
+        for seat in (a, b):
+            seat.use(seat.unit_queue.queued)
+        for seat in (a, b):
+            seat.propose(step)
+        for seat in (a, b):
+            seat.reduce()
+        for seat in (a, b):
+            seat.take()
+    assert a.record.done == b.record.done and size(a.record.done) == 40 - size(table.ledger.leases[("c", 1)])
+    assert not table.events("gone")
+    table.tick(4.0)
+    assert [x.replica for x in table.events("gone")] == ["c"]
+    a.take()
+    b.take()
+    assert a.unit_queue.queued + b.unit_queue.queued == 40 - size(a.record.done)
 
 
 def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:

@@ -151,13 +151,16 @@ class Members:
         return [(x, self._tail_s(x, waits[x.incarnation_id], sync)) for x in members if x.incarnation_id in waits]
 
     def _tail_s(self, member: Member, since_s: float, sync: Sync) -> float:
-        """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there."""
+        """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
+        joiner that is lost before its first step has nothing to lose but its units."""
         quiet_since_s = max(since_s, member.moved_s)
         top = self.rounds[0]
         if member.replica in top.gather.proposals and member.busy_since_s is None:  # its peers keep it waiting
             if top.attempt is None:
                 return math.inf
             quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
+        if member.conn is None and member.untrained:
+            return quiet_since_s + sync.dead_after_s
         tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
         return quiet_since_s + tail_s + member.patience_s()
 

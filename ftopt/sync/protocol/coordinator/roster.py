@@ -66,6 +66,11 @@ class Member:
     def stalled(self) -> bool:
         return self.stalled_at is not None
 
+    @property
+    def untrained(self) -> bool:
+        """Whether it has joined and not taken a step yet, as far as is known."""
+        return self.counted == {} and not self.step_s and not self.continues_predecessor
+
     def busy(self, now: float, patience_s: float) -> bool:
         """Whether its reducer has been busy with what is over for so long that it counts as hung."""
         return self.busy_since_s is not None and now >= self.busy_since_s + patience_s
