@@ -104,6 +104,14 @@ def bands_of(configurations: Iterable[str], jobs: int) -> dict[str, Band]:
     return {name: Band.of(outcomes[i * CLEAN_RUNS : (i + 1) * CLEAN_RUNS]) for i, name in enumerate(names)}
 
 
+def own_bands(cells: Iterable[Cell], jobs: int) -> dict[Cell, Band]:
+    """Bands of clean runs with the size and the fate of each of these cells, in which nothing is flipped."""
+    cells = list(cells)
+    runs = [Run(cell, None, seed) for cell in cells for seed in range(CLEAN_RUNS)]
+    outcomes = played("clean runs of cells out of line", do, runs, jobs, failed=hung)
+    return {cell: Band.of(outcomes[i * CLEAN_RUNS : (i + 1) * CLEAN_RUNS]) for i, cell in enumerate(cells)}
+
+
 def chosen(words: Sequence[str], seed: int, *, everything: bool) -> list[Cell]:
     """The cells that the command line asks for: by name, or those of the design, or of the full product, that fit."""
     named = [cells_of.named(word) for word in words if "/" in word]
@@ -154,6 +162,11 @@ def run(arguments: argparse.Namespace) -> int:
         "cells", do, runs, arguments.jobs, failed=hung, wrong=lambda run, outcome: judged_run(run, outcome).complaint
     )
     judged = list(map(judged_run, runs, outcomes))
+    if high := [number for number, j in enumerate(judged) if j.loss_is_high]:
+        own = own_bands((cells[number] for number in high), arguments.jobs)
+        for number in high:
+            band = bands[configuration(cells[number])].or_wider(own[cells[number]])
+            judged[number] = judge(cells[number], outcomes[number], band)
     bad = [j for j in judged if j.wrong]
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(plain(judged, bands), indent=1))

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from benchmarks.harm.cells import METHODS, TARGETS, Cell
 from benchmarks.harm.play import Outcome
@@ -33,6 +33,10 @@ class Band:
     def limit(self) -> float:
         return MARGIN * self.worst
 
+    def or_wider(self, other: Band) -> Band:
+        """With the worst of both."""
+        return replace(self, worst=max(self.worst, other.worst), peak=max(self.peak, other.peak))
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -41,12 +45,14 @@ class Judged:
     Args:
         ratio: its loss to the clean runs' median.
         wrong: why it is out of line; empty: it is not.
+        loss_is_high: whether it is so because of a loss that clean runs may have.
     """
 
     cell: Cell
     outcome: Outcome
     ratio: float
     wrong: str
+    loss_is_high: bool = False
 
     @property
     def complaint(self) -> str:
@@ -77,7 +83,8 @@ def judge(cell: Cell, outcome: Outcome, band: Band) -> Judged:
         wrong = "survivors differ"
     elif outcome.lost:
         wrong = f"{outcome.lost} steps lost"
-    return Judged(cell, outcome, ratio, wrong)
+    high = not outcome.failed and band.limit < outcome.loss < math.inf
+    return Judged(cell, outcome, ratio, wrong, loss_is_high=high)
 
 
 def tables(judged: Sequence[Judged]) -> list[str]:
