@@ -38,7 +38,7 @@ class Violation(AssertionError):
 class World:
     """The clock, the queue, the network; the coordinators' processes, and the replicas' by name."""
 
-    EVENTS = 30_000
+    EVENTS = 100_000
     """No history needs more: one that does runs hot."""
 
     def __init__(self, seed: int, knobs: Knobs, *, trace: list[str] | None = None) -> None:
