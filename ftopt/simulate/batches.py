@@ -38,6 +38,11 @@ class Shares:
     def state(self) -> str:
         return "waiting" if self._unit is None else "training"
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether it waits for the fate of a contribution."""
+        return self._idle and self._outstanding and not self._process.machine.fragments[0].released
+
     def begin(self) -> None:
         self._process.later(0.0, self._work)
 

@@ -15,6 +15,7 @@ from ftopt.simulate.checkpoints import Coming
 from ftopt.simulate.host import Content, Payload, Shard
 from ftopt.simulate.knobs import JOB
 from ftopt.simulate.loader import Loader
+from ftopt.simulate.patience import Patience
 from ftopt.simulate.reduction import SimReduction
 from ftopt.simulate.saving import put
 from ftopt.simulate.training import InnerSteps
@@ -78,6 +79,7 @@ class ReplicaProcess(Process):
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
         self.backup = SimBackup(self)
         self.training = self.shares or InnerSteps(self, self.backup)
+        self.patience = Patience(self)
         self.own_copy, self.kept_copies = None, {}
         self.installing = set()
         self.world.note(self.name, "process starts")
@@ -178,6 +180,7 @@ class ReplicaProcess(Process):
 
     def _heartbeat(self) -> None:
         self.later(float(self.world.knobs.settings["heartbeat_s"] or 1), self._heartbeat)
+        self.patience.look(waits=self.training.stands_still)
         if self.conn and self.machine.welcomed:
             state = self.training.state if self.stepping else "fetching"
             plan, left = (self.shares.portion.plan, self.shares.portion.left) if self.shares else (0, 0)
@@ -291,6 +294,7 @@ class ReplicaProcess(Process):
             self.stepping = True
             self.training.begin()
         self.training.poke()
+        self.patience.look(waits=self.training.stands_still)
 
     def check_offered(self, start: int, contribution: m.Contribution) -> None:
         if self.loader is not None:

@@ -11,6 +11,9 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 
+_INCIDENTS = frozenset(("abort", "fork", "gone", "leave", "lost", "mismatch", "recover", "rollback", "start"))
+"""Events after which those who wait may wait for something else."""
+
 
 class CoordinatorProcess(Server):
     """One coordinator of a world, in all its lives."""
@@ -158,6 +161,7 @@ class CoordinatorProcess(Server):
         if tell.event not in ("quorum", "call_in"):
             self.world.note("coord", f"event {tell.event} {tell.replica}#{tell.incarnation} {dict(tell.data)}")
         self.world.coverage[tell.event] += 1
+        self.world.incidents += tell.event in _INCIDENTS
         if tell.event == "decide" and tell.data["away"]:
             self.world.coverage["decided while a member was away"] += 1
             if not all(self.world.processes[name].alive for name in tell.data["away"]):

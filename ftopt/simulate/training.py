@@ -34,6 +34,11 @@ class InnerSteps:
         loader = self._process.loader
         return "out_of_units" if loader is not None and loader.waits else "training"
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether it waits for the fate of a contribution."""
+        return self.waits is not None
+
     def begin(self) -> None:
         """There is a state to train on."""
         self._process.later(self._process.step_s, self._step)

@@ -212,6 +212,7 @@ def _second(world: Simulation, chooser: random.Random) -> None:
 def _replace(world: Simulation, chooser: random.Random) -> None:
     """A replica is killed, and another process comes in its place."""
     process = chooser.choice(list(world.processes.values()))
+    world.incidents += 1
     process.crash()
     world.at(chooser.uniform(0.2, 2.0), process.spawn)
 
@@ -220,6 +221,7 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
     """A fault at a moment that has nothing to do with the protocol's."""
     kind = chooser.choice(("replica", "replica", "coordinator", "pair", "leave", "network", "schism", "rival"))
     process = chooser.choice(list(world.processes.values()))
+    world.incidents += 1
     if kind == "replica" and process.alive:
         process.misfortune()
     elif kind == "coordinator" and world.server.up:

@@ -61,6 +61,10 @@ class World:
         self.floor: dict[tuple[int, m.IncarnationId, int], int] = {}
         """By fragment, incarnation and life: the step from which on it counts."""
         self.faults_left = 0
+        self.incidents = 0
+        """Faults, and what the coordinator has seen of them: each may cost those who wait something."""
+        self.jams = 0
+        """How often a reducer has begun to hang."""
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         self.conns = itertools.count(1)
@@ -109,6 +113,7 @@ class World:
         """Whether a fault strikes at this point of the protocol."""
         if self.faults_left > 0 and self.chance(weight * self.knobs.fault):
             self.faults_left -= 1
+            self.incidents += 1
             return True
         return False
 
@@ -277,6 +282,7 @@ class Process(ABC):
     def jam(self, until_s: float) -> None:
         """The reducer thread hangs, while heartbeats go on."""
         self.jammed_until_s = until_s
+        self.world.jams += 1
         if until_s < math.inf:
             self.world.at(max(0.0, until_s - self.world.now), self._unjam)
 

@@ -1,7 +1,11 @@
 """Members that lack the current version of a fragment, and when each is sent where to fetch it.
 
 A member hears of a new version at once, and of sources as soon as there are any. After a fetch that failed at all
-sources it is sent them again after a pause that grows to `PAUSE_S`: neither side runs hot while there is no source.
+sources it is sent them again after a pause that grows to `PAUSE_S`, or as soon as there is another source: neither side
+runs hot meanwhile.
+
+Its training thread may have proposed, and wait for the result. It waits for a fetch for ``patience_s`` at most, and for
+none that has failed or has no source.
 
 A fetch goes on with the version that it began with. The next fetch is expected to take as long as the last one: that
 says when a member that the version has overtaken will hold what it fetches now.
@@ -14,9 +18,9 @@ from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
-from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.coordinator.roster import Member, Roster
 
-PAUSE_S = 2.0
+PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +33,27 @@ class Arrival:
 
 @dataclass
 class _Lack:
-    """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer. ``since_s``:
-    when the fetch under way began."""
+    """``notified``: the version that it was sent last. ``sourced``: with sources, so that it will answer. ``sources``:
+    the last that it was sent. ``since_s``: when the fetch under way began. ``release_s``: from when on its training
+    thread does not wait; ``released``: it was told so."""
 
     heal: bool
     notified: m.Position | None = None
     sourced: bool = False
+    sources: tuple[str, ...] = ()
     failures: int = 0
     due_s: float = 0.0
     since_s: float | None = None
+    release_s: float | None = None
+    released: bool = False
 
 
 class CatchUp:
     """One fragment's members that are to fetch it."""
 
-    def __init__(self, fragment: int, roster: Roster) -> None:
+    def __init__(self, fragment: int, roster: Roster, *, patience_s: float) -> None:
         self.fragment = fragment
-        self._roster = roster
+        self._roster, self._patience_s = roster, patience_s
         self._lacks: dict[str, _Lack] = {}
         self._took_s: dict[str, float] = {}
         """How long the last fetch took that was complete, on this connection."""
@@ -59,7 +67,13 @@ class CatchUp:
         lack = self._lacks.setdefault(replica, _Lack(heal=False))
         lack.sourced, lack.since_s = False, None
         lack.failures += 1
-        lack.due_s = now + min(PAUSE_S, 0.05 * 2**lack.failures)
+        lack.due_s = now + min(PAUSE_S, 0.05 * 2 ** min(lack.failures, 10))
+        lack.release_s = now
+
+    def proposed(self, replica: str) -> None:
+        """A member that lacks the current version has proposed, in vain: it is told not to wait."""
+        self.add(replica)
+        self._lacks[replica].released = False
 
     def fetched(self, now: float, replica: str) -> None:
         """A member has fetched a version; if it needs another one by now, it goes on with that."""
@@ -86,19 +100,36 @@ class CatchUp:
             if member is None or member.conn is None or member.held.get(self.fragment) == at:
                 del self._lacks[replica]
                 continue
-            news = lack.notified != at
-            if not news and (lack.sourced or now < lack.due_s):
-                continue
-            sources = self._roster.sources(at, but=replica)
-            if news or sources:
-                lack.notified, lack.sourced = at, bool(sources)
-                if sources:
-                    member.maybe_fetched[self.fragment] = at
-                    lack.since_s = now if lack.since_s is None else lack.since_s
-                if not member.continues_predecessor or member.counted:  # as far as its predecessor was: no latecomer
-                    member.newcomer.add(self.fragment)
-                effects.append(SendTo(member.conn, m.Behind(at, sources, lack.heal)))
+            effects += self._notify(now, member, lack, at)
+            if not lack.released and now >= self._release_s(now, lack):
+                lack.released = True
+                effects.append(SendTo(member.conn, m.TrainOn(self.fragment)))
         return effects
 
+    def _notify(self, now: float, member: Member, lack: _Lack, at: m.Position) -> Effects:
+        """Sends a member what it is to fetch, and where from, if that is news or due."""
+        assert member.conn is not None
+        news = lack.notified != at
+        if lack.sourced and not news:
+            return []
+        sources = self._roster.sources(at, but=member.replica)
+        if not news and (not sources or (now < lack.due_s and set(sources) <= set(lack.sources))):
+            return []
+        lack.notified, lack.sourced = at, bool(sources)
+        if sources:
+            member.maybe_fetched[self.fragment] = at
+            lack.since_s, lack.sources = now if lack.since_s is None else lack.since_s, sources
+        if not member.continues_predecessor or member.counted:  # as far as its predecessor was: no latecomer
+            member.newcomer.add(self.fragment)
+        return [SendTo(member.conn, m.Behind(at, sources, lack.heal))]
+
+    def _release_s(self, now: float, lack: _Lack) -> float:
+        """From when on the training thread of a member does not wait for its fetch."""
+        if lack.release_s is None:
+            lack.release_s = now + self._patience_s
+        return lack.release_s if lack.sourced else now
+
     def deadline_s(self, now: float) -> float:
-        return min((x.due_s for x in self._lacks.values() if not x.sourced and x.due_s > now), default=math.inf)
+        due = [x.due_s for x in self._lacks.values() if not x.sourced]
+        due += [x.release_s for x in self._lacks.values() if not x.released and x.release_s is not None]
+        return min((x for x in due if x > now), default=math.inf)

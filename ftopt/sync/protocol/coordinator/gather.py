@@ -51,7 +51,7 @@ class Gather:
     ) -> None:
         self.versions, self.roster, self.sync = Versions(fragment), roster, sync
         self.partitions, self.assignment = partitions, assignment
-        self.catch_up = CatchUp(fragment, roster)
+        self.catch_up = CatchUp(fragment, roster, patience_s=sync.dead_after_s)
         self._fragment = fragment
         self._membership = Membership(partitions, roster)
         self._readings = Readings(fragment)
@@ -93,7 +93,7 @@ class Gather:
         ``now``: the others are called in at once, unless the proposal opens no round.
         """
         if not self.versions.held_by(member):
-            self.catch_up.add(member.replica)
+            self.catch_up.proposed(member.replica)
             return []
         fits = self.assignment.fits(member.incarnation_id, contribution)
         if contribution.version != self.versions.at.version or not fits:
