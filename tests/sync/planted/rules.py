@@ -35,7 +35,7 @@ from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
 from ftopt.sync.protocol.replica.machine import Replica
-from tests.sync.planted import copies, plans
+from tests.sync.planted import copies, plans, waits
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -479,6 +479,7 @@ BUGS = (
     Bug("COLD", newcomers_alone),
     Bug("STICKY", superseded_at_once),
     Bug("ROLLBACK", rollback_off),
+    Bug("step 6", waits.never_released),
     Bug("I5", stale_proposal),
     Bug("I5", stale_state, slow=True),
     Bug("I5", unhealed_source, slow=True),

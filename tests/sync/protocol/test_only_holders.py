@@ -56,7 +56,7 @@ def test_who_has_proposed_and_cannot_fetch_the_newest_version_does_not_wait() ->
 
 def test_a_fetch_that_fails_again_and_again_keeps_nobody_waiting() -> None:
     """The two cannot reach each other."""
-    table, a, b = alone(proposes=True)
+    table, a, _ = alone(proposes=True)
     for _ in range(3):
         a.do(a.machine.fetch_failed(0))
         assert not waits(a)
@@ -73,3 +73,122 @@ def test_a_fetch_is_waited_for_no_longer_than_dead_after_s() -> None:
     assert waits(a)
     table.tick(1.0)
     assert not waits(a)
+
+
+def held_alone(*, names: tuple[str, ...] = ("a", "b")) -> tuple[Table, list[Seat]]:
+    """B has made version 1, and dies at once; nobody else could fetch it."""
+    table = Table(start_replicas=len(names))
+    seats = table.start(*names)
+    b = seats[1]
+    b.propose(5)
+    table.tick(GRACE_S + 1.0)
+    b.reduce()
+    b.die()
+    for seat in seats:
+        if seat is not b:
+            seat.take()
+            seat.do(seat.machine.fetch_failed(0))
+            seat.take()
+    return table, [x for x in seats if x is not b]
+
+
+def notices(seat: Seat) -> list[str]:
+    return [x.text for x in seat.asked if isinstance(x, r.Notice)]
+
+
+def back(table: Table, seat: Seat) -> None:
+    """It connects again after a rollback."""
+    if seat.conn is None:
+        seat.connect()
+
+
+def test_a_version_that_was_lost_with_its_only_holder_keeps_the_others_from_committing_for_recovery_s() -> None:
+    table, (a, c) = held_alone(names=("a", "b", "c"))
+    table.tick(RECOVERY_S - 1.0)
+    assert not table.events("rollback")
+    table.tick(2.0)
+    assert table.events("gone")[0].data["reason"].startswith("its connection has ended")
+    assert [x.version for x in table.events("rollback")] == [1]
+    for seat in (a, c):
+        back(table, seat)
+    for seat in (a, c):
+        seat.take()
+        seat.propose(10)
+    for seat in (a, c):
+        seat.reduce()
+    a.take()
+    assert a.record.version == 1
+    assert a.record.counted == (("a", 1, 10), ("c", 1, 10))  # nothing of theirs is lost
+
+
+def test_those_who_are_here_are_told_what_is_waited_for_and_how_long_at_most_once() -> None:
+    table, (a,) = held_alone()
+    table.tick(5.0)
+    a.take()
+    d = Seat(table, "d")
+    d.connect()
+    table.tick(5.0)
+    for seat in (a, d):
+        seat.take()
+        assert len([x for x in notices(seat) if "held by b alone" in x]) == 1
+    assert "30 s at most" in notices(a)[-1]
+    assert [dict(x.data) for x in table.events("awaited")] == [{"for": ["b"], "at_most_s": RECOVERY_S}]
+    table.tick(RECOVERY_S)
+    a.take()
+    assert "goes on from what the others hold" in notices(a)[-1]
+
+
+def test_an_only_holder_that_fell_silent_may_be_cut_off_and_is_waited_for_as_long_as_any_other() -> None:
+    table = Table()
+    a, b = table.start("a", "b")
+    b.propose(5)
+    table.tick(GRACE_S + 1.0)
+    b.reduce()
+    b.frozen = True
+    a.take()
+    table.tick(DEAD_AFTER_S + 1.0)
+    a.do(a.machine.fetch_failed(0))
+    table.tick(GONE_AFTER_S - 10.0)
+    assert not table.events("rollback")
+    a.take()
+    assert "held by b alone" in notices(a)[-1]
+    b.connect()
+    table.tick(1.0)
+    a.fetch(b)
+    assert a.record.version == 1
+
+
+def test_an_only_holder_is_waited_for_while_nobody_else_holds_anything() -> None:
+    """It may come back from a checkpoint; a newcomer would start the job anew."""
+    table = Table(start_replicas=1)
+    (b,) = table.start("b")
+    b.propose(5)
+    b.reduce()
+    b.die()
+    d = Seat(table, "d")
+    d.connect()
+    table.tick(GONE_AFTER_S - 10.0)
+    assert not table.events("rollback")
+    assert "held by b alone" in notices(d)[-1]
+
+
+def test_fetches_that_fail_again_and_again_become_rare_and_another_source_is_tried_at_once() -> None:
+    table = Table(start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    b.propose(5)
+    table.tick(GRACE_S + 1.0)
+    b.reduce()
+    for seat in (a, b, c):
+        seat.take()
+    tries = 0
+    for _ in range(600):
+        table.tick(1.0)
+        a.take()
+        if any(isinstance(x, r.Fetch) for x in a.asked):
+            assert a.pop(r.Fetch).sources == ("b",)
+            a.do(a.machine.fetch_failed(0))
+            tries += 1
+    assert tries < 80
+    c.fetch(b)
+    a.take()
+    assert a.pop(r.Fetch).sources == ("b", "c")

@@ -156,7 +156,7 @@ def test_nobody_restores_while_somebody_holds_the_state() -> None:
 @pytest.mark.parametrize(
     ("coordinator", "told"),
     [
-        ("lives", "nobody who is here holds version 2: waiting for one who does"),
+        ("lives", "the newest version is held by b alone, not connected: outer steps and joins wait for that, "),
         ("journal", "waiting for b: what it holds may be newer than all that is here; start it again, or wait for "),
     ],
 )

@@ -18,13 +18,16 @@ from ftopt.sync.protocol.coordinator.assignment import Assignment
 from ftopt.sync.protocol.coordinator.attempts import AttemptNumbers
 from ftopt.sync.protocol.coordinator.effects import Close, Effects, Emit, Epoch, Halt, JournalState, SendTo
 from ftopt.sync.protocol.coordinator.members import Members
-from ftopt.sync.protocol.coordinator.roster import Member
+from ftopt.sync.protocol.coordinator.only_holders import LOST_WITH_IT, OnlyHolders
+from ftopt.sync.protocol.coordinator.roster import Member, send
 from ftopt.sync.protocol.coordinator.rounds import Rounds
 from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
 
 _SUPERSEDED = "superseded by a newcomer"
 _LOST = "nobody holds the state of this job any more, and there is no checkpoint of it at hand: it starts anew"
+
+_ROLLED_BACK = "those who held the newest version are gone: the job goes on from what the others hold"
 
 
 class Coordinator:
@@ -58,6 +61,7 @@ class Coordinator:
         """How often it has looked at what is due. While this stands still, `deadline_s` can only move on."""
         self.members = Members()
         self.roster = self.members.roster
+        self._only_holders = OnlyHolders(self.members)
         self.startup: Startup | None = Startup(self.roster, saved, reachable_s=reachable_s)
         self._reachable_s = reachable_s
         self._numbers = AttemptNumbers(self.epoch, max((d.attempt for d in saved.decided), default=0) if saved else 0)
@@ -118,7 +122,9 @@ class Coordinator:
         if self.startup is not None:
             self.startup.lose(now, conn)
         member = self.roster.by_conn(conn)
-        effects = self.members.away(now, member) if member is not None else []
+        effects: Effects = []
+        if member is not None:
+            effects, member.hung_up = self.members.away(now, member), True
         return effects + self._step(now)
 
     def tick(self, now: float) -> Effects:
@@ -128,9 +134,11 @@ class Coordinator:
         for member in self.roster.connected():
             if now >= member.heard_s + self.sync.dead_after_s:
                 effects += self.members.away(now, member, close=True)
-        for member in self._forgettable():
-            if now >= member.lost_s + self.sync.gone_after_s:
-                effects += self.members.gone(member.incarnation_id, "away for longer than gone_after_s")
+        for member, due_s in self._forgettable():
+            if now >= due_s:
+                usual = now >= member.lost_s + self.sync.gone_after_s
+                reason = "away for longer than gone_after_s" if usual else LOST_WITH_IT
+                effects += self.members.gone(member.incarnation_id, reason)
         for member, due_s in self._tail():
             if now >= due_s:
                 reason = "it holds the rest of the data, and has done nothing with it for sync.tail_s"
@@ -144,7 +152,7 @@ class Coordinator:
             return math.inf
         due = [x.heard_s + self.sync.dead_after_s for x in self.roster.connected()]
         made_due_s = self._stepped_s + 0.01  # by a step
-        due += [max(x.lost_s + self.sync.gone_after_s, made_due_s) for x in self._forgettable()]
+        due += [max(due_s, made_due_s) for _, due_s in self._forgettable()]
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
@@ -275,11 +283,13 @@ class Coordinator:
         here = self.startup.hellos if self.startup is not None else self.roster.connected()
         return not here
 
-    def _forgettable(self) -> list[Member]:
-        """Members that are away, while there is a replica that can go on without them."""
+    def _forgettable(self) -> list[tuple[Member, float]]:
+        """Members that are away, while there is a replica that can go on without them, and when they are given up."""
         if self._alone():
             return []
-        return self.roster.away() if self.startup is None else self.startup.absent()
+        absent = self.roster.away() if self.startup is None else self.startup.absent()
+        early = self._only_holders.given_up_s(self.sync) if absent and self.running else {}
+        return [(x, early.get(x.incarnation_id, x.lost_s + self.sync.gone_after_s)) for x in absent]
 
     def _tail(self) -> list[tuple[Member, float]]:
         return self.members.tail(self.sync) if self.running else []
@@ -311,6 +321,7 @@ class Coordinator:
             for r in self.rounds:
                 effects += r.step(now)
             effects += self.assignment.step(now)
+            effects += self._only_holders.tell(now, self.sync)
         return effects
 
     def _open(self, now: float, startup: Startup) -> Effects:
@@ -369,6 +380,7 @@ class Coordinator:
             for r in self.rounds
             if not self._survives(r)
         ]
+        effects += send(self.roster.connected(), m.Hold(_ROLLED_BACK))
         for member in self.roster.connected():
             effects += self.members.away(now, member, close=True)
         effects += self._contenders.close()

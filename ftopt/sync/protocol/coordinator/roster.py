@@ -33,6 +33,7 @@ class Member:
     moved_s: float = -math.inf  # when it was last seen to have taken an inner step
     heard_s: float = 0.0
     lost_s: float = 0.0
+    hung_up: bool = False  # its last connection has ended, and has not merely fallen silent
     leaving: bool = False
     said_bye: bool = False  # it leaves as soon as another member holds what it holds
     stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on
@@ -130,6 +131,7 @@ class Roster:
     def attach(self, member: Member, conn: int, now: float) -> None:
         self.detach(member, now)
         member.conn, member.heard_s, member.members_sent, member.busy_since_s, member.quiet = conn, now, {}, None, 0
+        member.hung_up = False
         self._by_conn[conn] = member
         self._connected = None
 

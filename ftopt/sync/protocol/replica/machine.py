@@ -378,8 +378,6 @@ class Replica:
         f.become_fetching(e.Fetch(at, message.sources, message.heal))
         if not message.sources:  # the coordinator names some when there are, whenever that is
             f.train_on()
-            if f.record is None:
-                effects.append(e.Notice(f"nobody who is here holds version {at.version}: waiting for one who does"))
         return [*effects, *self._offer(), *f.start_transfer()]
 
     def _quorum(self, q: m.Quorum) -> list[e.ReplicaEffect]:
