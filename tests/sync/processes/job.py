@@ -365,6 +365,10 @@ class TinyJob:
         self._events += self._tail.more()
         return [e for e in self._events if event in (None, e["event"]) and replica in (None, e["replica"])]
 
+    def trained(self, replica: str, *, since: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The inner steps of a replica since an event."""
+        return [x for x in read_lines(RunFolder(self.folder).steps(replica)) if x["t_s"] > since["t_s"]]
+
     def until(
         self, event: str, replica: str | None = None, *, count: int = 1, at_step: int = 0, incarnation: int = 0
     ) -> dict[str, Any]:

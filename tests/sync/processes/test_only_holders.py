@@ -1,0 +1,64 @@
+"""The newest version is lost with the only replica that held it: the others train on, and the job goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ftopt
+from ftopt.faults.spec import Fault
+from tests.sync.processes.job import FAST, NOW, assert_nothing_lost, tiny_job
+
+TWO = replace(FAST, start_replicas=2, gone_after_s=600.0)
+STEPS = 100
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        ftopt.DiLoCo(sync_every=20),
+        ftopt.StreamingDiLoCo(sync_every=20, fragments=ftopt.fragments.Strided(n=2), delay=4),
+    ],
+)
+def test_a_replica_that_was_late_trains_on_when_the_other_dies_with_what_it_has_committed_alone(
+    tmp_path: Path, method: ftopt.Method
+) -> None:
+    faults = {"r0": [Fault(point="inner", at_step=50, do="hang", for_s=4.0)], "r1": [Fault(point="serve", do="kill")]}
+    with tiny_job(tmp_path, replicas=2, sync=TWO, faults=faults, steps=None, method=method) as job:
+        job.start_all()
+        lost = job.until("lost", "r1")
+        job.died("r1")
+        job.wait_until(lambda: len(job.trained("r0", since=lost)) > STEPS, "r0 trains on")
+        assert job.events("awaited")[0]["data"]["for"] == ["r1"]
+        assert any("held by r1 alone" in e["data"]["text"] for e in job.events("hold", "r0"))
+        assert not job.events("rollback")
+        back = job.after(lost, "rollback")
+        job.after(back, "decide", count=4)
+        job.enough()
+        summary = job.end()
+    assert_nothing_lost(summary)
+
+
+def test_who_joins_meanwhile_is_told_and_trains_from_what_is_left(tmp_path: Path) -> None:
+    with tiny_job(tmp_path, sync=TWO, steps=None) as job:
+        job.start("r0")
+        job.start("r1")
+        job.until("decide", count=3)
+        job.order("r0", Fault(point=NOW, do="partition", for_s=4.0))
+        job.after(job.until("lost", "r0"), "decide")
+        job.kill("r1")
+        job.until("return", "r0")
+        job.start("r2")
+        told = job.until("hold", "r2")
+        assert "held by r1 alone" in told["data"]["text"]
+        back = job.after(told, "rollback")
+        job.wait_until(
+            lambda: any("r2" in [m[0] for m in e["data"]["members"]] for e in job.events("decide")), "r2 takes part"
+        )
+        assert len(job.events("fetch", "r2")) < 10
+        job.after(back, "decide", count=2)
+        job.enough()
+        summary = job.end()
+    assert_nothing_lost(summary)
