@@ -82,6 +82,7 @@ class Core:
         self._spent_at = -math.inf
         self._next = NextStep()
         self._loads: Loads | None = None
+        self._micro_batches: MicroBatches | None = None
 
     # Stepping.
 
@@ -177,7 +178,7 @@ class Core:
             )
         self._check_usable("step()")
         outer = self.outer
-        if outer is None or not outer.is_whole():
+        if outer is None or not (batch.ready and outer.is_whole()):
             raise UserError(
                 "step() before the global batch is whole; go through all micro-batches that "
                 "`loader.global_batches()` gives, also those that are inherited, and take the step behind their loop; "
@@ -185,6 +186,8 @@ class Core:
             )
         self.inner.check_rates()
         self._checked("step()")
+        assert self._micro_batches is not None
+        self._micro_batches.check_gradients()
         began = self._clock()
         outer.take_whole(self.inner.largest_lr)
         self._after_outer_work(outer)
@@ -321,9 +324,10 @@ class Core:
         if self.group.units is not None:
             self.group.units.when_out_of_units(self._offer_rest)
         if self.group.global_batch is not None:
-            self.group.global_batch.attend(
-                MicroBatches(outer, self.inner, self.group, self._next.take, self._next.take_loss, self._set_back)
+            self._micro_batches = MicroBatches(
+                outer, self.inner, self.group, self._next.take, self._next.take_loss, self._set_back
             )
+            self.group.global_batch.attend(self._micro_batches)
         self._loads = Loads(self.model, outer, self._before_load)
         outer.report("training")
         return fetched

@@ -44,6 +44,7 @@ class MicroBatches:
         self._outer, self._fragment = outer, outer.gradients
         self._inner, self._group, self._counted, self._loss = inner, group, counted, loss
         self._set_back = set_back
+        self._shown: list[tuple[Tensor, int] | None] = []
 
     @property
     def version(self) -> int:
@@ -97,6 +98,26 @@ class MicroBatches:
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=data)
         share = ShareOffer(plan, units, samples)
         self._outer.freezer.propose(self._fragment, self._inner.largest_lr(), share=share)
+
+    def show(self) -> None:
+        state, view = self._fragment.state, self._fragment.view
+        if state.live is None:
+            view.give(state.outer)
+        else:  # a peer's model comes, which may have this step behind it
+            self._inner.zero_grad(set_to_none=True)
+        self._shown = view.gradients()
+
+    def check_gradients(self) -> None:
+        """Before the step. UserError: the gradients are others than those that all replicas have agreed on."""
+        for now, was in zip(self._fragment.view.gradients(), self._shown, strict=True):
+            if now is None or (was is not None and now[0] is was[0] and now[1] == was[1]):
+                continue
+            raise UserError(
+                "the gradients were changed between the end of a global batch and step(), which uses what all replicas "
+                "have agreed on: clip with ftopt.SyncSGD(clip_norm=...) or ftopt.PAFT(clip_norm=...) instead of "
+                "clip_grad_norm_, use bf16 instead of a GradScaler, and put each backward() into the loop over the "
+                "micro-batches"
+            )
 
     def report(self, state: str, *, unit_s: float) -> None:
         self._outer.counters.set_step_s(unit_s)

@@ -69,6 +69,10 @@ class GradientView(FlatView):
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(part)
 
+    def gradients(self) -> list[tuple[Tensor, int] | None]:
+        """What the parameters have at present, and how often each was changed in place."""
+        return [None if p.grad is None else (p.grad, local(p.grad)._version) for p in self._parameters]
+
     @torch.no_grad()
     def multiply_gradients(self, factor: float) -> None:
         """Multiplies the gradients that the parameters have at present."""

@@ -59,6 +59,9 @@ class Computes(Protocol):
     def offer(self, plan: int, units: Ranges, samples: int) -> None:
         """The sum is that of ``units``, of which ``samples`` are in it: a contribution."""
 
+    def show(self) -> None:
+        """The batch is whole: its gradient is there to look at, before the step."""
+
     def report(self, state: str, *, unit_s: float) -> None:
         """What the training thread is doing, and how long a unit takes it."""
 
@@ -111,7 +114,7 @@ class GlobalBatch:
         self.waited_s = 0.0
         while True:
             if computes.whole:
-                if self._ready == computes.version:
+                if self.ready:
                     raise UserError(
                         "the next global batch was asked for before the step of this one; call optimizer.step()"
                     )
@@ -160,7 +163,13 @@ class GlobalBatch:
             if again and not computes.outstanding:
                 self._offered = None  # it was not taken: a newer plan, or a state that is fetched
         self._ready = computes.version
+        computes.show()
         return None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` has come to the end of a batch that is whole, and its step has not been taken."""
+        return self._computes is not None and self._ready == self._computes.version
 
     def put_back(self) -> None:
         """The units that `next` returned last have not reached the loop: it returns them again."""

@@ -232,6 +232,78 @@ def test_workers_load_what_comes_if_the_shares_stay_as_they_are() -> None:
     assert expected == [(2,), (6, 7), (8,), (12, 13), (14,), (18, 19), (20,)], "to the end of the data"
 
 
+def test_a_step_after_a_loop_that_was_left_is_refused_also_where_others_have_done_the_rest() -> None:
+    group = solo()
+    loop = Loop(group)
+    with loop.optimizer:
+        for micro_batches in loop.batches():
+            for x, y in micro_batches:
+                loop.backward(x, y)
+                break
+            with pytest.raises(UserError, match="go on with the next of `loader.global_batches"):
+                loop.optimizer.step()
+            break
+        for micro_batches in loop.batches():
+            for x, y in micro_batches:
+                loop.backward(x, y)
+            loop.optimizer.step()
+    same(loop.module, plain(SAMPLES))
+
+
+def clipped(loop: Loop) -> None:
+    nn.utils.clip_grad_norm_(loop.module.parameters(), 1.0)
+
+
+def regularized(loop: Loop) -> None:
+    sum(p.square().sum() for p in loop.module.parameters()).backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("change", [clipped, regularized])
+def test_gradients_that_are_changed_before_the_step_are_told(change: Callable[[Loop], None]) -> None:
+    """The step would not use them: each replica's would be another."""
+    loop = Loop(solo())
+    with loop.optimizer:
+        for micro_batches in loop.batches():
+            for x, y in micro_batches:
+                loop.backward(x, y)
+            change(loop)
+            with pytest.raises(UserError, match=r"clip with ftopt.SyncSGD\(clip_norm=...\)"):
+                loop.optimizer.step()
+            break
+
+
+def test_the_gradient_of_the_whole_batch_is_there_to_look_at_before_the_step() -> None:
+    loop = Loop(solo(), step := Samples(samples=24, batch_size=4, global_batch=24, epochs=1))
+    whole, (x, y) = model(), Batches(Points(24), step).together(range(6))
+    nn.functional.mse_loss(whole(x), y).backward()
+    with loop.optimizer:
+        for micro_batches in loop.batches():
+            for one in micro_batches:
+                loop.backward(*one)
+            for ours, theirs in zip(loop.module.parameters(), whole.parameters(), strict=True):
+                assert ours.grad is not None and theirs.grad is not None
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
+            loop.optimizer.zero_grad()  # out of habit: it changes nothing
+            loop.optimizer.step()
+    same(loop.module, plain(step))
+
+
+def test_weights_that_are_loaded_in_between_are_told_and_set_back() -> None:
+    loop = Loop(solo())
+    best = {name: torch.zeros_like(value) for name, value in loop.module.state_dict().items()}
+    with loop.optimizer:
+        for step, micro_batches in enumerate(loop.batches()):
+            for x, y in micro_batches:
+                loop.backward(x, y)
+            loop.optimizer.step()
+            if step == 1:
+                loop.module.load_state_dict(best)
+                told = pytest.warns(UserWarning, match="weights were loaded into the model")
+                told.__enter__()
+    told.__exit__(None, None, None)
+    same(loop.module, plain(SAMPLES))
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -48,6 +48,8 @@ class Sum:
         self.offered.append((plan, units, samples, sorted(self.sum)))
         self.when_offered()
 
+    def show(self) -> None: ...
+
     def report(self, state: str, *, unit_s: float) -> None: ...
 
 
