@@ -1,14 +1,16 @@
-"""The coordinator's journal: what it decided, in SQLite, on disk before anything is sent (rule JOURNAL).
+"""The coordinator's journal: what it decided, on disk before anything is sent (rule JOURNAL).
 
-One file for all jobs of a coordinator. ``synchronous=FULL``: a commit survives the loss of power (0.2 ms on an SSD). A
-torn write is SQLite's business: the transaction is there, or it is not.
+One file for all jobs of a coordinator, which is only ever appended to: a row for each `Journal.write`
+(`ftopt.sync.server.rows`), so that all of its entries are there, or none. Now and then it is written anew, without what
+nobody needs any more. A row is on the disk when `write` returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-import sqlite3
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,137 +18,216 @@ from typing import Any
 from ftopt.errors import UserError
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.limits import HISTORY
+from ftopt.sync.protocol.wire import MessageError, build_value, parse, plain
+from ftopt.sync.server import rows
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS epoch (job TEXT PRIMARY KEY, epoch INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS roster (job TEXT, replica TEXT, incarnation INTEGER, PRIMARY KEY (job, replica));
-CREATE TABLE IF NOT EXISTS gone (job TEXT, replica TEXT, incarnation INTEGER, PRIMARY KEY (job, replica));
-CREATE TABLE IF NOT EXISTS decided (
-    job TEXT, fragment INTEGER, version INTEGER, attempt INTEGER, digest TEXT, chain TEXT, inner_step INTEGER,
-    members TEXT, PRIMARY KEY (job, fragment, version)
-);
-CREATE TABLE IF NOT EXISTS cursor (job TEXT PRIMARY KEY, unit INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS done (job TEXT, version INTEGER, ranges TEXT, PRIMARY KEY (job, version));
-"""
+_HEADING = b'"ftopt journal 1"'
+_FIRST, _ = rows.encode(b"", _HEADING)
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (e.Epoch, e.Known, e.Gone, e.Rollback, e.Cursor, e.Decided)
+}
+_MANY = 4 * HISTORY
+_LARGE_BYTES = 4 << 20
+"""A smaller file is not worth writing anew; a larger one is when it has grown to four times what it was then."""
 
 
 class JournalError(Exception):
-    """The journal cannot be written or read now: a full disk, a broken one. The text says so, and what to do."""
+    """The journal cannot be written now: a full disk, a broken one. The text says so, and what to do."""
 
 
 class Journal:
-    """The journal in ``path``; None keeps it in memory (nothing survives).
+    """The journal in ``path``; None keeps it in memory (nothing survives). One process at a time may have it.
 
     Raises:
-        UserError: the file cannot be opened, or is no journal.
+        UserError: the file cannot be opened, is no journal, is damaged, or is another coordinator's.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        try:
-            if path is not None:
+        self._entries: dict[str, list[e.Journalled]] = {}
+        self._fold_at: dict[str, int] = {}
+        self._fd = -1
+        self._end = self._anew_from = 0
+        self._last = b""
+        self._cut = self._moved = False
+        """Behind `_end` is part of a row; the file has its name since the last write only."""
+        if path is not None:
+            try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(str(path) if path else ":memory:", isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
-            self._db.executescript(_SCHEMA)
-        except (sqlite3.Error, OSError) as error:
-            advice = "give a file that can be written, or one that ftopt has made"
-            raise UserError(f"journal {path}: {error}; {advice}") from None
+                self._fd = _locked(path)
+                self._read(path)
+            except OSError as error:
+                self.close()
+                raise UserError(f"journal {path}: {error.strerror or error}; give a file that can be written") from None
+            except BaseException:
+                self.close()
+                raise
+
+    def _read(self, path: Path) -> None:
+        data = path.read_bytes()
+        try:
+            found = rows.decode(data)
+        except rows.Damaged as error:
+            raise UserError(_damaged(path, data, str(error))) from None
+        if not found.bodies and not _FIRST.startswith(data.rstrip(b"\0")):
+            raise UserError(_damaged(path, data, "it ends in its first row"))
+        self._end, self._last, self._cut = found.end, found.last, found.end < len(data)
+        if not found.bodies:
+            self._append(_HEADING)
+            _sync_folder(path)
+        try:
+            for body in found.bodies:
+                if body is found.bodies[0] and body != _HEADING:
+                    raise MessageError(f"it begins with {body[:40]!r}")
+                if body is not found.bodies[0]:
+                    self._remember(*_parsed(body))
+        except (MessageError, UnicodeDecodeError) as error:
+            wrong = f"journal {path} is of another version of ftopt ({error}); run that version, or give another file"
+            raise UserError(wrong) from None
+        self._anew_from = max(_LARGE_BYTES, self._end)
+
+    def _remember(self, job: str, entries: Sequence[e.Journalled]) -> None:
+        """Keeps what `load` needs of all entries."""
+        known = self._entries.setdefault(job, [])
+        known.extend(entries)
+        if len(known) >= self._fold_at.get(job, _MANY):
+            known[:] = e.needed(e.replay(known))
+            self._fold_at[job] = max(_MANY, 2 * len(known))
 
     def load(self, job: str) -> e.JournalState | None:
-        """What is known of ``job``, None when it is new.
-
-        Raises:
-            JournalError: it cannot be read.
-        """
-        run = self._db.execute
-        try:
-            epoch = run("SELECT epoch FROM epoch WHERE job = ?", (job,)).fetchone()
-            if epoch is None:
-                return None
-            roster, gone = (
-                tuple(run(f"SELECT replica, incarnation FROM {table} WHERE job = ? ORDER BY replica", (job,)))
-                for table in ("roster", "gone")
-            )
-            decisions = run(
-                "SELECT fragment, version, attempt, digest, chain, inner_step, members FROM decided WHERE job = ? "
-                "ORDER BY fragment, version",
-                (job,),
-            )
-            done = dict(run("SELECT version, ranges FROM done WHERE job = ?", (job,)))
-            cursor = run("SELECT unit FROM cursor WHERE job = ?", (job,)).fetchone()
-            decided = []
-            for fragment, version, attempt, digest, chain, inner_step, members in decisions:
-                ranges, rows = _tuples(done.get(version, "[]") if fragment == 0 else "[]"), _tuples(members)
-                decided.append(e.Decided(fragment, version, attempt, digest, chain, inner_step, rows, ranges))
-            return e.JournalState(epoch[0], roster, gone, tuple(decided), cursor[0] if cursor is not None else 0)
-        except sqlite3.Error as error:
-            raise JournalError(f"the journal {self.path} cannot be read ({error}); see to its disk") from None
+        """What is known of ``job``, None when it is new."""
+        entries = self._entries.get(job)
+        return e.replay(entries) if entries else None
 
     def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
-        """Writes ``entries`` in one transaction; they are on disk when it returns.
+        """Writes ``entries``; they are on disk when it returns.
 
         Raises:
-            JournalError: they could not be written. `load` finds none of them, until the process ends at least: then
-                all of them may be there if the very last step failed, as after a crash before anything was sent.
+            JournalError: they could not be written, and `load` finds none of them. In the file all of them may be there
+                if the very last step failed, as after a crash before anything was sent.
         """
-        try:
-            self._db.execute("BEGIN")
-            for entry in entries:
-                self._write(job, entry)
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._db.in_transaction:  # some errors have ended it already
-                with contextlib.suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
-            advice = "make room on its disk, and see that it is sound"
-            raise JournalError(f"the journal {self.path} cannot be written ({error}); {advice}") from None
+        if self.path is not None:
+            try:
+                if self._end > self._anew_from:
+                    self._write_anew(self.path)
+                if self._moved:
+                    _sync_folder(self.path)
+                    self._moved = False
+                self._append(_body(job, entries))
+            except OSError as error:
+                advice = "make room on its disk, and see that it is sound"
+                wrong = f"the journal {self.path} cannot be written ({error.strerror or error}); {advice}"
+                raise JournalError(wrong) from None
+        self._remember(job, entries)
 
-    def _write(self, job: str, entry: e.Journalled) -> None:
-        run = self._db.execute
-        match entry:
-            case e.Epoch(epoch=epoch):
-                run("INSERT OR REPLACE INTO epoch VALUES (?, ?)", (job, epoch))
-            case e.Known(replica=replica, incarnation=incarnation):
-                run("INSERT OR REPLACE INTO roster VALUES (?, ?, ?)", (job, replica, incarnation))
-            case e.Gone(replica=replica, incarnation=incarnation):
-                run(
-                    "INSERT INTO gone VALUES (?, ?, ?) ON CONFLICT (job, replica) "
-                    "DO UPDATE SET incarnation = max(incarnation, excluded.incarnation)",
-                    (job, replica, incarnation),
-                )
-            case e.Rollback(fragment=fragment, version=version):
-                run("DELETE FROM decided WHERE job = ? AND fragment = ? AND version > ?", (job, fragment, version))
-                if fragment == 0:
-                    run("DELETE FROM done WHERE job = ? AND version > ?", (job, version))
-            case e.Cursor(unit=unit):
-                run("INSERT OR REPLACE INTO cursor VALUES (?, ?)", (job, unit))
-            case e.Decided(fragment=fragment, version=version):
-                oldest = version - HISTORY
-                run(
-                    "INSERT OR REPLACE INTO decided VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        job, fragment, version, entry.attempt, entry.digest, entry.chain, entry.inner_step,
-                        json.dumps(entry.members),
-                    ),
-                )  # fmt: skip
-                run("DELETE FROM decided WHERE job = ? AND fragment = ? AND version <= ?", (job, fragment, oldest))
-                if entry.done:
-                    run("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", (job, version, json.dumps(entry.done)))
-                    run("DELETE FROM done WHERE job = ? AND version <= ?", (job, oldest))
+    def _append(self, body: bytes) -> None:
+        if self._cut:
+            os.ftruncate(self._fd, self._end)
+        row, last = rows.encode(self._last, body)
+        self._cut = True
+        try:
+            _write_all(self._fd, row, self._end)
+            os.fdatasync(self._fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._end)
+            raise
+        self._cut = False
+        self._end, self._last = self._end + len(row), last
+
+    def _write_anew(self, path: Path) -> None:
+        """Puts a file in the place of this one that has only what is needed still. If that fails, this one grows on."""
+        needed = {job: e.needed(e.replay(entries)) for job, entries in self._entries.items()}
+        bodies = [_HEADING, *(_body(job, entries) for job, entries in needed.items())]
+        data, last = b"", b""
+        for body in bodies:
+            row, last = rows.encode(last, body)
+            data += row
+        new = path.with_name(f"{path.name}.new")
+        try:
+            fd = _locked(new)
+        except (OSError, UserError):
+            self._anew_from = 2 * self._end
+            return
+        try:
+            os.ftruncate(fd, 0)
+            _write_all(fd, data, 0)
+            os.fsync(fd)
+            new.replace(path)
+        except OSError:
+            self._anew_from = 2 * self._end
+            os.close(fd)
+            with contextlib.suppress(OSError):
+                new.unlink()
+            return
+        os.close(self._fd)
+        self._fd, self._end, self._last, self._cut, self._moved = fd, len(data), last, False, True
+        self._entries = needed
+        self._anew_from = max(_LARGE_BYTES, 4 * self._end)
 
     def size(self) -> int:
-        """Bytes of its files, 0 without one."""
-        if self.path is None:
-            return 0
-        files = [Path(f"{self.path}{suffix}") for suffix in ("", "-wal", "-shm")]
-        return sum(file.stat().st_size for file in files if file.exists())
+        """Bytes of its file, 0 without one."""
+        return self._end
 
     def close(self) -> None:
         """Closes the file."""
-        self._db.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
-def _tuples(text: str) -> tuple[Any, ...]:
-    return tuple(tuple(row) for row in json.loads(text))
+def _locked(path: Path) -> int:
+    """A descriptor of the file, which is made if it is not there, with the lock on it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            advice = "end that one, or give this one a file of its own"
+            raise UserError(f"journal {path} is in use by another coordinator; {advice}") from None
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(fd)
+            raise
+        os.close(fd)  # another file has come in its place meanwhile
+
+
+def _write_all(fd: int, data: bytes, at: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, at)
+        data, at = data[written:], at + written
+
+
+def _sync_folder(path: Path) -> None:
+    """The file's name is on the disk, too."""
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _body(job: str, entries: Sequence[e.Journalled]) -> bytes:
+    return json.dumps([job, [[type(entry).__name__, plain(entry)] for entry in entries]], allow_nan=False).encode()
+
+
+def _parsed(body: bytes) -> tuple[str, list[e.Journalled]]:
+    job, entries = parse(body.decode())
+    for kind, _ in entries:
+        if kind not in _KINDS:
+            raise MessageError(f"unknown entry {kind!r}")
+    return job, [build_value(_KINDS[kind], value, kind) for kind, value in entries]
+
+
+def _damaged(path: Path, data: bytes, where: str) -> str:
+    if not data.startswith(_FIRST[:8]) and b"ftopt journal" not in data[: len(_FIRST)]:
+        return f"journal {path} is no journal of this version of ftopt; give a file that it has made, or a new one"
+    return (
+        f"journal {path} is damaged: {where}. Nothing has been changed. Put an older copy of it in its place: the "
+        "replicas that live tell what came later. Or move it away and start without it: they tell all that they hold, "
+        "if they are back within sync.recovery_s"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ftopt.sync.protocol import messages as m
@@ -132,7 +132,9 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
             case Rollback(fragment=fragment, version=version):
                 decided[fragment] = [d for d in decided.get(fragment, []) if d.version <= version]
             case Decided():
-                decided[entry.fragment] = [*decided.get(entry.fragment, [])[1 - HISTORY :], entry]
+                history = decided.setdefault(entry.fragment, [])
+                history.append(entry)
+                del history[:-HISTORY]
     return JournalState(
         epoch=epoch,
         roster=tuple(sorted((r, i) for r, i in roster.items() if not m.is_gone((r, i), gone))),
@@ -140,3 +142,16 @@ def replay(entries: Iterable[Journalled]) -> JournalState:
         decided=tuple(d for f in sorted(decided) for d in decided[f]),
         cursor=cursor,
     )
+
+
+def needed(state: JournalState) -> list[Journalled]:
+    """The entries that a journal needs of all that add up to ``state``: of each fragment's decisions the last one, and
+    of those before it what tells a fork from lateness."""
+    last = {d.fragment: d.version for d in state.decided}
+    return [
+        Epoch(state.epoch),
+        *(Known(*incarnation_id) for incarnation_id in state.roster),
+        *(Gone(*incarnation_id) for incarnation_id in state.gone),
+        *([Cursor(state.cursor)] if state.cursor else []),
+        *(d if d.version == last[d.fragment] else replace(d, members=(), done=()) for d in state.decided),
+    ]
