@@ -52,7 +52,7 @@ class Plan:
     Args:
         way: of `WAYS`.
         ledger: the samples are the job's.
-        seconds: how long faults strike.
+        seconds: how long faults strike; with a ledger until the data have ended, if that comes within twice as long.
         every_s: seconds between two, on average.
         patience_s: without another sample in the model for so long after the faults, the job does not end.
     """
@@ -62,12 +62,14 @@ class Plan:
     seed: int
     seconds: float = 60.0
     every_s: float = 1.5
+    recover: str = "drop"
     replicas: int = 5
     patience_s: float = 40.0
 
     @property
     def name(self) -> str:
-        return f"{self.way}{'' if self.ledger else ', no ledger'}, seed {self.seed}"
+        more = ("" if self.ledger else ", no ledger") + (", replay" if self.recover == "replay" else "")
+        return f"{self.way}{more}, seed {self.seed}"
 
     @property
     def samples(self) -> int:
@@ -98,7 +100,7 @@ class Campaign:
         self._until(lambda: all(run.joined or run.ended for run in job.runs), SYNC["start_s"] + 45.0)
         began, chance = time.time(), self.striker.chance
         due = began + chance.expovariate(1 / plan.every_s)
-        while time.time() < began + plan.seconds and not self._over():
+        while time.time() < began + plan.seconds * (1 + plan.ledger) and not self._over():
             if time.time() >= due:
                 due = time.time() + chance.expovariate(1 / plan.every_s)
                 self.striker.strike()
@@ -172,7 +174,8 @@ def campaign(plan: Plan, folder: Path, *, verbose: bool = False) -> tuple[Outcom
     """Runs one; its outcome, and the faults."""
     step_s = LIVE_STEP_S if WAYS[plan.way].live and plan.way != GLOBAL_BATCH else STEP_S
     options = {"way": plan.way, "samples": plan.samples, "step_s": step_s, "folder": str(folder)}
-    options["sync"] = SYNC | {"start_replicas": plan.replicas}
+    options |= {"sync": SYNC | {"start_replicas": plan.replicas, "recover": plan.recover}}
+    options |= {"accumulate": 1 + plan.seed // 3 % 2}
     with processes(folder, options) as job:
         done = Campaign(plan, folder, job, verbose=verbose)
         return done.run(), done.faults
@@ -186,6 +189,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults in each (default: %(default)g)")
     parser.add_argument("--every-s", type=float, default=1.5, help="seconds between two faults (default: %(default)g)")
     parser.add_argument("--ledger", choices=("both", "with", "without"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--recover", choices=("drop", "replay"), default="drop", help="(default: %(default)s)")
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps what bad campaigns leave (default: a temporary one)"
     )
@@ -202,7 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
     for way in arguments.ways or WAYS:
         for number in range(arguments.runs):
             ledger = {"with": True, "without": False}.get(arguments.ledger, number % 2 == 0) or way == GLOBAL_BATCH
-            plan = Plan(way, ledger, arguments.seed + number, arguments.seconds, arguments.every_s)
+            plan = Plan(way, ledger, arguments.seed + number, arguments.seconds, arguments.every_s, arguments.recover)
             found.append(_kept(plan, arguments))
     say("\n" + "\n".join(table(found)))
     RESULTS.parent.mkdir(exist_ok=True)
