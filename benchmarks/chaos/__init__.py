@@ -202,15 +202,15 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"benchmarks chaos: {', '.join(unknown)}; must be of {', '.join(WAYS)}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    found: list[dict[str, Any]] = []
+    found, about = list[dict[str, Any]](), machine_facts()
+    RESULTS.parent.mkdir(exist_ok=True)
     for way in arguments.ways or WAYS:
         for number in range(arguments.runs):
             ledger = {"with": True, "without": False}.get(arguments.ledger, number % 2 == 0) or way == GLOBAL_BATCH
             plan = Plan(way, ledger, arguments.seed + number, arguments.seconds, arguments.every_s, arguments.recover)
             found.append(_kept(plan, arguments))
-    say("\n" + "\n".join(table(found)))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({"machine": machine_facts(), "campaigns": found}, indent=1))
+            RESULTS.write_text(json.dumps({"machine": about, "campaigns": found}, indent=1))
+    say("\n" + "\n".join(table(found)) + f"\n\ncommit {about['commit']}, load before {about['load_before']}")
     return 1 if any(each["outcome"]["bad"] for each in found) else 0
 
 

@@ -9,6 +9,7 @@ begun.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -148,7 +149,9 @@ def _end(folder: Path, run: Run) -> dict[str, Any] | None:
 
 
 def _wiped(events: Sequence[Mapping[str, Any]], started: float) -> float:
-    wipes = [e["t_s"] for e in events if e["event"] in WIPES]
+    """When the state that the last outer step built on has come to be; 0: with the job."""
+    last = max((e["t_s"] for e in events if e["event"] == "decide"), default=0.0)
+    wipes = [e["t_s"] for e in events if e["event"] in WIPES and e["t_s"] < last]
     return started + max(wipes) if len(wipes) > 1 else 0.0
 
 
@@ -165,7 +168,7 @@ def final(fragments: int, ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _judge_ends(facts: Facts, outcome: Outcome, survivors: Sequence[Run]) -> None:
     for run in facts.runs:
         code = run.process.exitcode
-        if run.ended and code not in STATUS.get(run.fate, (code,)):
+        if run.ended and code not in STATUS.get(run.fate, (code,)) and not _is_turned_away(facts, run):
             outcome.bad.append(f"{run.life.name} has ended with status {code}")
     if stuck := [run.life.name for run in facts.runs if not run.ended]:
         outcome.bad.append(f"did not end: {', '.join(stuck)}")
@@ -181,13 +184,25 @@ def _judge_ends(facts: Facts, outcome: Outcome, survivors: Sequence[Run]) -> Non
             outcome.bad.append("the data have not ended")
 
 
+def _is_turned_away(facts: Facts, run: Run) -> bool:
+    """Whether it was started while another process of its id lived, and was told so."""
+    others = [x for x in facts.runs if x.life.replica == run.life.replica and x is not run]
+    met = any(x.began < (run.ended or math.inf) and (x.ended or math.inf) > run.began for x in others)
+    return met and "a living replica is connected" in _log(facts, run)
+
+
+def _log(facts: Facts, run: Run) -> str:
+    path = facts.folder / f"{run.life.name}.log"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def _judge_steps(facts: Facts, outcome: Outcome, survivors: Sequence[Run], model: Mapping[str, Any]) -> None:
     alive = {run.life.number for run in survivors}
     for run in facts.runs:
         path = facts.folder / f"{run.life.name}.steps"
         begun, finished = steps_of(path) if path.exists() else (0, 0)
         outcome.steps += finished
-        told = _told(facts.folder / f"{run.life.name}.log") if run.life.number in alive else 0
+        told = sum(int(count) for count in _DROPS.findall(_log(facts, run))) if run.life.number in alive else 0
         outcome.told += told
         for f, steps in enumerate(model["steps"]):
             there = steps[run.life.number]
@@ -222,11 +237,6 @@ def _judge_samples(facts: Facts, outcome: Outcome, model: Mapping[str, Any]) -> 
         outcome.bad.append(text + str({i: x for i, x in enumerate(found) if round(x) != 1})[:300])
     if odd := [x for x in found if abs(x - round(x)) > 1e-3]:
         outcome.bad.append(f"{len(odd)} samples in part: {odd[:5]}")
-
-
-def _told(log: Path) -> int:
-    text = log.read_text() if log.exists() else ""
-    return sum(int(count) for count in _DROPS.findall(text))
 
 
 def lines_of(folder: Path, run: Run) -> list[dict[str, Any]]:

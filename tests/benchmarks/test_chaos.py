@@ -119,6 +119,7 @@ def test_who_ended_before_the_state_died_has_no_claim_to_it(tmp_path: Path) -> N
     found = facts(tmp_path, steps=[10.0, 7.0])
     with (tmp_path / "run" / "events.jsonl").open("a") as lines:
         lines.write(json.dumps({"t_s": 30.0, "event": "restore"}) + "\n")
+        lines.write(json.dumps({"t_s": 31.0, "event": "decide"}) + "\n")
     assert account.judge(found).bad == ["nobody has come to the end"]
 
 
