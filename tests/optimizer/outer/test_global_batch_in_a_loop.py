@@ -240,7 +240,7 @@ def test_a_step_after_a_loop_that_was_left_is_refused_also_where_others_have_don
             for x, y in micro_batches:
                 loop.backward(x, y)
                 break
-            with pytest.raises(UserError, match="go on with the next of `loader.global_batches"):
+            with pytest.raises(UserError, match=r"go on with the next of `loader\.global_batches"):
                 loop.optimizer.step()
             break
         for micro_batches in loop.batches():

@@ -1,0 +1,64 @@
+"""A global batch in a plain loop: each step is of the same 48 samples, whichever replicas are there to compute them.
+
+Start `ftopt coordinator` in one terminal and three replicas in others::
+
+    FTOPT_REPLICA=r0 python examples/global_batch.py
+    FTOPT_REPLICA=r1 python examples/global_batch.py
+    FTOPT_REPLICA=r2 python examples/global_batch.py
+
+Kill one with ``kill -9`` and start it again: the others keep the gradients that they have, compute what it had of its
+batch, and go on. ``python examples/global_batch.py URL`` for a coordinator at another address.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+
+import ftopt
+
+MICRO_BATCH_S = 0.02
+"""So that there is time to kill one."""
+
+
+class Waves:
+    """The data: anything with ``len()`` and ``[index]``. What one replica cannot finish, another one asks for."""
+
+    random = False  # no random numbers are drawn for a sample
+
+    def __len__(self) -> int:
+        return 4_800
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(0, 1, 16) * (1 + index % 97) + index / 50
+        return x.sin(), x[-1:].cos()
+
+
+def main(url: str = "http://127.0.0.1:29400", epochs: int = 2) -> float:
+    """Trains one replica; returns the loss at the end, which is the same on all replicas."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=3))
+    optimizer = ftopt.wrap(
+        torch.optim.AdamW(model.parameters(), lr=2e-3), model, ftopt.SyncSGD(clip_norm=1.0), group=group
+    )
+    data = Waves()
+    loader = ftopt.DataLoader(data, batch_size=8, global_batch=48, split=4, epochs=epochs, group=group)
+    with optimizer:
+        for micro_batches in loader.global_batches():
+            for inputs, targets in micro_batches:  # this replica's, then those that it inherits
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                time.sleep(MICRO_BATCH_S)
+            optimizer.step()
+            if optimizer.inner_step % 20 == 0:
+                print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
+    inputs, targets = map(torch.stack, zip(*(data[index] for index in range(200)), strict=True))
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(model(inputs), targets))
+
+
+if __name__ == "__main__":
+    print(f"loss {main(*sys.argv[1:2]):.6f}")
