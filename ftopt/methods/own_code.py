@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from ftopt.errors import FtoptError, UserError
@@ -24,10 +25,11 @@ MAX_WEIGHT = 1e24
 
 
 def call(own: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What ``own``, a bound method of the user's class, returns. UserError: it has raised."""
+    """What ``own``, a bound method of the user's class, returns. UserError: it has raised, but for a lack of memory,
+    which is no fault of it."""
     try:
         return own(*args, **kwargs)
-    except FtoptError:
+    except (FtoptError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise UserError(f"{_name(own)} failed: {type(error).__name__}: {error}; mend it, and start again") from error

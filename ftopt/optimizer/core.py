@@ -115,7 +115,7 @@ class Core:
         if tells:
             check_not_telling("step()")
             group.emit("inner", inner_step=outer.inner_step() + 1)
-        if outer.freezer.under_way or outer.freezer.in_place:
+        if outer.freezer.under_way or outer.freezer.in_place or outer.moves:
             self._join(outer)
         if outer.gradients is not None:
             loss = self.inner.evaluate(closure)
@@ -132,7 +132,8 @@ class Core:
         step_s = None if self._ended_at is None else ended - self._ended_at
         tokens = self._next.tokens
         counted = self._next.take() if tokens or self._next.samples else None
-        outer.count(self.inner.largest_lr, self._next.take_loss(), step_s, tokens=tokens)
+        told = None if self._next.loss is None else self._next.take_loss()
+        outer.count(self.inner.largest_lr, told, step_s, tokens=tokens)
         emitted = ended
         if tells:
             group.emit("stepped", inner_step=outer.inner_step(), data=counted)
@@ -216,24 +217,25 @@ class Core:
 
     def _join(self, outer: OuterStep) -> None:
         """Ends all freezing. Parameters that are not finite are given up, and with them the gradients at hand."""
-        if outer.freezer.under_way or outer.freezer.in_place:
+        if outer.freezer.under_way or outer.freezer.in_place or outer.moves:
             outer.freezer.join()
             if outer.counters.nonfinite_drops != self._nonfinite_drops:
                 self.inner.zero_grad(set_to_none=True)
             self._after_outer_work(outer)
 
     def _after_outer_work(self, outer: OuterStep) -> None:
-        if outer.counters.nonfinite_drops != self._nonfinite_drops:
-            self._nonfinite_drops = outer.counters.nonfinite_drops
+        counters = outer.counters
+        if counters.nonfinite_drops != self._nonfinite_drops:
             self.inner.forget_nonfinite_state()
-        if outer.counters.inner_resets != self._inner_resets:
-            self._inner_resets = outer.counters.inner_resets
+            self._nonfinite_drops = counters.nonfinite_drops
+        if counters.inner_resets != self._inner_resets:
             if outer.live is None:  # else it is part of the committed state
                 self.inner.reset_state()
-        if outer.counters.rounds_applied != self._rounds_applied:
-            self._rounds_applied = outer.counters.rounds_applied
+            self._inner_resets = counters.inner_resets
+        if counters.rounds_applied != self._rounds_applied:
             if self.method is not None and self.method.inner_state == "reset":
                 self.inner.reset_state()
+            self._rounds_applied = counters.rounds_applied
             if self.replays is not None:
                 self.replays.copy(outer)
 

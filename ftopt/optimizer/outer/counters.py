@@ -85,11 +85,11 @@ class Counters:
 
     def count_step(self, tokens: int, step_s: float | None) -> None:
         """Counts an inner step; ``step_s``: seconds since the one before, if nothing else was done in between."""
-        self.local_steps += 1
-        self.tokens += tokens
-        self.uncounted += not tokens
+        pace_s = self.step_s
         if step_s is not None:
-            self.step_s = self.step_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if self.step_s else step_s
+            pace_s = pace_s * _SMOOTHING + step_s * (1 - _SMOOTHING) if pace_s else step_s
+        counts = self.local_steps + 1, self.tokens + tokens, self.uncounted + (not tokens), pace_s
+        self.local_steps, self.tokens, self.uncounted, self.step_s = counts  # at once: whatever is raised in between
 
     def add_to_totals(self, lr: float, loss: float | Tensor | None, step_s: float | None) -> None:
         """Adds the step just counted to ``totals``."""

@@ -291,33 +291,34 @@ class Fragment:
     def discard(self, steps: int) -> None:
         """Drops so many pending steps: the oldest, or all that no outstanding contribution holds."""
         with self._lock:
-            base, counters = self.base, self._counters
-            if (snapshot := self.snapshot) is not None:  # what it does not hold is dropped
+            base, snapshot, counters = self._without(self.base, steps), self.snapshot, self._counters
+            if snapshot is not None:  # what it does not hold is dropped
                 tokens, totals = counters.tokens, counters.totals
-                self.snapshot = replace(snapshot, until=counters.local_steps, tokens=tokens, totals=totals)
-            step, pending = base.step + steps, counters.local_steps - base.step
-            tokens = base.tokens + (counters.tokens - base.tokens) * steps // max(1, pending)  # as on average
-            self.base = replace(base, step=step, tokens=tokens)
-            if step == counters.local_steps:
-                self.base = replace(self.base, totals=counters.totals)
+                snapshot = replace(snapshot, until=counters.local_steps, tokens=tokens, totals=totals)
+            self.base, self.snapshot = base, snapshot
 
-    def apply(self, state: CommittedState, start: Tensor, *, nothing_pending: bool) -> None:
-        """Bases the parameters on ``state``; ``start`` is its anchor, cast."""
-        version = state.meta.version if nothing_pending else self.base.version
-        self.start = start
+    def _without(self, base: Base, steps: int) -> Base:
+        """``base`` without the oldest ``steps`` pending steps."""
+        counters, step = self._counters, base.step + steps
+        tokens = base.tokens + (counters.tokens - base.tokens) * steps // max(1, counters.local_steps - base.step)
+        totals = counters.totals if steps and step == counters.local_steps else base.totals
+        return replace(base, step=step, tokens=tokens, totals=totals)  # tokens as on average
+
+    def apply(self, state: CommittedState, start: Tensor, *, nothing_pending: bool, dropped: int) -> None:
+        """Bases the parameters on ``state``, at once; ``start`` is its anchor, cast. ``dropped``: so many of the oldest
+        pending steps are."""
         with self._lock:
-            self.base = replace(self.base, params=start, version=version)
-            self.applied, self._before = state, None
-            if self.state is state:
-                self.reset = False
+            base, reset = self._without(self.base, dropped), self.reset and self.state is not state
+            base = replace(base, params=start, version=state.meta.version if nothing_pending else base.version)
+            self.start, self.base, self.applied, self._before, self.reset = start, base, state, None, reset
 
     def pardon(self, *, dropped: bool) -> None:
         """The pending work that was condemned is ``dropped``, or was not at fault."""
         with self._lock:
-            self.bad_rounds, self.condemned = 0, ""
             # Where peers were in line, it is the work that was at fault, however often it comes again.
-            self._dropped = self._sizes if dropped and self._alone else None
-            self._drops = self._drops + 1 if self._dropped is not None else 0
+            like = self._sizes if dropped and self._alone else None
+            drops = self._drops + 1 if like is not None else 0
+            self.bad_rounds, self.condemned, self._dropped, self._drops = 0, "", like, drops
 
     def repair(self, state: CommittedState) -> None:
         """Replaces the applied state, which is damaged, by one that is sound, unless a newer one has come; what is

@@ -144,7 +144,9 @@ class Freezer:
             self._offer(fragment, proposal, *self._copy(fragment, proposal))
 
     def join(self) -> None:
-        """Waits until what was being frozen is frozen and offered: the parameters may change then."""
+        """Waits until what was being frozen is frozen and offered, and does the rest of what an exception has broken
+        off: the parameters may change then."""
+        self._applier.go_on()
         self.thread.join()
         while self.in_place:  # a boundary raised before it could release them
             self.release(next(reversed(self.in_place)))

@@ -68,6 +68,7 @@ class OuterStep:
         live: the model and the inner state, where they are part of the committed state.
         trained: what trains; None without ``inner``.
         doing: the last `report`.
+        moves: of parameters, in which an exception came; `Freezer.join` does the rest.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class OuterStep:
         self.schedule = SyncSchedule(shared)
         self.reduction = Reduction(shared)
         self._applier = Applier(shared, self.schedule)
+        self.moves = self._applier.moves
         self.freezer = Freezer(shared, self.schedule, self._applier, lossy=self.reduction.lossy)
         shared.committed_memory.check(found[0].view.device)
 
@@ -227,22 +229,13 @@ class OuterStep:
         if self._uses_totals:
             self.counters.add_to_totals(largest_lr(), loss if self._uses_loss else None, step_s)
 
-    def boundary(self, largest_lr: Callable[[], float]) -> bool:
-        """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual."""
-        return self._take_turns(self._turns, largest_lr)
-
-    def take_whole(self, largest_lr: Callable[[], float]) -> None:
-        """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
-        self.freezer.join()
-        self._applier.apply(self.fragments[0], early=True)
-        if self._in_step():
-            self._take_turns(self._turns[1:], largest_lr)
-
-    def _take_turns(self, turns: Sequence[Sequence[Fragment]], largest_lr: Callable[[], float]) -> bool:
+    def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
+        """Does what is due after an inner step: apply, propose, wait, apply. False: nothing, as usual. ``turns``: of
+        fragments; by default of all."""
         acted = False
         step, called_in = self.counters.local_steps, self._group.called_in
         try:
-            for fragments in turns:
+            for fragments in self._turns if turns is None else turns:
                 wait: list[tuple[Fragment, float | None]] = []
                 for fragment in fragments:
                     if (
@@ -264,6 +257,13 @@ class OuterStep:
             self.freezer.thaw()
             raise
         return acted
+
+    def take_whole(self, largest_lr: Callable[[], float]) -> None:
+        """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
+        self.freezer.join()
+        self._applier.apply(self.fragments[0], early=True)
+        if self._in_step():
+            self.boundary(largest_lr, self._turns[1:])
 
     def _in_step(self) -> bool:
         """Whether the last step with an agreed gradient was taken with the others. One that joins or was cut off may

@@ -17,7 +17,7 @@ import ftopt
 from ftopt.connect import local_groups
 from ftopt.methods import PAFT, Method, SyncSGD
 from ftopt.optimizer import wrap
-from ftopt.optimizer.outer.apply import rebase_
+from ftopt.optimizer.outer.rebase import Rebase
 from ftopt.optimizer.tensors.gradients import GradientView
 from ftopt.sync.group import ReplicaGroup, Sync
 from tests.optimizer.running import together
@@ -196,7 +196,7 @@ def test_what_is_carried_over_has_a_gradient_where_the_steps_after_the_counted_o
     counted = view.read(view.empty())
     add(1, 2)
     assert has_one() == [True, True, True, False]
-    rebase_(view, counted, torch.zeros_like(counted), [])
+    Rebase(view, counted, torch.zeros_like(counted), []).go_on()
     assert has_one() == [False, True, True, False]
 
 

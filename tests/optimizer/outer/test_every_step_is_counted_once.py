@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from ftopt.errors import UserError
 from ftopt.fragments import Balanced
 from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import undo_step, wrap
-from ftopt.optimizer.outer import apply
 from ftopt.optimizer.outer.fragment import Fragment
+from ftopt.optimizer.outer.rebase import Rebase
 from ftopt.optimizer.outer.trigger_metrics import TriggerMetrics
-from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.outer import SGD
 from ftopt.sync.group import Contribution
 from ftopt.triggers import AnyOf, LinearFDA, LocalCondition
@@ -132,25 +130,19 @@ def test_steps_that_are_undone_are_counted_nowhere(method: Method) -> None:
     assert refused >= 25, refused
 
 
-def _moves_a_half(view: FlatView, base: Tensor, start: Tensor, *_: object) -> bool:
-    half = base.numel() // 2
-    view.write(torch.cat([(view.read(view.empty()) - base + start)[:half], view.read(view.empty())[half:]]))
-    raise KeyboardInterrupt
-
-
 def _interrupts(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "raises"),
-    [(apply, "rebase_", _moves_a_half), (TriggerMetrics, "moved", _interrupts), (Fragment, "apply", _interrupts)],
-    ids=["half moved", "moved", "moved, and not noted"],
+    ("place", "name"),
+    [(Rebase, "_move"), (TriggerMetrics, "moved"), (Fragment, "apply")],
+    ids=["not moved", "moved", "moved, and not noted"],
 )
-def test_an_interrupted_apply_moves_no_pending_work_twice(
-    place: object, name: str, raises: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_apply_goes_on_before_the_next_step(
+    place: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the parameters differ by from the old anchor is then not only work: it would go into the next round."""
+    """What the parameters differ by from the old anchor is not only work in between."""
     group = Scripted(random.Random(0), SIZE)
     trainer = _Trainer(group, LocalSGD(sync_every=20), torch.float32)
     for _ in range(3):
@@ -158,11 +150,11 @@ def test_an_interrupted_apply_moves_no_pending_work_twice(
     group.anchor += 1.0
     group.foreign()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(place, name, raises)
+        patch.setattr(place, name, _interrupts)
         trainer.step()
     for _ in range(2):
         trainer.step()
-    assert group.dropped == [1, 2, 3, 4] and trainer.optimizer.pending_steps == 2
+    assert group.dropped == [] and trainer.optimizer.pending_steps == 6
     _check(trainer, group, 1e-5)
 
 
