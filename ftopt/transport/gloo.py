@@ -23,6 +23,7 @@ killed peer is noticed by all of 3 to 5 members in 10-30 ms on an idle machine; 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -37,11 +38,15 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from ftopt.codecs.codec import Codec
 from ftopt.errors import UserError
+from ftopt.net import descriptors
 from ftopt.transport.encoded import Buffers, EncodedMean, Exchange, alone
 from ftopt.transport.gloo_group import GlooGroup, first_line
 from ftopt.transport.interface import Carry, Owed, StoreOps, Summed
 from ftopt.transport.staging import Staging, StagingFor, ahead, staging_for
 
+_log = logging.getLogger(__name__)
+_SPARE = 32
+"""File descriptors that a group has besides those of its members' connections (5), and what others open meanwhile."""
 _THREADS = 2
 """Pieces that Gloo works on at a time: one is added up while the other is on the wire."""
 _DEPTH = 4
@@ -74,6 +79,7 @@ class GlooTransport:
         self.timeout_s = timeout_s
         self.piece_bytes = piece_bytes
         self._staging = staging
+        self._seldom = descriptors.Seldom(_log)
         try:
             self._device()
         except RuntimeError as error:
@@ -85,6 +91,14 @@ class GlooTransport:
     def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> GlooCollective:
         """As `ftopt.transport.interface.Transport` says. Wait with `GlooCollective.open`, or just reduce."""
         assert 0 <= rank < size, (rank, size)
+        if size > 1 and (left := descriptors.free()) < (needed := _SPARE + 2 * size):
+            wrong = (
+                f"{left} file descriptors are left, a process group of {size} needs {needed}: Gloo would end this "
+                f"process when there are none. This process may have {descriptors.limit()}: allow more (ulimit -n), or "
+                "find what does not close its files"
+            )
+            self._seldom.warn(wrong)
+            raise ConnectionError(wrong)
         options = cast(Any, ProcessGroupGloo)._Options()
         try:
             options._devices = [self._device()]

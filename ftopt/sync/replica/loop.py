@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ftopt.net.descriptors import AcceptErrors
+
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _WORKERS = 4
@@ -31,6 +35,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(_pool(f"{name}-worker"))
         self._users: list[OnFailure] = []
+        self._accept_errors = AcceptErrors(_log)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -97,6 +102,8 @@ class LoopThread:
         """Only a callback's exception is ours; a task's belongs to who waits for it, a connection's to the other
         side."""
         error = context.get("exception")
+        if self._accept_errors.takes(context):
+            return
         if error is not None and "handle" in context and self._users:
             self._tell(error)
         else:

@@ -23,6 +23,7 @@ from aiohttp import WSMsgType, web
 
 from ftopt.errors import UserError
 from ftopt.events import OnEvent, ignore
+from ftopt.net import descriptors
 from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
 from ftopt.net.tls import HANDSHAKE_S
@@ -116,7 +117,9 @@ class CoordinatorServer:
         )
         await self._runner.setup()
         self._accept_queue = AcceptQueue(
-            guarded(self._runner), limit=self._limits.waiting, patience_s=self._limits.patience_s
+            guarded(self._runner),
+            limit=min(self._limits.waiting, max(1, descriptors.limit() // 4)),
+            patience_s=self._limits.patience_s,
         )
         options: dict[str, Any] = {"ssl_handshake_timeout": HANDSHAKE_S} if self._tls is not None else {}
         loop = asyncio.get_running_loop()
@@ -157,7 +160,14 @@ class CoordinatorServer:
         asyncio.run(self._run(ready))
 
     async def _run(self, ready: Callable[[str], None]) -> None:
-        stop = asyncio.Event()
+        stop, accept_errors = asyncio.Event(), descriptors.AcceptErrors(_log)
+
+        def on_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if not accept_errors.takes(context):
+                loop.default_exception_handler(context)
+
+        asyncio.get_running_loop().set_exception_handler(on_exception)
+        descriptors.raise_limit()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await self.start()

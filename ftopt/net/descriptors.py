@@ -1,0 +1,69 @@
+"""File descriptors: how many are left, and what is done when there are none."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+_AGAIN_S = 60.0
+_MOST = 1 << 16
+"""No server here needs more; some systems allow a billion."""
+
+
+def limit() -> int:
+    """How many this process may have now."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_limit() -> None:
+    """Raises the limit to what the system allows without asking: for a process of ours, not for a user's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def free() -> int:
+    """How many are left; unknown counts as many."""
+    try:
+        return limit() - len(list(Path("/proc/self/fd").iterdir()))
+    except FileNotFoundError:  # not Linux
+        return _MOST
+    except OSError:  # not even one to look with
+        return 0
+
+
+class Seldom:
+    """Says something once a minute at most."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._next_s = 0.0
+
+    def warn(self, text: str) -> None:
+        if time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + _AGAIN_S
+            self._log.warning("%s", text)
+
+
+class AcceptErrors:
+    """Says once a minute that connections cannot be accepted for want of descriptors.
+
+    asyncio tries again every second by itself, but logs a traceback for each connection that waits.
+    """
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._seldom = Seldom(log)
+
+    def takes(self, context: dict[str, Any]) -> bool:
+        """Whether what an event loop reports is that."""
+        if context.get("message") != "socket.accept() out of system resource":
+            return False
+        self._seldom.warn(
+            f"no connection can be accepted: {context['exception'].strerror}; this process may have {limit()} file "
+            "descriptors: end what holds them, or allow more (ulimit -n); it tries again every second"
+        )
+        return True
