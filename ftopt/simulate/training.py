@@ -23,7 +23,7 @@ class InnerSteps:
         self._process = process
         self._backup = backup
         self._world = process.world
-        self._offered = False
+        self._offered: dict[int, int] = {}  # by one that leaves: fragment -> version that it was offered for
         self._spent_s = -math.inf
 
     @property
@@ -85,18 +85,25 @@ class InnerSteps:
             self._take_over(fragment)
             due = p.local_steps - shard.marked_step >= self._world.knobs.sync_every
             now = self._world.knobs.hasty > 0 and self._world.chance(self._world.knobs.hasty)
-            rest = p.leaving and not self._offered and p.local_steps > shard.base_step
-            if (due or now or rest or state.called_in) and not state.outstanding:
-                self._offered = self._offered or rest
+            if (due or now or self._has_rest(fragment) or state.called_in) and not state.outstanding:
+                if p.leaving and shard.applied is not None:
+                    self._offered[fragment] = shard.applied.version
                 self._propose(fragment, now=now)
             if (due or now or p.leaving) and self._waiting(fragment):
                 self.waits = fragment
                 return
             self._take_over(fragment)
-        if p.leaving and (self._offered or all(p.local_steps == s.base_step for s in p.shards)):
+        if p.leaving and not any(self._has_rest(f) for f in range(len(p.shards))):
             p.goodbye()
         else:
             p.later(p.step_s * self._world.between(0.8, 1.2), self._step)
+
+    def _has_rest(self, fragment: int) -> bool:
+        """Whether it leaves with steps that it has not offered to the round that is gathering."""
+        p, shard = self._process, self._process.shards[fragment]
+        if not p.leaving or shard.applied is None or p.local_steps <= shard.base_step:
+            return False
+        return self._offered.get(fragment) != shard.applied.version
 
     def _waiting(self, fragment: int) -> bool:
         f = self._process.machine.fragments[fragment]
