@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -175,6 +176,44 @@ def test_a_micro_batch_whose_loading_fails_is_loaded_again(workers: int, tmp_pat
             optimizer.step()
     assert failed == 1
     same(module, plain(SAMPLES))
+
+
+def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_job_goes_on() -> None:
+    events: list[Event] = []
+    (group,) = local_groups(1, sync=FAST, on_event=events.append)
+    loop = Loop(group)
+    with loop.optimizer:
+        for step, micro_batches in enumerate(loop.batches()):
+            for x, y in micro_batches:
+                if step:
+                    loop.backward(x, y)
+            before = [p.detach().clone() for p in loop.module.parameters()]
+            loop.optimizer.step()
+            moved = any(not torch.equal(p, q) for p, q in zip(loop.module.parameters(), before, strict=True))
+            assert moved == (step > 0)
+    assert loop.optimizer.versions == (4,)
+    assert units_named(events, "left_out") == list(range(6))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_worker_that_dies_loses_nothing() -> None:
+    loop = Loop(solo(), num_workers=1, prefetch_factor=1)
+    died = 0
+    with loop.optimizer:
+        for micro_batches in loop.batches():
+            try:
+                for x, y in micro_batches:
+                    loop.backward(x, y)
+                    if not died:
+                        for child in multiprocessing.active_children():
+                            child.kill()
+            except ftopt.errors.FtoptError as error:
+                assert "a worker process of the data loader died" in str(error)
+                died += 1
+                continue
+            loop.optimizer.step()
+    assert died == 1
+    same(loop.module, plain(SAMPLES))
 
 
 def dies_at(
