@@ -76,7 +76,7 @@ class Plan:
         """So many that the data end while faults strike, or some time after that, as the seed has it."""
         if not self.ledger:
             return 0
-        rate = 400.0 if self.way == GLOBAL_BATCH else 40.0 if WAYS[self.way].live else 160.0
+        rate = 700.0 if self.way == GLOBAL_BATCH else 60.0 if WAYS[self.way].live else 240.0
         count = int(self.seconds * rate * (0.9, 0.6, 1.2)[self.seed % 3])
         return count // BATCH * BATCH + BATCH
 

@@ -69,7 +69,7 @@ def test_of_many_that_come_only_some_are_told_to_all_the_others() -> None:
     assert len(seats[0].got(m.Hold)) > 5 * 10
 
 
-@pytest.mark.parametrize("seed", [4, 29, 31])
+@pytest.mark.parametrize("seed", [14, 29, 31])
 def test_a_message_that_is_passed_over_would_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = 0
     decide = Coordinator._changes_nothing
