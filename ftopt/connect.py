@@ -151,15 +151,15 @@ def local_groups(
     hub, network = LocalHub("local", on_event), LoopThread()
     transport = LocalTransport(sync.dead_after_s)
 
-    def group(name: str) -> ReplicaGroup:
-        link, state = LocalLink(hub), LocalState(hub, name)
+    def group(number: int, name: str) -> ReplicaGroup:
+        link, state = LocalLink(hub), LocalState(hub, f"{name} of group {number}")
         return Client(
             Session(
                 name, "local", sync, link=link, transport=transport, state=state, network=network, on_event=on_event
             )
         )
 
-    return [group(name) for name in names]
+    return [group(number, name) for number, name in enumerate(names)]
 
 
 def _check_name(what: str, name: object) -> None:

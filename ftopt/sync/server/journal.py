@@ -143,6 +143,7 @@ class Journal:
         for body in bodies:
             row, last = rows.encode(last, body)
             data += row
+        path = path.resolve()  # not a link to it
         new = path.with_name(f"{path.name}.new")
         try:
             fd = _locked(new)
@@ -151,6 +152,7 @@ class Journal:
             return
         try:
             os.ftruncate(fd, 0)
+            os.fchmod(fd, os.fstat(self._fd).st_mode & 0o777)
             _write_all(fd, data, 0)
             os.fsync(fd)
             new.replace(path)

@@ -157,6 +157,21 @@ def test_who_waits_for_an_id_gets_it_when_its_holder_stays_away() -> None:
     assert table.now <= 103.1
 
 
+def test_the_successor_of_one_that_leaves_waits_until_it_has_left() -> None:
+    """A supervisor starts it while the leaver hands over its last steps, which takes longer than dead_after_s."""
+    table = Table()
+    a, b = trained(table, "a", "b")
+    a.do(a.machine.leave())
+    successor = Seat(table, "a", address="elsewhere")
+    successor.connect()
+    let_pass(table, 20, a, b, successor)
+    assert not [x for x in successor.asked if isinstance(x, r.GiveUp)]
+    a.say(m.Bye())
+    successor.take()
+    assert (successor.machine.welcomed, successor.machine.incarnation) == (True, 2)
+    assert [e.data["reason"] for e in table.events("gone")] == ["left"]
+
+
 @pytest.mark.parametrize("journal", [True, False])
 def test_two_newcomers_of_one_id_do_not_throw_each_other_out(journal: bool) -> None:
     """While the job is not complete, the first one stays, the second one waits and says why; then it is refused."""

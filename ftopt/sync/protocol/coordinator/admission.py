@@ -48,14 +48,16 @@ class Contenders:
         conns, self._hellos = list(self._hellos), {}
         return [Close(conn) for conn in conns]
 
-    def settle(self, now: float, dead_after_s: float) -> Iterator[tuple[int, m.Hello, str]]:
+    def settle(self, now: float, sync: Sync) -> Iterator[tuple[int, m.Hello, str]]:
         """Takes out those that wait no more, and why one is refused: "" if its rival is gone, or was not heard for
-        ``dead_after_s``. That the rival's connection is lost is no reason: it may be back in a moment."""
+        ``dead_after_s``. That the rival's connection is lost is no reason: it may be back in a moment. One that leaves
+        is waited for."""
         for conn, (hello, since_s) in list(self._hellos.items()):
             rival = self._roster.members.get(hello.replica)
             lives = rival is not None and rival.conn is not None
-            silent = rival is None or (not lives and now >= rival.heard_s + dead_after_s)
-            if silent or (lives and rival is not None and rival.heard_s >= since_s + dead_after_s):
+            silent = rival is None or (not lives and now >= rival.heard_s + sync.dead_after_s)
+            patience_s = sync.gone_after_s if rival is not None and rival.leaving else sync.dead_after_s
+            if silent or (lives and rival is not None and rival.heard_s >= since_s + patience_s):
                 del self._hellos[conn]
                 yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
 

@@ -301,10 +301,9 @@ class Coordinator:
             return []
         self._stepped_s = now
         self.looks += 1
-        effects: Effects = []
-        for conn, hello, refusal in self._contenders.settle(now, self.sync.dead_after_s):
+        effects = self.members.see_off(now)
+        for conn, hello, refusal in self._contenders.settle(now, self.sync):
             effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
-        effects += self.members.see_off(now)
         if self.startup is not None:
             if superseded := self.startup.superseded(now):
                 for member in superseded:
