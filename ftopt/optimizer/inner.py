@@ -7,8 +7,8 @@ for the rest) groups follow each other in the order of the list, and parameters 
 from __future__ import annotations
 
 import math
-from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Inner:
         """Parameter -> its inner state."""
         if self.single is not None:
             return self.single.state
-        return ChainMap(*(optimizer.state for optimizer in self.optimizers))
+        return _States(self.optimizers)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:
@@ -124,14 +124,13 @@ class Inner:
         if self.single is not None:
             self.single.load_state_dict(state_dict)
             return
-        offset = 0
+        state = state_dict["state"]
         for optimizer, groups in zip(self.optimizers, self._split(state_dict["param_groups"]), strict=True):
-            count = sum(len(group["params"]) for group in groups)
-            numbers = range(offset, offset + count)
-            state = {n - offset: value for n, value in state_dict["state"].items() if n in numbers}
-            local = [{**group, "params": [n - offset for n in group["params"]]} for group in groups]
-            optimizer.load_state_dict({"state": state, "param_groups": local})
-            offset += count
+            keys = [key for group in groups for key in group["params"]]  # numbers, or names of distributed checkpoints
+            own = {number: state[key] for number, key in enumerate(keys) if key in state}
+            numbers = iter(range(len(keys)))
+            local = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in groups]
+            optimizer.load_state_dict({"state": own, "param_groups": local})
 
     def is_empty_step(self) -> bool:
         """Whether `step` would only set up state: no state yet, every rate and every gradient 0.
@@ -178,6 +177,45 @@ class Inner:
             parts.append(list(groups[start : start + count]))
             start += count
         return parts
+
+
+class _States(MutableMapping[Any, Any]):
+    """Parameter -> its inner state, in the optimizer that holds it: also one that is made when it is asked for."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._owners = {p: optimizer for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+
+    def _of(self, parameter: Any) -> MutableMapping[Any, Any]:
+        owner = self._owners.get(parameter)
+        if owner is not None:
+            return owner.state
+        return next((each.state for each in self._optimizers if parameter in each.state), {})
+
+    def __getitem__(self, parameter: Any) -> Any:
+        return self._of(parameter)[parameter]
+
+    def __setitem__(self, parameter: Any, state: Any) -> None:
+        if parameter not in self._owners:
+            raise KeyError(parameter)
+        self._of(parameter)[parameter] = state
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self._of(parameter)[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in optimizer.state for optimizer in self._optimizers)
+
+    def __iter__(self) -> Iterator[Any]:
+        for optimizer in self._optimizers:
+            yield from optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        """Makes none."""
+        return self._of(parameter).get(parameter, default)
 
 
 def _finite_rate(rate: object) -> float:
