@@ -86,7 +86,7 @@ class Core:
 
     # Stepping.
 
-    def step(self, closure: Callable[[], Any] | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one inner step, and does what outer work is due after it."""
         if (last := self.last) is not None:
             last.counted = None

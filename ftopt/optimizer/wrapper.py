@@ -10,14 +10,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks as _GLOBAL_POST
-from torch.optim.optimizer import _global_optimizer_pre_hooks as _GLOBAL_PRE
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods import Method
@@ -102,6 +102,7 @@ class OuterOptimizer(Optimizer):
         raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
 
     def _set_up(self, core: Core) -> None:
+        _keep_from_compiler()
         self._core = core
         Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
 
@@ -142,7 +143,7 @@ class OuterOptimizer(Optimizer):
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
                 `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
         """
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _GLOBAL_PRE or _GLOBAL_POST:
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return _step_with_hooks(self, closure)
         return self._core.step(closure)
 
@@ -382,6 +383,25 @@ class OuterOptimizer(Optimizer):
         self._core.close(flush=kind is None, timeout_s=30.0)
 
 
-@Optimizer.profile_hook_step
 def _step_with_hooks(optimizer: OuterOptimizer, closure: Callable[[], Any] | None) -> Any:
-    return optimizer._core.step(closure)
+    """A step with this optimizer's own hooks. Those of all optimizers fire in the inner optimizers' steps."""
+    args: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
+    kwargs: dict[str, Any] = {}
+    for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        replaced = pre_hook(optimizer, args, kwargs)
+        if replaced is None:
+            continue
+        if not isinstance(replaced, tuple) or len(replaced) != 2:
+            raise RuntimeError(f"a step pre-hook gives {replaced!r:.60}; must return None or the pair (args, kwargs)")
+        args, kwargs = replaced
+    result = optimizer._core.step(*args[1:], **kwargs)
+    for post_hook in list(optimizer._optimizer_step_post_hooks.values()):
+        post_hook(optimizer, args, kwargs)
+    return result
+
+
+@cache
+def _keep_from_compiler() -> None:
+    """A step is not compiled: it talks to other threads. Not at the import of this file, since it imports the compiler,
+    which takes seconds; who has made an inner optimizer has it already."""
+    OuterOptimizer.step = torch.compiler.disable(OuterOptimizer.step)  # type: ignore[method-assign, no-untyped-call]
