@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import warnings
@@ -21,6 +20,7 @@ from ftopt.methods import Method
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.leaving import at_exit, hand_in, tell_left
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
@@ -34,9 +34,6 @@ from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.sync.group import GlobalBatch, ReplicaGroup
 
-_log = logging.getLogger(__name__)
-
-_POLL_S = 0.005
 _SPENT_S = 2.0
 """Between two offers of units alone, which are in vain until some replica has steps to go with them."""
 
@@ -332,6 +329,7 @@ class Core:
             self.group.global_batch.attend(self._micro_batches)
         self._loads = Loads(self.model, outer, self._before_load)
         outer.report("training")
+        at_exit.add(self)
         return fetched
 
     def go_on_from(self, resume: Resume) -> None:
@@ -394,49 +392,32 @@ class Core:
             deadline = self._clock() + timeout_s
             self._set_back(closing=True)
             self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
+            reason = "it left at once, after an exception or by flush=False"
             if flush:
                 self.group.check()
-                self._flush(self.outer, self.group, deadline)
+                hand_in(self.outer, self.group, self.inner.largest_lr, deadline, self._clock)
+                reason = self.group.obstacle() or f"no round has taken them within {timeout_s:g} s"
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
             if flush:
                 self.group.check()
             self.outer.apply()
             self._after_outer_work(self.outer)
-            self._tell_left(self.outer, self.group.replica)
+            tell_left(self.outer, self.group.replica, reason)
         finally:
+            at_exit.remove(self)
             self.group.close()
             if loaded is not None:
                 loaded()
 
-    @staticmethod
-    def _tell_left(outer: OuterStep, replica: str) -> None:
-        """Steps that are lost with this replica, whether it had time to hand them in or not."""
-        left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
-        if any(left):
-            where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
-            text = "replica %s has left with %d inner steps that no committed state contains%s"
-            _log.warning(text, replica, max(left), where)
+    def announce(self) -> None:
+        """Tells the job that this replica leaves: no round waits for it."""
+        if self.outer is not None and not self.closed:
+            self.outer.report("leaving")
 
-    def _flush(self, outer: OuterStep, group: ReplicaGroup, deadline: float) -> None:
-        """Offers what is pending and waits for it, until nothing is: a round that was under way may end without this
-        replica's last steps, which are then offered to the next one. What a round was offered and did not take is not
-        offered to it again."""
-        offered: dict[int, int] = {}
-        while True:
-            group.check()
-            outer.apply()
-            waits = False
-            for index, fragment in enumerate(outer.fragments):
-                # The newer state is there before the group says that nothing is outstanding.
-                if group.outstanding(index) or fragment.state is not fragment.applied:
-                    waits = True
-                elif offered.get(index) != (version := fragment.state.meta.version):
-                    offered[index] = version
-                    waits |= outer.propose_pending(index, lr=self.inner.largest_lr())
-            # Not group.wait(): that has no deadline, and a user who leaves has one.
-            if not waits or self._clock() >= deadline:
-                return
-            time.sleep(_POLL_S)
+    def unfinished(self) -> str:
+        """Whose steps are pending, and how many; "": none."""
+        pending = 0 if self.outer is None or self.group is None else max(self.outer.pending_by_fragment())
+        return f"replica {self.group.replica} has {pending} inner steps pending" if pending and self.group else ""
 
     def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
         """Adds to what the next step uses; its loss. UserError: more than can be counted."""

@@ -365,8 +365,8 @@ class OuterOptimizer(Optimizer):
         """Leaves the job in good order. Idempotent.
 
         Args:
-            flush: propose the pending steps once, and wait until they are decided.
-            timeout_s: seconds to wait at most, in all.
+            flush: propose the pending steps, round after round, until they are decided.
+            timeout_s: seconds to wait at most, in all. The log says what is left then, and why.
         """
         check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
         self._core.close(flush=flush, timeout_s=timeout_s)

@@ -259,8 +259,12 @@ class ReplicaGroup(Protocol):
     def outstanding(self, fragment: int) -> bool:
         """Whether a contribution of ``fragment`` is not decided yet. Free to call every step."""
 
-    def catch_up(self) -> bool:
-        """Waits while a newer committed state is being fetched, ``dead_after_s`` at most; True when none is."""
+    def catch_up(self, *, timeout_s: float | None = None) -> bool:
+        """Waits while a newer committed state is being fetched; True when none is. ``timeout_s``: at most so long, None
+        ``dead_after_s``."""
+
+    def obstacle(self) -> str:
+        """What keeps this replica's contributions from being decided now; "": nothing but the others' pace."""
 
     def called_in(self, fragment: int) -> bool:
         """Whether the job waits for this replica's contribution now. Free to call every step."""

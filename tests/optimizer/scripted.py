@@ -204,8 +204,11 @@ class Scripted:
         self.maybe()
         return self._outstanding is not None
 
-    def catch_up(self) -> bool:
+    def catch_up(self, *, timeout_s: float | None = None) -> bool:
         return True
+
+    def obstacle(self) -> str:
+        return ""
 
     def called_in(self, fragment: int) -> bool:
         self.maybe()

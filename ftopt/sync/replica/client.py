@@ -177,14 +177,25 @@ class Client:
         finally:
             view.waiting = False
 
-    def catch_up(self) -> bool:
+    def catch_up(self, *, timeout_s: float | None = None) -> bool:
         view = self._view
         with view.changed:
             ended = view.changed.wait_for(
-                lambda: view.ready or view.closed or view.failure is not None, self.sync.dead_after_s
+                lambda: view.ready or view.closed or view.failure is not None,
+                self.sync.dead_after_s if timeout_s is None else timeout_s,
             )
         self.check()
         return ended
+
+    def obstacle(self) -> str:
+        machine, least = self.session.machine, self.sync.min_replicas
+        if not machine.welcomed:
+            return "no coordinator answers"
+        if not machine.ready:
+            return "the newest version could not be fetched"
+        if least > 1 and any(f.released for f in self._view.fragments):
+            return f"fewer than sync.min_replicas={least} replicas were there for a round"
+        return ""
 
     def outstanding(self, fragment: int) -> bool:
         return self._view.fragments[fragment].outstanding

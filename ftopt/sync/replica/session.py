@@ -27,6 +27,7 @@ from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.replica.alone import Alone
 from ftopt.sync.replica.copies import Copies
 from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
@@ -209,7 +210,10 @@ class Session:
             await asyncio.sleep(delay_s)
 
     async def _beat(self) -> None:
+        alone = Alone(self.replica, self._pending, self.sync.dead_after_s)
         while True:
+            if not self._said_bye:
+                alone.look(welcomed=self.machine.welcomed)
             if (channel := self._channel) is not None and self.machine.welcomed:
                 state, (inner_step, step_s) = self.state, self.host.standing()
                 if self.view.waiting and state == "training":
@@ -220,6 +224,10 @@ class Session:
                 beat = m.Heartbeat(state[:MAX_WORD], inner_step, min(step_s, MAX_STEP_S), readings, plan, left)
                 channel.send(m.encode(beat))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
+
+    def _pending(self) -> int:
+        record = self.machine.fragments[0].record
+        return self.host.standing()[0] - (record.inner_step if record is not None else 0)
 
     async def restored(self, held: Held) -> None:
         """The host holds what a checkpoint did: connect anew."""

@@ -1,0 +1,124 @@
+"""How a replica leaves: it hands in what is pending, and says what is lost; also where a script ends without `close`.
+
+A script may end without ``close()`` or ``with optimizer:``. Then `at_exit` leaves in its place: before the interpreter
+forbids new work on threads, which the outer step needs, hence not in `atexit`, whose turn comes later. After an
+exception that nobody has caught it leaves without waiting, as ``with`` does. A forked child leaves nothing: the
+membership is its parent's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ftopt.optimizer.outer.step import OuterStep
+from ftopt.sync.group import ReplicaGroup
+
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+"""How long leaving in good order takes at most, unless the user says otherwise."""
+
+_POLL_S = 0.005
+
+
+def hand_in(
+    outer: OuterStep, group: ReplicaGroup, largest_lr: Callable[[], float], deadline: float, clock: Callable[[], float]
+) -> None:
+    """Offers what is pending and waits for it, until nothing is: a round that was under way may end without this
+    replica's last steps, which are then offered to the next one. What a round was offered and did not take is not
+    offered to it again. A version that is being fetched comes first: nothing can be offered to an older one."""
+    offered: dict[int, int] = {}
+    while True:
+        group.check()
+        outer.apply()
+        waits = not group.catch_up(timeout_s=0.0)
+        for index, fragment in enumerate(outer.fragments):
+            # The newer state is there before the group says that nothing is outstanding.
+            if group.outstanding(index) or fragment.state is not fragment.applied:
+                waits = True
+            elif not waits and offered.get(index) != (version := fragment.state.meta.version):
+                offered[index] = version
+                waits |= outer.propose_pending(index, lr=largest_lr())
+        # Not group.wait(): that has no deadline, and a user who leaves has one.
+        if not waits or clock() >= deadline:
+            return
+        time.sleep(_POLL_S)
+
+
+def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
+    """Steps that are lost with this replica, whether it had time to hand them in or not."""
+    left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
+    if any(left):
+        where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
+        text = "replica %s has left with %d inner steps that no committed state contains%s: %s"
+        _log.warning(text, replica, max(left), where, reason)
+
+
+class Leaver(Protocol):
+    """An optimizer that has joined a job and not left it."""
+
+    def announce(self) -> None:
+        """Tells the job that this replica leaves."""
+
+    def close(self, *, flush: bool, timeout_s: float) -> None: ...
+
+    def unfinished(self) -> str:
+        """Whose steps are pending, and how many; "": none."""
+
+
+class AtExit:
+    """Leaves in the place of scripts that end without it."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Leaver, threading.Thread]] = {}
+        self._process = 0
+
+    def add(self, leaver: Leaver) -> None:
+        """``leaver`` has joined, and is trained by this thread. It is kept until `remove`: what it has pending must
+        not be lost with a variable that nobody needs any more."""
+        if self._process != os.getpid():
+            self._process, self._open = os.getpid(), {}
+            threading._register_atexit(self.leave)  # type: ignore[attr-defined]
+        self._open[id(leaver)] = (leaver, threading.current_thread())
+
+    def remove(self, leaver: Leaver) -> None:
+        """``leaver`` has left, or could not join."""
+        self._open.pop(id(leaver), None)
+
+    def leave(self) -> None:
+        """The main thread has ended. Threads that still train are waited for, but for daemons, which are not: the
+        interpreter does the same."""
+        if self._process != os.getpid():
+            return
+        for _, thread in list(self._open.values()):
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
+        rest, self._open = list(self._open.values()), {}
+        failed = getattr(sys, "last_type", None) is not None  # the interpreter has printed its traceback
+        able = [leaver for leaver, thread in rest if not (failed or thread.daemon)]
+        for leaver in able:  # first all, so that none waits for a round of another
+            leaver.announce()
+        deadline = time.monotonic() + TIMEOUT_S
+        for leaver, _ in rest:
+            flush = leaver in able
+            if (text := leaver.unfinished()) and flush:
+                _log.warning(
+                    "%s, and the script ends without close(): they are handed in now, %g s at most; use `with "
+                    "optimizer:`, or call optimizer.close() at the end",
+                    text,
+                    TIMEOUT_S,
+                )
+            try:
+                leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()))
+            except Exception:
+                _log.exception("leaving the job at the end of the script failed")
+
+
+at_exit = AtExit()
+"""This process'."""

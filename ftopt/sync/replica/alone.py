@@ -1,0 +1,39 @@
+"""Says that a replica trains alone, since no coordinator answers, and that one does again: each once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+
+
+class Alone:
+    """Looks at each heartbeat. What is over within ``patience_s`` is not worth a line.
+
+    Args:
+        replica: its id.
+        pending: how many inner steps no committed state contains.
+        patience_s: seconds without a coordinator after which the log says so.
+    """
+
+    def __init__(self, replica: str, pending: Callable[[], int], patience_s: float) -> None:
+        self._replica, self._pending, self._patience_s = replica, pending, patience_s
+        self._answered_s: float | None = None
+        self._said = False
+
+    def look(self, *, welcomed: bool) -> None:
+        """``welcomed``: whether this replica is connected to its job. Before the first time nothing is said: the start
+        has its own messages."""
+        now = time.monotonic()
+        if welcomed:
+            if self._said and self._answered_s is not None:
+                text = "replica %s: the coordinator is found again after %.0f s; %d inner steps are pending"
+                _log.info(text, self._replica, now - self._answered_s, self._pending())
+            self._answered_s, self._said = now, False
+        elif not self._said and self._answered_s is not None and now > self._answered_s + self._patience_s:
+            self._said = True
+            since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
+            text = "replica %s: training alone since %s, %d inner steps pending: no coordinator answers; it tries on"
+            _log.warning(text, self._replica, since, self._pending())

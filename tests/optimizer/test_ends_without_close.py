@@ -1,0 +1,102 @@
+"""Scripts that end without ``close()``: what they have trained is handed in, and they are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAD = """
+import os, sys, threading, torch, ftopt
+def tell(event):
+    if event.event in ("decide", "leave"):
+        print(event.event, sum(m[2] for m in event.data.get("members", [])), flush=True)
+def train(group, steps=3):
+    model = torch.nn.Linear(4, 2)
+    torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ftopt.wrap(inner, model, ftopt.LocalSGD(sync_every=100), group=group)
+    for _ in range(steps):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return optimizer
+"""
+
+
+def ends(script: str) -> tuple[list[str], str, int]:
+    """What a script prints, to both streams, and its exit status."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=110, env=dict(os.environ), check=False,
+    )  # fmt: skip
+    return done.stdout.split("\n")[:-1], done.stderr, done.returncode
+
+
+HANDED_IN = ["decide 3", "leave 0"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "o = train(ftopt.solo(on_event=tell))",
+        "def main():\n    train(ftopt.solo(on_event=tell))\nmain()",
+        "train(ftopt.solo(on_event=tell))\nsys.exit(0)",
+        "g, there = ftopt.solo(on_event=tell), threading.Event()\n"
+        "def run():\n    o = train(g, 2)\n    there.set()\n    o.step()\n"
+        "threading.Thread(target=run).start()\nthere.wait()",
+        "o = train(ftopt.solo(on_event=tell))\n"
+        "if os.fork() == 0:\n    threading._shutdown()\n    os._exit(0)\nos.wait()",
+    ],
+    ids=["at the end", "out of scope", "sys.exit", "in a thread", "with a forked child"],
+)
+def test_the_steps_of_a_script_that_ends_without_close_are_handed_in_and_it_is_told(script: str) -> None:
+    events, told, status = ends(script)
+    assert events == HANDED_IN, told
+    assert told.count("the script ends without close()") == 1
+    assert status == 0
+
+
+def test_two_replicas_of_one_script_do_not_wait_for_each_other() -> None:
+    script = """
+    a, b = ftopt.local_groups(2, on_event=tell)
+    threads = [threading.Thread(target=train, args=(group,)) for group in (a, b)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    """
+    events, told, _ = ends(script)
+    assert sum(int(x.split()[1]) for x in events) == 6, told
+    assert "has left with" not in told
+
+
+@pytest.mark.parametrize("ending", ["raise KeyError('of the user')", "raise KeyboardInterrupt"])
+def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ending: str) -> None:
+    events, told, status = ends(f"o = train(ftopt.solo(on_event=tell))\n{ending}")
+    assert events == ["leave 0"]
+    assert "r0 has left with 3 inner steps that no committed state contains: it left at once" in told
+    assert status != 0
+
+
+def test_who_has_closed_is_told_nothing() -> None:
+    events, told, status = ends("o = train(ftopt.solo(on_event=tell))\no.close()")
+    assert (events, told, status) == (HANDED_IN, "", 0)
+
+
+def test_a_daemon_thread_that_still_trains_is_not_waited_for() -> None:
+    script = """
+    there = threading.Event()
+    def run():
+        o = train(ftopt.solo(on_event=tell))
+        there.set()
+        threading.Event().wait()
+    threading.Thread(target=run, daemon=True).start()
+    there.wait()
+    """
+    events, told, status = ends(script)
+    assert events == ["leave 0"], told
+    assert "r0 has left with 3 inner steps" in told
+    assert status == 0

@@ -1,0 +1,60 @@
+"""A replica whose coordinator is lost: the log says once that it trains alone, and once that it does not any more."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ftopt.sync.replica import alone
+from ftopt.sync.replica.alone import Alone
+from tests.sync.processes.job import tiny_job
+
+
+def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    now_s = [100.0]
+    monkeypatch.setattr(alone.time, "monotonic", lambda: now_s[0])
+    watch = Alone("r0", lambda: 340, 3.0)
+    for seconds, welcomed in ((0, False), (9, False), (1, True), (1, True), (2, False), (9, False), (9, False)):
+        now_s[0] += seconds
+        watch.look(welcomed=welcomed)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("replica r0: training alone since ")
+    assert "340 inner steps pending" in caplog.messages[0]
+    assert caplog.records[0].levelno == logging.WARNING
+    for _ in range(2):
+        watch.look(welcomed=True)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1] == "replica r0: the coordinator is found again after 20 s; 340 inner steps are pending"
+
+
+def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Alone("r0", lambda: 0, 1e6)
+    for welcomed in (True, False, True, False):
+        watch.look(welcomed=welcomed)
+    assert caplog.messages == []
+
+
+def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In real processes, whose log goes to the standard error."""
+    with tiny_job(tmp_path, steps=None) as job:
+        job.start_all()
+        job.until("decide", count=2)
+        job.kill("coordinator")
+        said = ""
+
+        def all_say_so() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return all(f"replica {name}: training alone since " in said for name in job.names)
+
+        job.wait_until(all_say_so, "all say that they train alone")
+        job.start_coordinator()
+        job.after(job.until("recover"), "decide", count=2)
+        job.enough()
+        job.end()
+    assert said.count("training alone") == 3
