@@ -70,7 +70,8 @@ class Watch:
     """What a run's events say. Any thread."""
 
     detected: dict[str, None] = field(default_factory=dict)
-    counted: Counter[str] = field(default_factory=Counter)
+    decided: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    """Fragment 0's: version -> the steps of its members."""
     dropped: Counter[str] = field(default_factory=Counter)
     struck: bool = False
     over: bool = False
@@ -84,12 +85,19 @@ class Watch:
                 reason = f" ({event.data['reason']})" if event.event == "discarded" else ""
                 self.detected[event.event + reason] = None
             if event.event == "decide" and not event.fragment:
-                for replica, _, steps, _, weight, *_ in event.data["members"]:
-                    self.counted[replica] += steps if weight > 0 else 0
+                members = event.data["members"]
+                self.decided[event.version or 0] = [(x[0], x[2]) for x in members if x[4] > 0]
+            elif event.event in ("start", "recover"):  # anew after a rollback
+                last = event.data["versions"][0]
+                self.decided = {version: members for version, members in self.decided.items() if version <= last}
             elif event.event == "discarded" and not event.fragment:
                 self.dropped[event.replica] += event.data["steps"]
             elif event.event == "fault":
                 self.struck = True
+
+    def counted(self, name: str) -> int:
+        """Inner steps of a replica that are committed."""
+        return sum(steps for members in self.decided.values() for replica, steps in members if replica == name)
 
 
 class _Bad:
@@ -199,7 +207,7 @@ def run_cell(cell: Cell, seed: int, *, flips: bool = True, data_seed: int = 0) -
         digest = optimizer.anchor_digest()
         with optimizer.outer_parameters():
             loss, peak = task.held_out(net), max(float(p.detach().abs().max()) for p in net.parameters())
-        lost = optimizer.local_steps - watch.counted[name] - watch.dropped[name] - optimizer.pending_steps
+        lost = optimizer.local_steps - watch.counted(name) - watch.dropped[name] - optimizer.pending_steps
         ended[name] = loss, peak, digest, lost
         meet.wait()
         watch.over = True

@@ -153,7 +153,7 @@ def changes() -> Iterator[tuple[str, Scenario]]:
     for (name, spec), (what, settings), inner in _product(
         ONE_FRAGMENT.items(), (MEMBERSHIP | FREEZING | UNEQUAL).items(), ("momentum", "adamw")
     ):
-        if what in UNEQUAL and (spec.kind in ("sync_sgd", "paft") or spec.average_until):
+        if what in UNEQUAL and (spec.kind in ("sync_sgd", "paft") or spec.average_until or spec.every == 1):
             continue  # a replica that skips a step would stop the others
         k += 1
         weighted = spec if spec.kind in ("sync_sgd", "paft") else replace(spec, weights=WEIGHTS[k % 4])

@@ -46,7 +46,11 @@ def allowed(scenario: Scenario, exact: Trace) -> float:
     """What rounding may do: so many times what it does to the oracle itself in float32, and to the largest number."""
     rounded = oracle(scenario, torch.float32)
     largest = max(float(t.abs().max()) for tensors in exact.parameters.values() for t in tensors)
-    return SAMPLES * (max(apart(exact, rounded).values()) + EPS * largest)
+    # Averaged moments in bf16 are often half-way between two of its numbers. A method that sends displacements has them
+    # to fp32's rounding, on all replicas alike, and that decides which of the two it is.
+    halves = scenario.bf16 and scenario.spec.inner_state == "average" and scenario.spec.kind != "paft"
+    half = torch.finfo(torch.bfloat16).eps * largest if halves else 0.0
+    return SAMPLES * (max(apart(exact, rounded).values()) + EPS * largest) + half
 
 
 def compare(scenario: Scenario) -> Verdict:

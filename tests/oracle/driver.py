@@ -224,9 +224,10 @@ class Drive:
     def _leave(self, worker: Worker, tick: int) -> None:
         self.live.remove(worker)
         offers = sum(not due(self.spec, f, tick - 1) for f in range(max(1, len(self.spec.fragments))))
-        before = self.seen.count("propose", _name(worker))
+        before = self.seen.count("gather", _name(worker))
         worker.leave = worker.thread.submit(worker.optimizer.close, timeout_s=LONG_S)
-        self.seen.wait("propose", _name(worker), before + max(1, offers), worker.leave)
+        # What has been sent is counted in the next round; what is only proposed by then, in the one behind it.
+        self.seen.wait("gather", _name(worker), before + max(1, offers), worker.leave)
 
 
 def _name(worker: Worker) -> str:

@@ -627,3 +627,21 @@ def test_no_tick_is_asked_for_that_has_just_been() -> None:
     assert table.coordinator.deadline_s() > table.now
     table.wait(0.02)
     assert table.coordinator.roster.incarnation_ids() == (("a", 2),)
+
+
+def test_who_leaves_is_a_source_only_where_nobody_else_holds_the_version() -> None:
+    table = Table(start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    for seat in (a, b):
+        seat.propose(5)
+    table.tick(3.0)  # C is late by more than the grace
+    a.do(a.machine.leave())
+    a.reduce()
+    b.reduce()
+    c.take()
+    assert c.pop(r.Fetch).sources == ("b",)
+    b.die()
+    c.do(c.machine.fetch_failed(0))
+    table.tick(3.0)
+    c.take()
+    assert c.pop(r.Fetch).sources == ("a",)

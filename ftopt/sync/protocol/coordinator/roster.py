@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Effects, SendTo
@@ -196,6 +195,8 @@ class Roster:
             self._incarnation_ids = None
 
     def sources(self, at: m.Position, *, but: str, limit: int = 4) -> tuple[str, ...]:
-        """Addresses of connected members that hold ``at`` (I5)."""
-        holders = (x for x in self.connected() if x.held.get(at.fragment) == at)
-        return tuple(islice((x.address for x in holders if x.replica != but and x.address), limit))
+        """Addresses of connected members that hold ``at`` (I5); of those who leave only where there are no others: they
+        will be gone soon, and may take the step that an agreed gradient is for at a rate of the step before."""
+        holders = [x for x in self.connected() if x.held.get(at.fragment) == at and x.replica != but and x.address]
+        staying = [x for x in holders if not x.leaving]
+        return tuple(x.address for x in (staying or holders)[:limit])
