@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import count
 from statistics import median_low
 from typing import Any
 
@@ -69,8 +70,7 @@ def test_of_many_that_come_only_some_are_told_to_all_the_others() -> None:
     assert len(seats[0].got(m.Hold)) > 5 * 10
 
 
-@pytest.mark.parametrize("seed", [14, 29, 31])
-def test_a_message_that_is_passed_over_would_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_passed_over_would_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = 0
     decide = Coordinator._changes_nothing
 
@@ -85,8 +85,10 @@ def test_a_message_that_is_passed_over_would_change_nothing(seed: int, monkeypat
         return found
 
     monkeypatch.setattr(Coordinator, "_changes_nothing", checked)
-    assert run(seed).failure is None
-    assert passed
+    for seed in count():  # in how many histories one is passed over depends on the walk
+        assert run(seed).failure is None
+        if passed > 100:
+            break
 
 
 def test_the_median_of_the_others_is_that_of_a_list_without_the_own_number() -> None:
