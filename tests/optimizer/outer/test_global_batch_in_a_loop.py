@@ -251,6 +251,24 @@ def test_a_micro_batch_of_one_that_dies_is_split_among_the_others() -> None:
     assert sorted(sizes) == [("r0", 4), ("r0", 8), ("r1", 4), ("r1", 8)]
 
 
+def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
+    def train(group: ReplicaGroup, batch_size: int) -> tuple[nn.Module, set[int]]:
+        loop, sizes = Loop(group, batch_size=batch_size, split=4), set[int]()
+        with loop.optimizer:
+            for micro_batches in loop.batches():
+                for x, y in micro_batches:
+                    sizes.add(len(x))
+                    loop.backward(x, y)
+                loop.optimizer.step()
+        return loop.module, sizes
+
+    groups = local_groups(2, sync=FAST)
+    found = together([lambda: train(groups[0], 4), lambda: train(groups[1], 12)])
+    assert [max(sizes) for _, sizes in found] == [4, 12]
+    for ours, _ in found:
+        same(ours, plain(SAMPLES))
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_load_ahead_and_what_is_inherited() -> None:
     samples = Samples(samples=120, batch_size=4, global_batch=24, epochs=1)
