@@ -36,7 +36,9 @@ class ReplicaProcess(Process):
     def __init__(self, world: World, name: str, *, initial: str, step_s: float, checks: Checks, groups: Groups) -> None:
         super().__init__(world, name, initial=initial, step_s=step_s)
         self.barred = False
-        """It is not started again: the job was resumed without it."""
+        """It is not started again: the job was resumed without it, or is over."""
+        self.late = False
+        """The data had ended when it came, and all had left."""
         self.coming: Coming | None = None
         """As what it is started next; None: as a newcomer."""
         self._checks = checks
@@ -284,6 +286,11 @@ class ReplicaProcess(Process):
                     self.world.coverage["a replica is reset"] += 1
                     self._checks.was_reset(self, reason)
                     self.drop()
+                case r.GiveUp(reason=reason) if "the data of this job have ended" in reason:
+                    self.world.coverage["too late for the data"] += 1
+                    self.late = self.barred = True
+                    self._end()
+                    return
                 case r.GiveUp(reason=reason):
                     raise AssertionError(f"{self.name} is refused for good: {reason}")
                 case r.Disconnect():

@@ -349,6 +349,8 @@ def _together(world: Simulation, old: set[tuple[int, str]], left: set[int]) -> b
     """
     machine = world.server.machine
     living = [p for p in world.processes.values() if p.alive and not p.leaving]
+    if not living and any(p.late for p in world.processes.values()):
+        return True
     if machine is None or not machine.running or not living:
         return False
     ends = _ends(world)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.intervals import intersect, size
@@ -379,6 +382,31 @@ def test_a_joiner_that_dies_before_its_first_step_is_not_waited_for_at_the_end_o
     a.take()
     b.take()
     assert a.unit_queue.queued + b.unit_queue.queued == 40 - size(a.record.done)
+
+
+@pytest.mark.parametrize("journal", [None, True])
+def test_who_comes_when_the_data_have_ended_and_all_have_left_does_not_train_once_more(journal: bool | None) -> None:
+    """A replica that was killed at the end, and is started again: it would begin with version 0, for nobody."""
+    samples = Samples(samples=20, batch_size=1, epochs=1)
+    table, (a, b) = job("a", "b", samples=samples)
+    commit(a, b, units=10, last_step=10)
+    for seat in (a, b):
+        seat.do(seat.machine.leave())
+        seat.say(m.Bye())
+    if journal:
+        table.restart(journal=True)
+    for _ in range(2):
+        c = Seat(table, "c", "other")
+        c.open()
+        c.take()
+        assert "the data of this job have ended" in c.pop(r.GiveUp).reason
+    assert len(table.events("start")) == 1
+    table.samples = replace(samples, samples=30)
+    d = Seat(table, "d")  # other data are another job
+    d.open()
+    table.tick(11.0)
+    d.take()
+    assert d.record.version == 0
 
 
 def test_used_by_two_after_all_is_told_and_the_steps_are_kept() -> None:

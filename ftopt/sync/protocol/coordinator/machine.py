@@ -311,6 +311,9 @@ class Coordinator:
                 effects += self.startup.tell(now)
             for conn, hello in self.startup.outlived(now):
                 effects += refuse(conn, hello, "gone", "this incarnation was given up meanwhile")
+            effects += self.startup.refuse_latecomers(now, self.assignment.samples)
+            if not self.startup.hellos and not self.roster.members:
+                self.lines = None  # the next one defines the job
             if self.startup.may_end(now):
                 restored = self._restore_checkpoints(now, self.startup)
                 effects += restored or self._open(now, self.startup)
@@ -383,7 +386,8 @@ class Coordinator:
         for member in self.roster.connected():
             effects += self.members.away(now, member, close=True)
         effects += self._contenders.close()
-        self.startup = Startup(self.roster, lost=self.rounds[0].at.chain, reachable_s=self._reachable_s)
+        last = self.rounds[0].versions.last
+        self.startup = Startup(self.roster, lost=last.chain, done=last.done, reachable_s=self._reachable_s)
         self.startup.sync = self.sync
         if not self.roster.members:
             self.lines = None  # everybody has left: the next one defines the job

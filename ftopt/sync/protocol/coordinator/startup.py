@@ -8,6 +8,7 @@
   come back (unless the job is new).
 - RESTORE: in the place of a cold start, if the job has had a state: those that have its newest checkpoint are to
   restore that.
+- END: a job whose data had ended, and whose state nobody holds or can restore, is not trained once more.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import id_in_use
+from ftopt.sync.protocol.coordinator.admission import id_in_use, refuse
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.versions import Versions
 from ftopt.sync.protocol.intervals import Ranges
+from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.protocol.settings import Sync
 
+_ENDED = (
+    "the data of this job have ended, all of them are in its model, and the replicas that had it have left; a "
+    "checkpoint can be resumed; to train anew, start the coordinator without the job's journal, or use another job's "
+    "name"
+)
 _NEWS = 32
 """Of many that come, not each is announced to all the others: only when their number has grown by this part."""
 
@@ -30,12 +37,18 @@ _NEWS = 32
 class Startup:
     """Hellos, and what they say together with the journal (``saved``).
 
-    ``lost``: the chain of fragment 0 that the job had before. ``reachable_s``: since when replicas can come back; minus
-    infinity for a new job, of which none can live.
+    ``lost``: the chain of fragment 0 that the job had before, and ``done`` its units. ``reachable_s``: since when
+    replicas can come back; minus infinity for a new job, of which none can live.
     """
 
     def __init__(
-        self, roster: Roster, saved: JournalState | None = None, *, lost: str = "", reachable_s: float = -math.inf
+        self,
+        roster: Roster,
+        saved: JournalState | None = None,
+        *,
+        lost: str = "",
+        done: Ranges = (),
+        reachable_s: float = -math.inf,
     ) -> None:
         self.hellos: dict[int, m.Hello] = {}
         """One of each replica."""
@@ -48,6 +61,7 @@ class Startup:
         self._decided = saved.decided if saved else ()
         self._cursor = saved.cursor if saved else 0
         self.lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
+        self._done = done or next((d.done for d in reversed(self._decided) if not d.fragment), ())
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._conns: dict[str, int] = {}
@@ -144,6 +158,18 @@ class Startup:
         ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.lost)]
         newest = max((at.version for _, _, at in ours), default=0)
         return [x for x in ours if x[2].version == newest or not x[2].chain]
+
+    def refuse_latecomers(self, now: float, samples: Samples | None) -> Effects:
+        """END: newcomers to a job whose data have ended, when all replicas have left, are told so: they would train
+        all of it once more, from the beginning."""
+        ended = samples is not None and samples.units is not None and self._done == ((0, samples.units),)
+        if not ended or self.state_holders() or self.restorers() or self._roster.members or self.sent:
+            return []
+        effects: Effects = []
+        for conn, hello in sorted((self.hellos | self.rivals).items()):
+            self.lose(now, conn)
+            effects += refuse(conn, hello, "final", _ENDED)
+        return effects
 
     # ------------------------------------------------------------ when it ends
 
