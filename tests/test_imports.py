@@ -37,8 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": {"sync/protocol", "sync/protocol/ledger", "sync/protocol/coordinator", "sync/protocol/replica"},
     # The shells around the machines: the coordinator's, and the replica's.
     "sync/server": {"sync/protocol", "sync/protocol/coordinator", "net"},
-    "sync/replica/units": {"sync/protocol", "sync/protocol/ledger"},
-    "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger"},
+    "sync/replica/changed": set(),
+    "sync/replica/units": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
+    "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
     "sync/replica/replica_copy": {"sync/protocol"},
     "sync/group": {
         "codecs", "sync/protocol", "sync/protocol/replica", "transport/interface",
@@ -46,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "sync/replica": {
         "codecs", "sync/group", "sync/protocol", "sync/protocol/replica", "transport/interface", "net",
-        "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
+        "sync/replica/changed", "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
     },
     "sync/local": {"sync/protocol", "sync/replica", "sync/server", "transport/interface"},
     # The optimizer: of the outer-sync layer it knows `sync/group`.

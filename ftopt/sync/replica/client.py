@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
@@ -114,10 +113,9 @@ class Client:
     def _has_to_restore(self) -> bool:
         """Waits until this replica holds a state (False) or has to restore one; raises what is wrong."""
         view = self._view
-        with view.changed:
-            view.changed.wait_for(lambda: view.may_train or view.restoring or view.failure is not None)
-            view.check()
-            return view.restoring
+        view.changed.wait_for(lambda: view.may_train or view.restoring or view.failure is not None)
+        view.check()
+        return view.restoring
 
     def held(self) -> Held:
         machine, units = self.session.machine, self.units
@@ -158,32 +156,29 @@ class Client:
             raise
 
     def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
-        view, deadline = self._view, None if timeout_s is None else time.monotonic() + timeout_s
+        view, stopped = self._view, self._view.fragments[fragment].stopped
+
+        def decided() -> bool:
+            return not view.fragments[fragment].outstanding or view.closed
+
+        def ended() -> bool:
+            f = view.fragments[fragment]
+            released = f.released and not f.proposed
+            failed = timeout_s is not None and f.stopped != stopped
+            return view.failure is not None or decided() or released or failed
+
         view.waiting = True
         try:
-            with view.changed:
-                stopped = view.fragments[fragment].stopped
-                while True:
-                    view.check()
-                    f = view.fragments[fragment]
-                    if not f.outstanding or view.closed:
-                        return True
-                    if f.released and not f.proposed:
-                        return False
-                    left_s = None if deadline is None else deadline - time.monotonic()
-                    if left_s is not None and (left_s <= 0 or f.stopped != stopped):
-                        return False
-                    view.changed.wait(left_s)
+            view.changed.wait_for(ended, timeout_s)
+            view.check()
+            return decided()
         finally:
             view.waiting = False
 
     def catch_up(self, *, timeout_s: float | None = None) -> bool:
         view = self._view
-        with view.changed:
-            ended = view.changed.wait_for(
-                lambda: view.ready or view.closed or view.failure is not None,
-                self.sync.dead_after_s if timeout_s is None else timeout_s,
-            )
+        limit_s = self.sync.dead_after_s if timeout_s is None else timeout_s
+        ended = view.changed.wait_for(lambda: view.ready or view.closed or view.failure is not None, limit_s)
         self.check()
         return ended
 
@@ -222,11 +217,10 @@ class Client:
         if not self.session.opened or view.closed or view.failure is not None:
             return
         self.report("leaving")
-        with view.changed:
-            view.changed.wait_for(
-                lambda: view.closed or view.failure is not None or not any(f.outstanding for f in view.fragments),
-                timeout_s,
-            )
+        view.changed.wait_for(
+            lambda: view.closed or view.failure is not None or not any(f.outstanding for f in view.fragments),
+            timeout_s,
+        )
         try:
             self._on_network(self.session.bye(), timeout_s=3.0)
         except TimeoutError:

@@ -8,7 +8,6 @@ the batch is committed.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from ftopt.sync.protocol.intervals import Ranges, intersect, size, subtract, uni
 from ftopt.sync.protocol.ledger.plans import Portion
 from ftopt.sync.protocol.messages import Plan
 from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.replica.changed import Changed
 
 _AGAIN_S = 0.05
 _LOOK_S = 1.0
@@ -80,7 +80,7 @@ class GlobalBatch:
         self.waited_s = 0.0
         """How long this replica has waited in the batch under way, or the last one."""
         self._clock = clock
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._turn = 0
         self._portion = Portion()
         self._ended = False
@@ -119,7 +119,7 @@ class GlobalBatch:
                         "the next global batch was asked for before the step of this one; call optimizer.step()"
                     )
                 computes.catch_up()
-            with self._changed:
+            with self._changed.lock:
                 turn = self._turn
                 if self._portion.version == computes.version:
                     return True
@@ -142,7 +142,7 @@ class GlobalBatch:
         computes = self._joined()
         self._end_units(computes)
         while not computes.whole:
-            with self._changed:
+            with self._changed.lock:
                 turn, p = self._turn, self._portion
                 planned = p.plan > 0 and p.version == computes.version
                 units = p.next(self.at_once) if planned else ()
@@ -177,7 +177,7 @@ class GlobalBatch:
 
     def expected(self) -> tuple[Ranges, Ranges]:
         """Units that this replica will compute, to load them ahead: what is left of its share, and the share."""
-        with self._changed:
+        with self._changed.lock:
             p = self._portion
             return subtract(p.units, p.kept), p.units
 
@@ -199,7 +199,7 @@ class GlobalBatch:
             if not computes.add(units, self.samples.count(units), mine=mine) and mine:
                 self._leave_out(computes, units, "no parameter has a gradient")
         except BaseException:
-            with self._changed:
+            with self._changed.lock:
                 self._portion.drop()  # the sum may have a part of them
             raise
 
@@ -216,7 +216,7 @@ class GlobalBatch:
 
     def _add(self, computes: Computes, version: int, units: Ranges) -> bool:
         """Whether the units are still this replica's: the sum, as it is when this returns, is to have them."""
-        with self._changed:
+        with self._changed.lock:
             mine, dropped = self._portion.add(version, units), self._portion.dropped
         self._sync(computes, dropped)
         return mine
@@ -245,8 +245,7 @@ class GlobalBatch:
     def _wait(self, computes: Computes, turn: int, limit_s: float) -> None:
         began_s = self._clock()
         computes.report("waiting", unit_s=self._unit_s)
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn != turn, limit_s)
+        self._changed.wait_for(lambda: self._turn != turn, limit_s)
         self._check()
         self.waited_s += self._clock() - began_s
 
@@ -254,7 +253,7 @@ class GlobalBatch:
 
     def standing(self) -> tuple[int, int]:
         """The newest plan, and how many units of this replica's share are not computed yet. Any thread."""
-        with self._changed:
+        with self._changed.lock:
             return self._portion.plan, self._portion.left
 
     def attend(self, computes: Computes) -> None:
@@ -267,7 +266,7 @@ class GlobalBatch:
 
     def assign(self, plan: Plan) -> None:
         """A plan. Network thread."""
-        with self._changed:
+        with self._changed.lock:
             self._ended = plan.ended
             if not plan.ended:
                 self._portion.assign(plan.version, plan.plan, plan.units)
@@ -275,14 +274,14 @@ class GlobalBatch:
 
     def reset(self) -> None:
         """This incarnation is gone. Network thread."""
-        with self._changed:
+        with self._changed.lock:
             self._portion.assign(0, 0, ())
             self._ended = False
         self.poke()
 
     def poke(self) -> None:
         """Something has changed. Any thread."""
-        with self._changed:
+        with self._changed.lock:
             self._turn += 1
             self._changed.notify_all()
 

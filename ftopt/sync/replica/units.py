@@ -16,6 +16,7 @@ from ftopt.errors import UserError
 from ftopt.sync.protocol.intervals import Ranges
 from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.samples import Samples
+from ftopt.sync.replica.changed import Changed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,7 +31,7 @@ _IDLE_S = 0.05
 def _locked(method: Callable[Concatenate[UnitQueue, P], R]) -> Callable[Concatenate[Units, P], R]:
     @wraps(method)
     def call(self: Units, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._changed:
+        with self._changed.lock:
             return method(self, *args, **kwargs)
 
     return call
@@ -44,7 +45,7 @@ class Units(UnitQueue):
         self.samples = samples
         self._round: int | None = None
         self._measured = FIRST_WANTS
-        self._changed = threading.Condition()
+        self._changed = Changed()
         self._out_of_units = False
         self.ended = False
         """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
@@ -85,7 +86,7 @@ class Units(UnitQueue):
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._check()
-            with self._changed:
+            with self._changed.lock:
                 unit = super().take()
                 if unit is not None:
                     low = self.queued <= self.wants // 6
@@ -97,8 +98,8 @@ class Units(UnitQueue):
                 left_s = _IDLE_S if deadline_s is None else min(_IDLE_S, deadline_s - time.monotonic())
                 if left_s <= 0:
                     raise TimeoutError(f"no unit was granted within {timeout_s:g} s")
-                self._changed.wait(left_s)
-                out_of_units = self._out_of_units and not self.queued
+            self._changed.wait_for(lambda: bool(self.queued) or self.ended or self._closed, left_s)
+            out_of_units = self.out_of_units
             if out_of_units and self._idle is not None and self._idle[0] is threading.current_thread():
                 self._idle[1]()
         if low:
@@ -111,12 +112,12 @@ class Units(UnitQueue):
     def out_of_units(self) -> bool:
         """Whether there is nothing to take and nothing more is granted for now: the end of the data is near, or all
         that is left is with other replicas."""
-        with self._changed:
+        with self._changed.lock:
             return self._out_of_units and not self.queued
 
     def offer(self) -> Ranges:
         """Units of all steps that are not counted yet: they go with the contribution of fragment 0."""
-        with self._changed:
+        with self._changed.lock:
             ranges = super().offer()
             if self._round is None:
                 self._measured = max(FIRST_WANTS, sum(stop - start for start, stop in ranges))
@@ -149,14 +150,14 @@ class Units(UnitQueue):
 
     def grant(self, ranges: Ranges, *, out_of_units: bool = False) -> None:
         """More units, or the answer that there are none."""
-        with self._changed:
+        with self._changed.lock:
             super().grant(ranges)
             self._out_of_units = out_of_units and not ranges
             self._changed.notify_all()
 
     def settle(self, done: Ranges, own: Ranges) -> Ranges:
         """These are in the committed state; see `UnitQueue.settle`."""
-        with self._changed:
+        with self._changed.lock:
             twice = super().settle(done, own)
             self.ended = self.samples.units is not None and done == ((0, self.samples.units),)
             self._changed.notify_all()
@@ -164,12 +165,12 @@ class Units(UnitQueue):
 
     def reset(self) -> None:
         """This incarnation is gone, and what it held."""
-        with self._changed:
+        with self._changed.lock:
             super().reset()
             self._out_of_units = self.ended = False
 
     def close(self) -> None:
         """This replica has left: waiting ends."""
-        with self._changed:
+        with self._changed.lock:
             self._closed = True
             self._changed.notify_all()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, replace
 
 from ftopt.errors import FtoptError
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.replica.changed import Changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class View:
     """The only state that the training thread and the network thread share; its methods are its only writers."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed = Changed()
         """Notified after each change."""
         self.fragments: list[FragmentView] = []
         self.incarnation = 0
@@ -64,13 +64,13 @@ class View:
 
     def propose(self, fragment: int) -> None:
         """Counts a proposal as on its way to the machine."""
-        with self.changed:
+        with self.changed.lock:
             self.check()
             self._add(fragment, 1)
 
     def close(self) -> bool:
         """Ends all waiting; False if it is closed already."""
-        with self.changed:
+        with self.changed.lock:
             first, self.closed = not self.closed, True
             self.changed.notify_all()
         return first
@@ -82,7 +82,7 @@ class View:
 
         ``let_in``: whether nothing else keeps training from starting, if the machine does not.
         """
-        with self.changed:
+        with self.changed.lock:
             if arrived is not None:
                 self._add(arrived, -1)
             for index, (f, old) in enumerate(zip(machine.fragments, self.fragments, strict=True)):
@@ -97,25 +97,25 @@ class View:
 
     def drop(self, fragment: int, count: int) -> None:
         """``count`` proposals that the machine has not been given are void."""
-        with self.changed:
+        with self.changed.lock:
             self._add(fragment, -count)
             self.changed.notify_all()
 
     def stop(self, fragment: int) -> None:
         """An attempt has ended without a commit."""
-        with self.changed:
+        with self.changed.lock:
             old = self.fragments[fragment]
             self.fragments[fragment] = replace(old, stopped=old.stopped + 1)
 
     def restore(self, *, done: bool) -> None:
         """A checkpoint is to be restored, or is."""
-        with self.changed:
+        with self.changed.lock:
             self.restoring = not done
             self._welcomed = self._welcomed and done
 
     def fail(self, error: FtoptError) -> None:
         """This replica's membership has ended; the first reason counts."""
-        with self.changed:
+        with self.changed.lock:
             self.failure = self.failure or error
             self.changed.notify_all()
 
