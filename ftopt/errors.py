@@ -65,7 +65,24 @@ class Settings:
                     f"{cls.__name__}({values[-1]!r:.60}); settings go by name: {cls.__name__}({known[0]}=...); it has "
                     f"{', '.join(known)}"
                 )
+            positional = [f.name for f in fields if not f.kw_only][: len(values)]
+            missing = [f.name for f in fields if _has_no_default(f) and f.name not in (*named, *positional)]
+            if missing:
+                call = ", ".join(f"{name}=..." for name in missing)
+                raise UserError(
+                    f"{cls.__name__} needs {', '.join(missing)}, which has no default; write {cls.__name__}({call}); "
+                    f"it has {', '.join(known)}"
+                )
         return super().__new__(cls)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, object]]:
+        """A copy (deepcopy, pickle) is made with all of them."""
+        made = dataclasses.is_dataclass(self) and _made_by_dataclass(type(self))
+        return (), {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init} if made else {}  # type: ignore[arg-type]
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _made_by_dataclass(cls: type) -> bool:

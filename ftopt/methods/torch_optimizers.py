@@ -34,7 +34,8 @@ class Torch(Settings):
     quorum get the same bits. Its state is part of the outer state, so newcomers get it.
 
     Args:
-        cls: where the class is, ``package.module.Class``, e.g. ``torch.optim.RMSprop``.
+        cls: where the class is, ``package.module.Class``, e.g. ``torch.optim.RMSprop``; or the class, by which it is
+            then named.
         args: its keyword arguments, e.g. ``{"lr": 0.1, "alpha": 0.9}``. Default none: the class' defaults, which are
             rates for gradients and small for displacements.
         schedule: of the rate, over outer steps: `ConstantRate` (default, no warm-up) or `CosineRate`.
@@ -52,6 +53,10 @@ class Torch(Settings):
     schedule: Schedule = field(default_factory=ConstantRate)
 
     def __post_init__(self) -> None:
+        if isinstance(self.cls, type):
+            short = getattr(torch.optim, self.cls.__name__, None) is self.cls
+            module = "torch.optim" if short else self.cls.__module__
+            object.__setattr__(self, "cls", f"{module}.{self.cls.__qualname__}")
         if not isinstance(self.cls, str) or not isinstance(self.args, dict):
             raise UserError(f"outer.cls={self.cls!r} with args={self.args!r}; must be package.module.Class and a dict")
         check_schedule(self.schedule)
@@ -76,7 +81,7 @@ class Torch(Settings):
         if self.schedule.moves:
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * self.schedule.factor(t)
-        optimizer.step()
+        step_without_hooks(optimizer)
         made = optimizer.state[theta]
         new = {name: made[name] if kind is None else counted(made[name], anchor) for name, kind in kinds.items()}
         return theta.detach(), {_STEP: counted(t, anchor), **new}
@@ -87,6 +92,12 @@ class Torch(Settings):
             return _try_out(self.cls, json.dumps(self.args))
         except TypeError as error:
             raise UserError(f"outer.args={self.args!r}; must be numbers, strings and lists: {error}") from None
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """A step in which hooks that the user has registered for all optimizers do not fire."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def _restored(tensor: Tensor, kind: type | torch.dtype | None) -> Any:
@@ -138,7 +149,7 @@ def _run(
     for gradient in gradients:
         theta.grad = gradient.clone()
         try:
-            optimizer.step()
+            step_without_hooks(optimizer)
         except Exception as error:
             raise _refusal(path, f"its step() on a flat tensor says: {error}") from None
         names = set(optimizer.state[theta]) if names is None else names

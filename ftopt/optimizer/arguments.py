@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,6 +19,27 @@ _METHODS: tuple[type[Method], ...] = (
     DiLoCo, StreamingDiLoCo, DecoupledDiLoCo, LocalSGD, SlowMo, SyncSGD, PAFT,
 )  # fmt: skip
 _CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=group)"
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """A call without an argument that there must be, or with one that there is not, is a UserError that shows one."""
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UserError(
+                f"{function.__name__}(): {error}; call it as in {_CALL}; it has {', '.join(signature.parameters)}"
+            ) from None
+        return function(*args, **kwargs)
+
+    return call
 
 
 def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrapped: type[Optimizer]) -> list[Optimizer]:
@@ -52,6 +76,11 @@ def check_rest(model: object, method: object, group: object, state_dir: object, 
     if state_dir is not None and not isinstance(state_dir, str | os.PathLike):
         raise UserError(f"state_dir={state_dir!r:.80}; must be the path of a folder on a local disk, or None for RAM")
     check_choice("undo", undo, (True, False))
+    if undo and method.gradients is not None:
+        raise UserError(
+            f"wrap(undo=True) with method {method.name}: its replicas take each inner step together, and one alone "
+            "cannot undo it; leave undo out, or use a method that exchanges parameters, as ftopt.LocalSGD"
+        )
 
 
 def check_dense(model: nn.Module, method: Method) -> None:

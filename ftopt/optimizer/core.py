@@ -157,11 +157,6 @@ class Core:
         self._check_usable("undo_step()")
         if outer is None:
             raise UserError("undo_step: there is no step to undo: none has been taken")
-        if outer.gradients is not None:
-            raise UserError(
-                f"undo_step: the replicas of {self.method} take each inner step together; one alone cannot undo it; "
-                "restore a checkpoint, or leave and join anew"
-            )
         self._set_back()
         self._join(outer)
         undone = last.undo(outer, self.group)

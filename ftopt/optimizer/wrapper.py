@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods import Method
-from ftopt.optimizer.arguments import check_dense, check_inner, check_rest
+from ftopt.optimizer.arguments import check_dense, check_inner, check_rest, names_arguments
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import one_number, whole
 from ftopt.optimizer.inner import Inner
@@ -33,6 +33,7 @@ STATE_KEY = "ftopt"
 _FORMAT = 1
 
 
+@names_arguments
 def wrap(
     inner: Optimizer | Sequence[Optimizer],
     model: nn.Module,
@@ -65,8 +66,8 @@ def wrap(
         ftopt.errors.UserError: ``inner`` is no optimizer or wrapped already; parameters train but are in no inner
             optimizer; the inner optimizer trains what the model does not have; a dtype that fp32 cannot hold;
             parameters that share memory; sparse gradients with a method that exchanges gradients; ``undo`` with an
-            inner optimizer whose steps cannot be undone; ``state_dir`` cannot be used. When training starts: it has too
-            little room, or the model is not on the CPU.
+            inner optimizer, or a method, whose steps cannot be undone; an argument is missing or unknown; ``state_dir``
+            cannot be used. When training starts: it has too little room, or the model is not on the CPU.
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
     check_rest(model, method, group, state_dir, undo)

@@ -407,3 +407,40 @@ def test_what_is_said_while_training_is_checked_too() -> None:
             with pytest.raises(ftopt.UserError, match=r"timeout_s=.*must be a number of seconds"):
                 optimizer.close(timeout_s=timeout_s)  # type: ignore[arg-type]
         _step(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: ftopt.PAFT(), r"PAFT needs sync_every, .*; write PAFT\(sync_every=...\)"),
+        (lambda: ftopt.outer.CosineRate(), r"CosineRate needs steps, .*; write CosineRate\(steps=...\)"),
+        (lambda: ftopt.triggers.LinearFDA(), r"LinearFDA needs threshold, .*; write LinearFDA\(threshold=...\)"),
+        (
+            lambda: ftopt.wrap(),
+            r"wrap\(\): missing a required argument: 'inner'; call it as in ftopt.wrap\(optimizer, ",
+        ),
+        (lambda: ftopt.wrap(1, 2, 3), "missing a required argument: 'group'"),
+        (lambda: ftopt.wrap(1, 2, 3, group=4, undoo=True), "got an unexpected keyword argument 'undoo'; call it as in"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_write(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(ftopt.UserError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ftopt.PAFT(sync_every=3, trigger=ftopt.triggers.LinearFDA(0.5)),
+        ftopt.DiLoCo(outer=ftopt.outer.SGD(schedule=ftopt.outer.CosineRate(steps=3))),
+        ftopt.Sync(),
+        ftopt.fragments.Named(patterns=["a", "*"]),
+    ],
+    ids=lambda settings: type(settings).__name__,
+)
+def test_settings_can_be_copied_and_pickled(settings: object) -> None:
+    assert copy.deepcopy(settings) == settings == pickle.loads(pickle.dumps(settings)) == copy.copy(settings)
+
+
+def test_an_outer_optimizer_may_be_given_by_its_class() -> None:
+    assert ftopt.outer.Torch(cls=torch.optim.RMSprop) == ftopt.outer.Torch(cls="torch.optim.RMSprop")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ftopt.methods.torch_optimizers import step_without_hooks
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.digest import digest
 
@@ -31,17 +32,11 @@ def arithmetic_of(inner: Inner, like: Tensor) -> str:
             optimizer = kind([{**options, "params": [parameter], "lr": 1e-2}])  # type: ignore[call-arg]
             for step in range(_STEPS):
                 parameter.grad = _values(2 + step).to(like.device, like.dtype)
-                _step_without_hooks(optimizer)
+                step_without_hooks(optimizer)
         except Exception:  # it needs a closure, sparse gradients, other shapes: on all machines alike
             continue
         found[str(number)] = parameter.detach()
     return digest(found)
-
-
-def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """A step in which hooks that the user has registered for all optimizers do not fire."""
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def _optimizers(inner: Inner) -> list[tuple[type[torch.optim.Optimizer], dict[str, object]]]:

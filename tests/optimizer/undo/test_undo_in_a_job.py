@@ -14,7 +14,7 @@ from ftopt.connect import local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced
-from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
+from ftopt.methods import PAFT, DiLoCo, LocalSGD, Method, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
 from ftopt.outer import SGD
 from ftopt.sync.group import Samples
@@ -253,12 +253,10 @@ def test_what_is_no_step_of_this_replica_is_refused() -> None:
         undo_step(optimizer)
 
 
-def test_steps_that_all_replicas_take_together_are_refused() -> None:
-    optimizer, model = _wrapped(SyncSGD())
-    with optimizer:
-        _step(optimizer, model, 0)
-        with pytest.raises(UserError, match=r"the replicas of SyncSGD\(.*take each inner step together"):
-            undo_step(optimizer)
+@pytest.mark.parametrize("method", [SyncSGD(), PAFT(sync_every=2)], ids=lambda method: method.name)
+def test_steps_that_all_replicas_take_together_are_refused(method: Method) -> None:
+    with pytest.raises(UserError, match="one alone cannot undo it; leave undo out"):
+        _wrapped(method)
 
 
 @pytest.mark.filterwarnings("ignore:this OuterOptimizer is a copy")
