@@ -2,8 +2,8 @@
 
 A process *survives* if it ended in good order, not by a signal that it had no chance to answer, after the last time
 that the job's state died with its holders (a restore, a rollback, a new start): every step that it finished must be in
-the final model once, unless its log says how many it has dropped. No process may have more in the model than it has
-begun.
+the final model once, unless its log says how many it has dropped; the same goes for those that Ctrl-C has ended. No
+process may have more in the model than it has begun.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def judge(facts: Facts) -> Outcome:
     _judge_ends(facts, outcome, survivors)
     if survivors:
         model = final(WAYS[facts.way].fragments, [ends[run.life.number] for run in survivors])
-        _judge_steps(facts, outcome, survivors, model)
+        _judge_steps(facts, outcome, _answerable(facts, ends, wiped), model)
         _judge_samples(facts, outcome, model)
     _judge_waits(facts, outcome)
     _judge_anchors(facts, outcome, wiped)
@@ -184,6 +184,13 @@ def _judge_ends(facts: Facts, outcome: Outcome, survivors: Sequence[Run]) -> Non
             outcome.bad.append("the data have not ended")
 
 
+def _answerable(facts: Facts, ends: Mapping[int, Mapping[str, Any]], wiped: float) -> set[int]:
+    """Lives whose steps must be in the model or in their logs: survivors, and those that Ctrl-C has ended."""
+    answers = (*ORDERLY, "interrupted")
+    lives = [run for run in facts.runs if run.ended >= wiped]
+    return {run.life.number for run in lives if ends.get(run.life.number, {}).get("how") in answers}
+
+
 def _is_turned_away(facts: Facts, run: Run) -> bool:
     """Whether it was started while another process of its id lived, and was told so."""
     others = [x for x in facts.runs if x.life.replica == run.life.replica and x is not run]
@@ -196,8 +203,7 @@ def _log(facts: Facts, run: Run) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _judge_steps(facts: Facts, outcome: Outcome, survivors: Sequence[Run], model: Mapping[str, Any]) -> None:
-    alive = {run.life.number for run in survivors}
+def _judge_steps(facts: Facts, outcome: Outcome, alive: set[int], model: Mapping[str, Any]) -> None:
     for run in facts.runs:
         path = facts.folder / f"{run.life.name}.steps"
         begun, finished = steps_of(path) if path.exists() else (0, 0)
