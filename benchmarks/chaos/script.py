@@ -171,7 +171,7 @@ class Trainer:
         self._look_at = 0.0
         way = WAYS[life.way]
         self.model = Account(way.fragments, life.samples)
-        self.group = ftopt.connect(life.url, life.replica, sync=ftopt.Sync(**life.sync), connect_s=20.0)
+        self.group = ftopt.connect(life.url, life.replica, sync=ftopt.Sync(**life.sync), connect_s=120.0)
         batch = life.way == GLOBAL_BATCH
         self.loader = self._loader(batch) if life.samples else None
         inner = torch.optim.SGD(self.model.parameters(), lr=float(BATCH) if batch else 1.0)
