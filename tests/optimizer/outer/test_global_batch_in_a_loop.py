@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,7 +199,9 @@ def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_jo
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_that_dies_loses_nothing() -> None:
+    others = set(multiprocessing.active_children())  # of loaders that are not collected yet
     loop = Loop(solo(), num_workers=1, prefetch_factor=1)
+    workers = set(multiprocessing.active_children()) - others
     died = 0
     with loop.optimizer:
         for micro_batches in loop.batches():
@@ -205,8 +209,8 @@ def test_a_worker_that_dies_loses_nothing() -> None:
                 for x, y in micro_batches:
                     loop.backward(x, y)
                     if not died:
-                        for child in multiprocessing.active_children():
-                            child.kill()
+                        for worker in workers:
+                            worker.kill()
             except ftopt.errors.FtoptError as error:
                 assert "a worker process of the data loader died" in str(error)
                 died += 1
@@ -217,7 +221,12 @@ def test_a_worker_that_dies_loses_nothing() -> None:
 
 
 def dies_at(
-    groups: list[ReplicaGroup], step: int, samples: Samples = SAMPLES, **settings: Any
+    groups: list[ReplicaGroup],
+    step: int,
+    samples: Samples = SAMPLES,
+    *,
+    when: Callable[[], object] = lambda: None,
+    **settings: Any,
 ) -> tuple[list[nn.Module], set[int]]:
     """The last replica is gone in the middle of a step; the samples of its micro-batch."""
     of_the_dead: set[int] = set()
@@ -230,6 +239,7 @@ def dies_at(
                     loop.backward(x, y)
                     if dies and made == step:
                         of_the_dead.add(len(x))
+                        when()
                         group.close()
                         return None
                 loop.optimizer.step()
@@ -242,8 +252,16 @@ def dies_at(
 def test_a_micro_batch_of_one_that_dies_is_split_among_the_others() -> None:
     """Three replicas have 8 samples each, at once; of the dead one's each of the others computes 4."""
     events: list[Event] = []
-    groups = local_groups(3, sync=FAST, on_event=events.append)
-    found, at_once = dies_at(groups, 1, batch_size=8, split=4)
+    handed_in = threading.Semaphore(0)
+
+    def listen(event: Event) -> None:
+        events.append(event)
+        if event.event == "gather" and event.version == 2:
+            handed_in.release()
+
+    groups = local_groups(3, sync=FAST, on_event=listen)
+    both = partial(all, (handed_in.acquire(timeout=60) for _ in range(2)))
+    found, at_once = dies_at(groups, 1, when=both, batch_size=8, split=4)
     assert len(found) == 2 and at_once == {8}
     for ours in found:
         same(ours, plain(SAMPLES))
