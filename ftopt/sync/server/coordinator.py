@@ -233,6 +233,8 @@ class CoordinatorServer:
         except (m.MessageError, Exceeded) as error:
             self._refused["limit" if isinstance(error, Exceeded) else "message"] += 1
             _log.warning("the connection of %s is closed: %s", request.remote, ascii(str(error))[:300])
+        except ConnectionError:
+            pass  # it has gone while its ping was answered
         finally:
             await connection.end()
             self._connections.discard(connection)

@@ -228,7 +228,7 @@ def absent_is_dead(patch: Patch) -> None:
         ),
     )
     patch.setattr(Member, "may_exceed", lambda self, best: False)
-    patch.setattr(Startup, "_unheard", lambda self: [])
+    patch.setattr(Startup, "absent", lambda self: [])
 
 
 def wait_off(patch: Patch) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import aiohttp.web
 import pytest
 
 from ftopt.sync.protocol import messages as m
@@ -394,3 +395,19 @@ def test_the_rendezvous_store_keeps_the_newest_groups_and_forgets_the_oldest_que
     store.forget(4)
     assert not store._waiting
     assert not store._asked
+
+
+async def _gone_before_its_pong() -> None:
+    async with coordinator() as url, scripted(url) as replica:
+        await replica.join()
+        await replica.socket.ping()
+        assert await replica.ended()
+
+
+def test_who_is_gone_before_its_ping_is_answered_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone(*_: object) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(aiohttp.web.WebSocketResponse, "pong", gone)
+    with no_errors_logged():
+        asyncio.run(_gone_before_its_pong())
