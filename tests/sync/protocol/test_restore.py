@@ -138,7 +138,10 @@ def test_another_job_s_checkpoint_is_not_restored(coordinator: str) -> None:
     a.take(), b.take()
     assert not to_restore(a) and not to_restore(b)
     assert a.record.version == b.record.version == 0 and len(table.events("start")) == 2
-    assert a.pop(r.Notice).text.endswith("it starts anew") == (coordinator != "new")
+    told = a.pop(r.Notice).text
+    assert (
+        told.endswith("it starts anew") == told.startswith("the job has ended at version 2, ") == (coordinator != "new")
+    )
 
 
 def test_nobody_restores_while_somebody_holds_the_state() -> None:

@@ -25,7 +25,6 @@ from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.settings import Sync
 
 _SUPERSEDED = "superseded by a newcomer"
-_LOST = "nobody holds the state of this job any more, and there is no checkpoint of it at hand: it starts anew"
 
 _ROLLED_BACK = "those who held the newest version are gone: the job goes on from what the others hold"
 
@@ -340,8 +339,8 @@ class Coordinator:
         effects += self.assignment.open(startup, top.at, top.last.done)
         if self.assignment.samples is not None:
             data |= {"done": top.last.done, "samples": asdict(self.assignment.samples)}
-        if startup.lost and not state_holders:
-            effects += [SendTo(conn, m.Hold(_LOST)) for conn in sorted(startup.hellos)]
+        if not state_holders and (anew := startup.anew()):
+            effects += [SendTo(conn, m.Hold(anew)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))
         newcomers = sorted(hello.replica for hello in startup.hellos.values() if hello.incarnation == 0)
         for replica in newcomers:  # before any is welcomed, who would be sent an update for each of the others
@@ -387,7 +386,7 @@ class Coordinator:
             effects += self.members.away(now, member, close=True)
         effects += self._contenders.close()
         last = self.rounds[0].versions.last
-        self.startup = Startup(self.roster, lost=last.chain, done=last.done, reachable_s=self._reachable_s)
+        self.startup = Startup(self.roster, lost=last, reachable_s=self._reachable_s)
         self.startup.sync = self.sync
         if not self.roster.members:
             self.lines = None  # everybody has left: the next one defines the job

@@ -37,8 +37,8 @@ _NEWS = 32
 class Startup:
     """Hellos, and what they say together with the journal (``saved``).
 
-    ``lost``: the chain of fragment 0 that the job had before, and ``done`` its units. ``reachable_s``: since when
-    replicas can come back; minus infinity for a new job, of which none can live.
+    ``lost``: the last version of fragment 0 that the job had before. ``reachable_s``: since when replicas can come
+    back; minus infinity for a new job, of which none can live.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class Startup:
         roster: Roster,
         saved: JournalState | None = None,
         *,
-        lost: str = "",
-        done: Ranges = (),
+        lost: Decided | None = None,
         reachable_s: float = -math.inf,
     ) -> None:
         self.hellos: dict[int, m.Hello] = {}
@@ -60,8 +59,9 @@ class Startup:
         self._roster = roster
         self._decided = saved.decided if saved else ()
         self._cursor = saved.cursor if saved else 0
-        self.lost = lost or next((d.chain for d in reversed(self._decided) if not d.fragment), "")
-        self._done = done or next((d.done for d in reversed(self._decided) if not d.fragment), ())
+        last = lost or next((d for d in reversed(self._decided) if not d.fragment), None)
+        self.lost, self._done = (last.chain, last.done) if last is not None else ("", ())
+        self._last = last
         self._first_s: float | None = None
         self._reachable_s = reachable_s
         self._conns: dict[str, int] = {}
@@ -170,6 +170,21 @@ class Startup:
             self.lose(now, conn)
             effects += refuse(conn, hello, "final", _ENDED)
         return effects
+
+    def anew(self) -> str:
+        """What to say at a cold start: of a job that has had a state before, or may have had one; "" otherwise."""
+        if (last := self._last) is not None:
+            return (
+                f"the job has ended at version {last.version}, inner step {last.inner_step}; nobody holds that state "
+                "any more, and there is no checkpoint of it at hand: it starts anew"
+            )
+        saved = max((h.checkpoint.version for h in self.hellos.values() if h.checkpoint is not None), default=0)
+        if not saved:
+            return ""
+        return (
+            f"there is a checkpoint of version {saved}, but this coordinator has not heard of its job, and nobody has "
+            "asked to resume it: a new job starts; to go on from the checkpoint, resume it"
+        )
 
     # ------------------------------------------------------------ when it ends
 
