@@ -401,6 +401,8 @@ class Core:
         finally:
             at_exit.remove(self)
             self.group.close()
+            if self.outer is not None:
+                self.outer.freezer.thread.end()
             if loaded is not None:
                 loaded()
 

@@ -75,6 +75,12 @@ class FreezeThread:
 
         self.under_way.append(self._thread.submit(on_its_stream))
 
+    def end(self) -> None:
+        """Ends the thread, when what is under way is done."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
     def join(self) -> None:
         """Waits for everything, and does what is left for the training thread."""
         while self.under_way:

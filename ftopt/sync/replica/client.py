@@ -89,9 +89,9 @@ class Client:
                 f"the group of replica {self.replica!r} is in use by another optimizer, or was closed; a group is for "
                 "one ftopt.wrap(): make another one, and give several inner optimizers of one model as a list"
             )
+        network.acquire(session.fail_network)
         self._joined = True
         session.training_thread = threading.get_ident()
-        network.acquire(session.fail_network)
         self._view.fragments = [FragmentView()] * fingerprint.fragments
         if self.units is not None:
             steps = fingerprint.period

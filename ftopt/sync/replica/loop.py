@@ -9,9 +9,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ftopt.errors import UserError
 from ftopt.net.descriptors import AcceptErrors
 
 _log = logging.getLogger(__name__)
+
 _T = TypeVar("_T")
 
 _WORKERS = 4
@@ -36,20 +38,27 @@ class LoopThread:
         self.loop.set_default_executor(_pool(f"{name}-worker"))
         self._users: list[OnFailure] = []
         self._accept_errors = AcceptErrors(_log)
+        self._ended = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def acquire(self, on_failure: OnFailure) -> None:
-        """One more user. ``on_failure``: called on this thread when a callback, or the loop, has failed."""
+        """One more user. ``on_failure``: called on this thread when a callback, or the loop, has failed. UserError: it
+        has ended, with its last user."""
         with self._lock:
+            if self._ended:
+                raise UserError(
+                    "the job of this group is over: all other groups that were made with it are closed; make new ones "
+                    "with ftopt.local_groups(), and close none before all have joined"
+                )
             self._users.append(on_failure)
 
     def release(self, on_failure: OnFailure) -> None:
         """One user less, that of ``on_failure``; the last one ends the thread."""
         with self._lock:
             self._users.remove(on_failure)
-            last = not self._users
+            last = self._ended = not self._users
         if last:
             self.stop()
 
