@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ftopt.connect import local_groups, solo
+from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced
 from ftopt.methods import DiLoCo, LocalSGD, StreamingDiLoCo
@@ -271,3 +272,31 @@ def test_what_needs_a_start_says_so() -> None:
     with pytest.raises(RuntimeError, match="not started"):
         optimizer.anchor_digest()
     optimizer.close()
+
+
+def test_a_group_whose_job_is_over_says_so() -> None:
+    first, late = local_groups(2, sync=Sync(start_replicas=1))
+    for group in (first, late):
+        model = TASK.model(0)
+        optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=group)
+        if group is late:
+            with pytest.raises(UserError, match="the job of this group is over"):
+                optimizer.__enter__()
+            optimizer.close()
+            continue
+        with optimizer:
+            _step(optimizer, model, 0)
+
+
+def test_a_closed_optimizer_keeps_no_thread() -> None:
+    before = {*threading.enumerate()}
+    model = TASK.model(0)
+    method = StreamingDiLoCo(sync_every=2, delay=1, fragments=Balanced(n=1))
+    optimizer = wrap(TASK.inner(model.parameters()), model, method, group=solo())
+    with optimizer:
+        for step in range(6):
+            _step(optimizer, model, step)
+        assert any("freezer" in thread.name for thread in {*threading.enumerate()} - before)
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10.0)
+        assert not thread.is_alive(), thread
