@@ -175,8 +175,10 @@ class Applier:
         versions = version - before.meta.version
         tasks.append(lambda: fragment.trigger_metrics.moved(before.anchor, state.anchor, versions))
         tasks.append(lambda: fragment.apply(state, start, nothing_pending=not pending, dropped=move.dropped))
-        for other in others:  # a peer's parameters have replaced this replica's own work on them
-            lost = other.pending_steps
+        for (
+            other
+        ) in others:  # a peer's parameters have replaced this replica's own work on them, but for what is offered
+            _, lost = other.since_frozen()
             tasks += [partial(other.discard, lost), partial(self._tell, other, lost, "replaced")]
         if reset and self._group.units is not None and not fragment.index:
             tasks.append(self._group.units.redo)
