@@ -162,7 +162,7 @@ class Running:
         self.weights = copy.deepcopy(self.model.state_dict())
         inner = INNER[program.inner](self.model)
         self.inners = inner if isinstance(inner, list) else [inner]
-        undo = program.undo and "Muon" not in program.inner
+        undo = program.undo and self.method.gradients is None
         self.optimizer = ftopt.wrap(inner, self.model, self.method, group=self.group, undo=undo)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.7)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
