@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from itertools import count
 from statistics import median_low
 from typing import Any
 
@@ -85,10 +84,9 @@ def test_a_message_that_is_passed_over_would_change_nothing(monkeypatch: pytest.
         return found
 
     monkeypatch.setattr(Coordinator, "_changes_nothing", checked)
-    for seed in count():  # in how many histories one is passed over depends on the walk
+    for seed in range(16):
         assert run(seed).failure is None
-        if passed > 100:
-            break
+    assert passed > 100  # in how many histories one is passed over depends on the walk
 
 
 def test_the_median_of_the_others_is_that_of_a_list_without_the_own_number() -> None:

@@ -155,17 +155,21 @@ class Gather:
             return effects, None
         if self.retry:
             return self._form(now, proposers, effects) if now >= self._retry_s else (effects, None)
-        grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
-        waits = self._waiting.step(now, proposers, grace_s=grace_s, arrival=self._arrival)
-        if waits is not None:
+        if (waits := self._wait(now, proposers)) is not None:
             return effects + waits + self._release_for(proposers, self._waiting.awaited), None
         for x in self._waiting.hung(self.proposals):
             x.stalled_at = x.inner_step
             effects.append(Emit("stalled", *x.incarnation_id, self._fragment, self._next))
         if late := self.assignment.missing(self.proposals):
             self._late.update(late)
-            return effects + self.assign(now), None
+            effects += self.assign(now)
+            return effects + (self._wait(now, proposers) or []), None  # the round of the new shares begins now
         return self._form(now, proposers, effects)
+
+    def _wait(self, now: float, proposers: list[Member]) -> Effects | None:
+        """Who has not proposed is waited for; None once the quorum need not wait any more."""
+        grace_s = self._pace.grace_s(self.proposals.values(), self.sync.grace_s)
+        return self._waiting.step(now, proposers, grace_s=grace_s, arrival=self._arrival)
 
     def deadline_s(self, stepped_s: float) -> float:
         """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
@@ -215,7 +219,9 @@ class Gather:
         odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
-            return effects + self._void(members, odd), None
+            effects += self._void(members, odd)
+            rest = [x for x in proposers if x.replica in self.proposals]
+            return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, behind, self.retry)
 
     def excluded(self, member: Member, reason: str, *, attempt: int | None = None) -> Emit:
