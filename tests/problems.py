@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+_SEEDING = threading.Lock()
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """What is drawn within is the same on every thread: replicas that begin with unlike weights fetch those of one of
+    them, and some miss the first round."""
+    with _SEEDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 def linear_model(seed: int = 0) -> nn.Module:

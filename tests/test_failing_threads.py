@@ -19,6 +19,7 @@ from torch import nn
 import ftopt
 from ftopt.sync.replica.loop import LoopThread
 from tests.optimizer.running import together
+from tests.problems import seeded
 from tests.sync.server.access import TOKEN, coordinator_thread
 
 FAST = ftopt.Sync(heartbeat_s=0.05, dead_after_s=2.0, grace_s=0.2)
@@ -57,8 +58,8 @@ class Plant:
 
 
 def of(group: ftopt.ReplicaGroup, method: ftopt.Method, *, seed: int = 0) -> tuple[ftopt.OuterOptimizer, nn.Module]:
-    torch.manual_seed(seed)
-    model = nn.Linear(8, 4)
+    with seeded(seed):
+        model = nn.Linear(8, 4)
     return ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, method, group=group), model
 
 

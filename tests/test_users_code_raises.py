@@ -28,6 +28,7 @@ import ftopt
 from ftopt import events
 from ftopt.triggers import Due, Progress
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 STEPS = 12
 HALVES = ftopt.fragments.Balanced(n=2)
@@ -59,8 +60,8 @@ class Replica:
     closure: Callable[[Replica], object] | None = None
 
     def __post_init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+        with seeded():
+            self.model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
         self.inner = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.optimizer = ftopt.wrap(self.inner, self.model, self.method, group=self.group)
         self.taken = 0  # without those that have raised

@@ -13,6 +13,7 @@ from ftopt.events import Event
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
 from ftopt.job.harm import corrupt, flip_bit, harm
+from tests.problems import seeded
 
 
 def _spoilt(how: str, size: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,8 +116,8 @@ def test_a_bit_flips_wherever_a_replica_has_numbers(
     groups = ftopt.local_groups(2, on_event=on_event)
 
     def replica(group: ftopt.ReplicaGroup) -> None:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
+        with seeded():
+            model = nn.Linear(4, 2)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = ftopt.wrap(inner, model, method, group=group)
         if group.replica == "r0":

@@ -18,6 +18,7 @@ from ftopt.events import Event
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 PARAMETERS: list[Method] = [
     LocalSGD(sync_every=4),
@@ -33,8 +34,7 @@ IDS = [f"{method.name}, delay {method.overlap.delay}" for method in (*PARAMETERS
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with seeded():
             self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:

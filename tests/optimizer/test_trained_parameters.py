@@ -15,6 +15,7 @@ from ftopt.errors import UserError
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 from ftopt.optimizer import OuterOptimizer, wrap
 from tests.optimizer.running import PATIENT, together
+from tests.problems import seeded
 
 METHODS: list[Method] = [
     LocalSGD(sync_every=3),
@@ -33,8 +34,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with seeded():
             self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
         self.b.requires_grad_(False)
 

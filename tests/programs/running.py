@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import ftopt
 from ftopt.telemetry.jsonl import record_of
 from ftopt.telemetry.summary import summarize
+from tests.problems import seeded
 from tests.programs.actions import ACTIONS, Dies, Interrupt, Mine
 from tests.programs.program import INNER, METHODS, MODELS, Life, Program
 
@@ -156,8 +157,8 @@ class Running:
 
     def begin(self) -> None:
         program = self.job.program
-        torch.manual_seed(program.seed)
-        self.model: nn.Module = MODELS[program.model]()
+        with seeded(program.seed):
+            self.model: nn.Module = MODELS[program.model]()
         self.first: Any = self.model[0]  # type: ignore[index]
         self.weights = copy.deepcopy(self.model.state_dict())
         inner = INNER[program.inner](self.model)

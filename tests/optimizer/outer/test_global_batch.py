@@ -16,6 +16,7 @@ from ftopt.data.batches import Batches
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.sync.group import ReplicaGroup, Samples, Sync
+from tests.problems import seeded
 from tests.sync.protocol.batch_table import batch
 
 FAST = Sync(grace_s=5.0, heartbeat_s=0.05, dead_after_s=5.0)
@@ -39,12 +40,8 @@ class Points:
         return self.inputs[index], self.targets[index]
 
 
-_SEEDING = threading.Lock()
-
-
 def model() -> nn.Module:
-    with _SEEDING, torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded():
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 

@@ -16,6 +16,7 @@ from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import Committed
 from tests.optimizer.running import together
+from tests.problems import seeded
 
 SYNC = ftopt.Sync(grace_s=0.1, dead_after_s=3.0, heartbeat_s=0.05)
 
@@ -99,8 +100,8 @@ def test_gradients_that_no_round_counts_do_not_move_averages_ahead(delay: int) -
     method = ftopt.PAFT(sync_every=2, delay=delay, weights="tokens")
 
     def replica(m: int) -> tuple[int, ...]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
+        with seeded():
+            model = nn.Linear(4, 2)
         optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, method, group=groups[m])
         with optimizer:
             for _ in range(6):
