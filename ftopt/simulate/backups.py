@@ -23,7 +23,6 @@ class SimBackup:
         process = self._process
         if process.loader is None or not self._world.knobs.replay or any(f.reset for f in process.machine.fragments):
             return
-        taken = [shard.taken for shard in process.shards]
         if any(shard.reset for shard in process.shards):
             return
         kept = [shard.kept() for shard in process.shards]
@@ -34,7 +33,7 @@ class SimBackup:
         used, queue = process.loader.unit_queue.kept()
         process.own_copy = SimCopy(process.incarnation_id, pending, used, queue)
         self._serial += 1
-        versions = tuple(record.version for record in taken if record is not None)
+        versions = tuple(k.record.version for k in kept)
         serial = self._serial
         process.later(self._world.delay(), lambda: process.act(process.machine.copied(serial, versions)))
 

@@ -84,6 +84,18 @@ def test_nothing_is_inherited_before_the_copy_is_kept() -> None:
     assert successor_of(b)[1] is None
 
 
+def test_nothing_is_inherited_from_a_copy_that_does_not_say_the_version_of_each_fragment() -> None:
+    """What it does not speak of could be counted by a later commit, and counted again."""
+    for versions in (), (1, 1):
+        _, (a, b) = job("a", "b")
+        commit(a, b, units=2, last_step=2)
+        b.do(b.machine.copied(1, versions))
+        a.take()
+        assert [x for x in a.asked if isinstance(x, m.Keep)] == []
+        commit(a, b, units=2, last_step=4)
+        assert successor_of(b)[1] is None
+
+
 def test_nothing_is_inherited_when_the_keeper_has_gone_away_even_if_it_is_back() -> None:
     _, (a, b, c) = job("a", "b", "c")
     commit(a, b, c, units=2, last_step=2)

@@ -263,7 +263,7 @@ class Coordinator:
                 self.rounds[f].lacks(now, member)
             case m.Ask(units=units):
                 self.assignment.ask(member, units)
-            case m.Copied():
+            case m.Copied(versions=versions) if len(versions) == len(self.rounds):
                 return self.members.backups.copied(member, message)
             case m.Keeps():
                 return self.members.backups.keeps(member, message)
