@@ -141,6 +141,7 @@ def test_one_that_has_no_checkpoint_fetches(tmp_path: Path, caplog: pytest.LogCa
     events = list[Event]()
     with lives(("r0", "r1"), events) as groups:
         live(groups[:2], [tmp_path / "a"] * 2, dies_at=10)
+        caplog.clear()
         began = live(groups[2:], [tmp_path / "a", tmp_path / "b"])
         assert [each.inner_step for each in began] == [8, 8]
         assert [each.adam_steps for each in began] == [8.0, 0.0]
