@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from ftopt.simulate.world import Process, Violation
 
+_IN_TURN = 4
+"""Messages of a round that wait for each other: `Propose`, `Quorum`, `Prepared`, and what ends the wait. Each may take
+ten times as long as usual."""
+
 
 class Patience:
     """Watches one life of a process. It looks at each heartbeat: a wait that never ends is seen, too."""
@@ -33,5 +37,5 @@ class Patience:
         world, knobs = self._world, self._world.knobs
         load_s = max(p.step_s for p in world.processes.values()) * max(1, knobs.global_batch)
         called_in_s = max(0.5, 2 * load_s)
-        network_s = 2 * knobs.reduce_s + 10 * knobs.delay_s
+        network_s = 2 * knobs.reduce_s + _IN_TURN * 10 * knobs.delay_s
         return float(knobs.settings["grace_s"] or 0) + called_in_s + knobs.dead_after_s + network_s

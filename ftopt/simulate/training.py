@@ -40,9 +40,7 @@ class InnerSteps:
         return self.waits is not None
 
     def begin(self) -> None:
-        """There is a state of each fragment to train on: what `OuterStep.start` does."""
-        for fragment in range(len(self._process.shards)):
-            self._take_over(fragment)
+        """There is a state to train on."""
         self._process.later(self._process.step_s, self._step)
 
     def poke(self) -> None:
