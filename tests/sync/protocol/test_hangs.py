@@ -87,6 +87,26 @@ def test_who_only_comes_late_is_given_twice_as_long_the_next_time() -> None:
     assert len(table.events("abort")) == 1
 
 
+def test_a_reducer_that_hangs_does_so_once_for_all_fragments_that_are_under_way() -> None:
+    table = Table(start_replicas=2, fragments=3)
+    a, b = table.start("a", "b")
+    for fragment in range(3):
+        a.propose(5, fragment)
+        b.propose(5, fragment)
+    b.hangs = True
+    b.take()
+    a.take()
+    for _ in range(3):
+        a.reduce()
+    table.tick(PATIENCE_S)
+    assert len(table.events("abort")) == 3
+    for _ in range(3):
+        a.reduce()
+    a.take()
+    assert [a.held(fragment).version for fragment in range(3)] == [1, 1, 1]
+    assert table.coordinator.roster.members["b"].late == 1
+
+
 def test_a_result_that_takes_long_for_all_is_waited_for_as_long_again() -> None:
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")

@@ -55,7 +55,8 @@ class Attempt:
     ``lost``: members whose connection has ended since; one that had prepared still counts. ``drop``: gone incarnations
     whose COUNT entries the commit removes. ``advance``: inner steps that it adds to the committed inner step.
     ``reported_s``: when a member has prepared last. ``ranges``: all units that its contributions have used. ``plan``:
-    what they are shares of, 0 without a global batch.
+    what they are shares of, 0 without a global batch. ``late``: how often each member had come too late when it began:
+    a reducer that hangs does so once for all fragments that were under way.
     """
 
     attempt: int
@@ -70,6 +71,7 @@ class Attempt:
     lost: set[str] = field(default_factory=set)
     ranges: Ranges = ()
     plan: int = 0
+    late: dict[str, int] = field(default_factory=dict)
     _change: tuple[_Ids | None, _Ids, _Ids] = (None, (), ())
 
     def verdict(self) -> RoundOutcome | Failure | Disagreement | None:
@@ -152,7 +154,7 @@ class Attempt:
         since_s, took_s = self.started_s, usual_s
         if self.prepared:
             since_s, took_s = self.reported_s, self.reported_s - self.started_s
-        late = max((x.late for x in self.silent(roster)), default=0)
+        late = max((self.late.get(x.replica, 0) for x in self.silent(roster)), default=0)
         return since_s + (took_s + patience_s) * 2.0 ** min(late, 10)
 
     def alive(self) -> list[str]:

@@ -58,6 +58,7 @@ class Decide:
             drop=tuple(sorted(self.undropped.items())),
             advance=max(c.steps for c in contributors or chosen.values()),
             started_s=now,
+            late={x.replica: x.late for x in members},
         )
         self._assignment.begin(a)
         key = tuple((x.incarnation_id, x.conn) for x in members)
@@ -188,7 +189,7 @@ class Decide:
         if now >= self._overdue_s(now, a):
             out = a.silent(self._roster)
             for x in out:
-                x.late += 1
+                x.late = max(x.late, a.late[x.replica] + 1)
             reason = f"no result after {now - a.started_s:.1f} s"
         elif out := self._quiet(now, a):
             for x in out:
