@@ -242,7 +242,7 @@ def _fault(world: Simulation, chooser: random.Random) -> None:
             world.at(chooser.uniform(7, 12), process.spawn)
     elif kind == "schism" and chooser.random() < 0.3:
         world.server.schism = True
-    elif kind == "rival" and chooser.random() < 0.3:
+    elif kind == "rival" and chooser.random() < 0.5:
         world.note("net", "a second coordinator starts")
         world.rival()
     elif kind == "network":
