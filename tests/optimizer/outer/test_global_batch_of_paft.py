@@ -29,6 +29,7 @@ def train(group: ReplicaGroup, method: Any, *, drift: float = 0.0, dies_at: int 
                 nn.functional.mse_loss(module(x), y).backward()
                 if step == dies_at:
                     group.close()
+                    optimizer.close(flush=False)  # the dead hand nothing in
                     return None
             optimizer.step()
             if drift and step == 3:
