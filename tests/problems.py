@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -24,18 +26,34 @@ def seeded(seed: int = 0) -> Iterator[None]:
         yield
 
 
+def alike(build: Callable[[int], nn.Module]) -> Callable[[int], nn.Module]:
+    """What ``build`` makes from a seed, the same each time: threads that another test has left may draw meanwhile."""
+    made: dict[int, nn.Module] = {}
+
+    @functools.wraps(build)
+    def model(seed: int = 0) -> nn.Module:
+        with _SEEDING:
+            new = build(seed)
+            return copy.deepcopy(made.setdefault(seed, new))
+
+    return model
+
+
+@alike
 def linear_model(seed: int = 0) -> nn.Module:
     """Least squares: convex, so rounding errors shrink."""
     torch.manual_seed(seed)
     return nn.Linear(8, 4)
 
 
+@alike
 def mlp_model(seed: int = 0) -> nn.Module:
     """Two layers, smooth."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
+@alike
 def deep_model(seed: int = 0) -> nn.Module:
     """Five blocks of unlike sizes, nearly linear: to be cut into fragments."""
     torch.manual_seed(seed)
@@ -44,6 +62,7 @@ def deep_model(seed: int = 0) -> nn.Module:
     return nn.Sequential(*layers[:2], nn.Tanh(), *layers[2:])
 
 
+@alike
 def wide_model(seed: int = 0) -> nn.Module:
     """1496 parameters: each of two fragments is several codec blocks of 256 and a shorter one."""
     torch.manual_seed(seed)

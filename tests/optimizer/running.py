@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,8 +74,7 @@ def train_and_look(
         rate: the inner rate after so many steps. Default: the optimizer's.
         noise: of a method that exchanges gradients: spoils a replica's copy of the agreed one.
     """
-    first = problem.model(0).to(dtype)
-    models = [copy.deepcopy(first) for _ in range(replicas)]  # the global seed is the process'
+    models = [problem.model(0).to(dtype) for _ in range(replicas)]  # Here: the global seed is the process'.
 
     def on_event(event: Event) -> None:
         if noise is not None and event.event == "aggregated":

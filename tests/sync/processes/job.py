@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import threading
@@ -115,6 +116,8 @@ def _replica(
     os.environ |= options.get("environ", {}).get(replica, {})
     torch.set_num_threads(options.get("threads", {}).get(replica, 1))
     files = RunFolder(folder)
+    if options.get("logs"):
+        logging.basicConfig(filename=folder / f"log-{replica}")
     events, record = EventLog(JsonLines(files.events, started)), CurrentStep()
     steps = step_log(JsonLines(files.steps(replica), started), record)
     injector, ordered = FaultInjector(faults, events), FaultInjector((), events, incarnation=_ORDERED)

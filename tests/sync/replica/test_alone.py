@@ -39,22 +39,18 @@ def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixtu
     assert caplog.messages == []
 
 
-def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In real processes, whose log goes to the standard error."""
-    with tiny_job(tmp_path, steps=None) as job:
+def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path) -> None:
+    with tiny_job(tmp_path, steps=None, logs=True) as job:
         job.start_all()
         job.until("decide", count=2)
         job.kill("coordinator")
-        said = ""
 
-        def all_say_so() -> bool:
-            nonlocal said
-            said += capfd.readouterr().err
-            return all(f"replica {name}: training alone since " in said for name in job.names)
+        def said(name: str) -> int:
+            return (tmp_path / f"log-{name}").read_text().count(f"replica {name}: training alone since ")
 
-        job.wait_until(all_say_so, "all say that they train alone")
+        job.wait_until(lambda: all(map(said, job.names)), "all say that they train alone")
         job.start_coordinator()
         job.after(job.until("recover"), "decide", count=2)
         job.enough()
         job.end()
-    assert said.count("training alone") == 3
+        assert list(map(said, job.names)) == [1, 1, 1]
