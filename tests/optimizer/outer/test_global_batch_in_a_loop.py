@@ -200,7 +200,7 @@ def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_jo
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_that_dies_loses_nothing() -> None:
     others = set(multiprocessing.active_children())  # of loaders that are not collected yet
-    loop = Loop(solo(), num_workers=1, prefetch_factor=1)
+    loop = Loop(solo(), num_workers=1, prefetch_factor=1, multiprocessing_context="forkserver")
     workers = set(multiprocessing.active_children()) - others
     died = 0
     with loop.optimizer:
@@ -291,7 +291,7 @@ def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
 def test_workers_load_ahead_and_what_is_inherited() -> None:
     samples = Samples(samples=120, batch_size=4, global_batch=24, epochs=1)
     groups = local_groups(2, sync=FAST)
-    found, _ = dies_at(groups, 2, samples, num_workers=1)
+    found, _ = dies_at(groups, 2, samples, num_workers=1, multiprocessing_context="forkserver")
     assert len(found) == 1
     same(found[0], plain(samples))
 
