@@ -153,7 +153,7 @@ def test_an_on_event_that_always_raises_changes_nothing(method: ftopt.Method, ca
     assert len(shown) == 3, "once for each replica, and for the coordinator"
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("error", [SystemExit, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("event", ["gather", "reduce", "payload", "reduce.after", "prepare", "commit", "decide"])
 def test_an_on_event_that_exits_ends_the_membership_when_what_it_heard_of_has_taken_effect(
     event: str, error: type[BaseException]
@@ -178,7 +178,9 @@ def test_an_on_event_that_exits_ends_the_membership_when_what_it_heard_of_has_ta
     causes = together([lambda: run(first), lambda: run(second)])
     assert causes[0] is exits
     if event in ("commit", "decide"):
-        assert (first.optimizer.committed.version, first.optimizer.pending_steps) == (2, 0)
+        version = first.optimizer.committed.version
+        assert version >= 2, "it ends soon, and may be in the next round by then"
+        assert first.optimizer.pending_steps == first.optimizer.local_steps - 3 * version
     if event != "decide":
         assert causes[1] is None and second.optimizer.pending_steps == 0, "the other one trains on"
         assert second.optimizer.committed.version == STEPS // 3
