@@ -389,11 +389,10 @@ class Core:
             self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
             reason = "it left at once, after an exception or by flush=False"
             if flush:
-                self.group.check()
                 hand_in(self.outer, self.group, self.inner.largest_lr, deadline, self._clock)
                 reason = self.group.obstacle() or f"no round has taken them within {timeout_s:g} s"
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
-            if flush:
+            if flush and not self.group.closed:
                 self.group.check()
             self.outer.apply()
             self._after_outer_work(self.outer)

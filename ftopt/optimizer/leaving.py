@@ -32,9 +32,10 @@ def hand_in(
 ) -> None:
     """Offers what is pending and waits for it, until nothing is: a round that was under way may end without this
     replica's last steps, which are then offered to the next one. What a round was offered and did not take is not
-    offered to it again. A version that is being fetched comes first: nothing can be offered to an older one."""
+    offered to it again. A version that is being fetched comes first: nothing can be offered to an older one. A closed
+    group takes nothing."""
     offered: dict[int, int] = {}
-    while True:
+    while not group.closed:
         group.check()
         outer.apply()
         waits = not group.catch_up(timeout_s=0.0)

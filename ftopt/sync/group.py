@@ -283,14 +283,18 @@ class ReplicaGroup(Protocol):
         """
 
     def check(self) -> None:
-        """Raises what has ended this replica's membership: the job has refused it, or a thread of its own has failed
-        (the error's ``__cause__``). Free to call every step."""
+        """Raises what has ended this replica's membership: the job has refused it, a thread of its own has failed
+        (the error's ``__cause__``), or the group was closed. Free to call every step."""
 
     def leave(self, *, timeout_s: float) -> None:
         """Leaves in good order: waits at most ``timeout_s`` for an outstanding contribution, then says goodbye."""
 
     def close(self) -> None:
-        """Ends threads and connections at once; idempotent."""
+        """Ends threads and connections at once; idempotent. `OuterOptimizer.close` does it, after leaving."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
 
     @property
     def emit(self) -> EmitEvent:

@@ -164,19 +164,23 @@ def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list
     """The decisions that stand: fragment -> version -> decision; and the versions of any fragment that were decided
     with more than one chain: a fork.
 
-    A restarted coordinator may tell one again, the last word counts. A rollback takes back those that the job does not
-    go on from: they are made again.
+    A coordinator that was killed after it had journalled a decision has not told it: the next one does when it begins
+    (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are made again.
     """
     found: dict[int, dict[int, Line]] = {0: {}}
     forks: set[int] = set()
     rolled_back = False
+
+    def take(event: Line, chain: str) -> None:
+        known = found.setdefault(event.get("fragment", 0), {})
+        version = event["version"]
+        if version in known and data_of(known[version]).get("chain", "") != chain:
+            forks.add(version)
+        known[version] = event
+
     for event in events:
         if event["event"] == "decide":
-            known = found.setdefault(event.get("fragment", 0), {})
-            version = event["version"]
-            if version in known and data_of(known[version]).get("chain", "") != data_of(event).get("chain", ""):
-                forks.add(version)
-            known[version] = event
+            take(event, data_of(event).get("chain", ""))
         elif event["event"] == "rollback":
             rolled_back = True
         elif event["event"] in ("start", "recover") and rolled_back:
@@ -184,6 +188,8 @@ def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list
             for fragment, last in enumerate(data_of(event).get("versions", ())):
                 known = found.get(fragment, {})
                 found[fragment] = {version: event for version, event in known.items() if version <= last}
+        for last in data_of(event).get("decided", ()) if event["event"] == "recover" else ():
+            take({**last, "data": last}, last["chain"])
     return found, sorted(forks)
 
 

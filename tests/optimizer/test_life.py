@@ -300,3 +300,20 @@ def test_a_closed_optimizer_keeps_no_thread() -> None:
     for thread in {*threading.enumerate()} - before:
         thread.join(10.0)
         assert not thread.is_alive(), thread
+
+
+def test_an_optimizer_whose_group_is_closed_says_at_once_what_is_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftopt.optimizer.leaving._POLL_S", -1.0)  # a wait while it leaves is a ValueError
+    model, group = TASK.model(0), solo()
+    optimizer = wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=2), group=group)
+    with optimizer:
+        for step in range(3):
+            _step(optimizer, model, step)
+        group.close()
+        for call in (lambda: _step(optimizer, model, 3), optimizer.sync, optimizer.settle):
+            with pytest.raises(UserError, match="the group of this optimizer is closed"):
+                call()
+    assert (optimizer.versions, optimizer.local_steps) == ((1,), 3)
+    assert "left with 1 inner steps that no committed state contains: its group was closed before" in caplog.text

@@ -121,6 +121,21 @@ def test_what_a_rollback_has_taken_back_is_of_the_dead_and_no_fork() -> None:
     assert got["chain_conflicts"] == []
 
 
+def test_a_decision_whose_coordinator_was_killed_before_it_told_it_is_counted() -> None:
+    last = {"fragment": 0, "version": 2, "chain": "c2", "inner_step": 20, "members": [["r0", 1, 10, 20, 10.0, True]]}
+    events = [
+        event("join", "r0", 1),
+        decide(1, ["r0", 1, 10, 10, 10.0, True], inner_step=10),
+        event("recover", version=2, data={"versions": [2], "decided": [last]}),
+        event("recover", version=2, data={"versions": [2], "decided": [last]}),
+        end("r0", 1, pending=2),
+    ]
+    got = summarize(events, {"r0": lines(1, 22)})
+    assert (got["outer_steps"], got["inner_step"], got["inner_steps_committed"]) == (2, 20, 20)
+    assert got["survivor_inner_steps_lost"] == got["inner_steps_counted_twice"] == 0
+    assert got["chain_conflicts"] == []
+
+
 def test_steps_of_a_nonfinite_contribution_are_discarded_and_not_lost() -> None:
     events = [
         event("join", "r0", 1),

@@ -42,7 +42,7 @@ class Client:
         self.replica, self.sync = session.replica, session.sync
         self.codec = codec_named(session.sync.codec_name)
         self.emit: EmitEvent = session.emit
-        self.check: Callable[[], None] = session.view.check
+        self.check: Callable[[], None] = session.view.check_open
         self.tells_steps = wants_steps(session.on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
@@ -96,9 +96,9 @@ class Client:
         if self.units is not None:
             steps = fingerprint.period
             round_units = steps * self._accumulate if steps else None
-            self.units.begin(partial(session.act, Replica.ask), round_units=round_units, check=self.check)
+            self.units.begin(partial(session.act, Replica.ask), round_units=round_units, check=self._view.check)
         if self.global_batch is not None:
-            self.global_batch.begin(self.check)
+            self.global_batch.begin(self._view.check)
         session.reducer.start()
         self._on_network(session.open(host, fingerprint, self._resumed))
         try:
@@ -179,11 +179,13 @@ class Client:
         view = self._view
         limit_s = self.sync.dead_after_s if timeout_s is None else timeout_s
         ended = view.changed.wait_for(lambda: view.ready or view.closed or view.failure is not None, limit_s)
-        self.check()
+        view.check()
         return ended
 
     def obstacle(self) -> str:
         machine, least = self.session.machine, self.sync.min_replicas
+        if self.closed:
+            return "its group was closed before its optimizer"
         if not machine.welcomed:
             return "no coordinator answers"
         if not machine.ready:
@@ -225,6 +227,10 @@ class Client:
             self._on_network(self.session.bye(), timeout_s=3.0)
         except TimeoutError:
             _log.warning("replica %s: the coordinator did not hear the goodbye", self.replica)
+
+    @property
+    def closed(self) -> bool:
+        return self._view.closed
 
     def close(self) -> None:
         if not self._view.close():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ftopt.errors import FtoptError
+from ftopt.errors import FtoptError, UserError
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.replica.changed import Changed
@@ -61,6 +61,15 @@ class View:
             raise self.failure
 
     # ------------------------------------------------------------ training thread
+
+    def check_open(self) -> None:
+        """`check`; UserError: the group is closed, so that nothing more is decided. Free to call every step."""
+        if self.failure is not None or self.closed:
+            self.check()
+            raise UserError(
+                "the group of this optimizer is closed, so that its steps go nowhere; leave the job with "
+                "optimizer.close(), or the end of `with optimizer:`, which closes the group as well"
+            )
 
     def propose(self, fragment: int) -> None:
         """Counts a proposal as on its way to the machine."""

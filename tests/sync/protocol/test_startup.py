@@ -35,6 +35,20 @@ def held(seat: Seat) -> list[str]:
     return [x.text for x in seat.asked if isinstance(x, r.Notice)]
 
 
+def test_a_coordinator_tells_the_decisions_that_it_finds_in_its_journal() -> None:
+    """The one before may have been killed when it had journalled the last one and told nobody."""
+    table = Table()
+    seats = trained(table, "a", "b")
+    table.restart(journal=True)
+    for seat in seats:
+        seat.connect()
+    (recover,), decide = table.events("recover"), table.events("decide")[-1]
+    (told,) = recover.data["decided"]
+    assert told.pop("fragment") == decide.fragment
+    assert told.pop("version") == decide.version == 3
+    assert told.items() <= decide.data.items()
+
+
 @pytest.mark.parametrize("start_replicas", [1, 2])
 def test_newcomers_do_not_start_a_job_anew_that_living_replicas_hold(start_replicas: int) -> None:
     """COLD: four train; the coordinator comes back without memory, and newcomers are there before they are."""

@@ -339,6 +339,8 @@ class Coordinator:
         effects += self.assignment.open(startup, top.at, top.last.done)
         if self.assignment.samples is not None:
             data |= {"done": top.last.done, "samples": asdict(self.assignment.samples)}
+        if last := [r.versions.journalled() for r in self.rounds if r.versions.last.members]:
+            data["decided"] = last
         if not state_holders and (anew := startup.anew()):
             effects += [SendTo(conn, m.Hold(anew)) for conn in sorted(startup.hellos)]
         effects.append(Emit(name, version=top.at.version, inner_step=top.last.inner_step, data=data))

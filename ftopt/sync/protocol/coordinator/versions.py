@@ -29,6 +29,12 @@ class Versions:
         self._chains[decided.version] = decided.chain
         self._chains.pop(decided.version - HISTORY, None)
 
+    def journalled(self) -> dict[str, object]:
+        """The last decision, for an event: that of its own may be lost with the coordinator that has made it."""
+        d = self.last
+        told = {"fragment": d.fragment, "version": d.version, "chain": d.chain, "inner_step": d.inner_step}
+        return told | {"members": [list(x) for x in d.members]}
+
     def held_by(self, member: Member) -> bool:
         return member.held.get(self.fragment) == self.at
 
