@@ -16,6 +16,7 @@ from ftopt.cli.main import main
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.forkserver import CONTEXT
+from tests.job.forked import use_forks
 
 TINY = (
     "replicas=3",
@@ -42,12 +43,12 @@ def text(folder: Path) -> str:
 
 class Run:
     """A running ``ftopt run diloco_bytes``: a process from the fork server, which has torch loaded, in a session of its
-    own. The coordinator and the replicas that it starts are processes like any user's.
+    own. The coordinator and the replicas that it starts are forks of it, or ``fresh`` processes like any user's.
     """
 
-    def __init__(self, folder: Path, overrides: Sequence[str]) -> None:
+    def __init__(self, folder: Path, overrides: Sequence[str], *, fresh: bool = False) -> None:
         self._files = [folder / "stdout.txt", folder / "stderr.txt"]
-        self._process = CONTEXT.Process(target=_run, args=(folder, self._files, list(overrides)))
+        self._process = CONTEXT.Process(target=_run, args=(folder, self._files, list(overrides), fresh))
         self._process.start()
 
     def wait(self, timeout_s: float = 100.0) -> tuple[int, str]:
@@ -68,19 +69,21 @@ class Run:
         self._process.join()
 
 
-def _run(folder: Path, files: Sequence[Path], overrides: Sequence[str]) -> None:
+def _run(folder: Path, files: Sequence[Path], overrides: Sequence[str], fresh: bool) -> None:
     os.setsid()
     os.chdir(folder)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if not fresh:
+        use_forks()
     sys.exit(main(["run", "diloco_bytes", *overrides]))
 
 
 class Start(Protocol):
     """Starts a `Run` in a folder, with `TINY` and then ``overrides``; ended with the test."""
 
-    def __call__(self, folder: Path, *overrides: str, leave_out: str = "nothing") -> Run:
-        """``leave_out``: the settings of `TINY` that begin so."""
+    def __call__(self, folder: Path, *overrides: str, leave_out: str = "nothing", fresh: bool = False) -> Run:
+        """``leave_out``: the settings of `TINY` that begin so. ``fresh``: of `Run`."""
 
 
 @pytest.fixture
@@ -88,9 +91,9 @@ def start() -> Iterator[Start]:
     """A `Start`."""
     runs: list[Run] = []
 
-    def start_one(folder: Path, *overrides: str, leave_out: str = "nothing") -> Run:
+    def start_one(folder: Path, *overrides: str, leave_out: str = "nothing", fresh: bool = False) -> Run:
         settings = [setting for setting in TINY if not setting.startswith(leave_out)]
-        runs.append(Run(folder, [*settings, text(folder), *overrides]))
+        runs.append(Run(folder, [*settings, text(folder), *overrides], fresh=fresh))
         return runs[-1]
 
     yield start_one

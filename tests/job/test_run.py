@@ -13,7 +13,9 @@ from tests.job.running import Start, alive, events_of, folder_of, summary_of, un
 def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path, start: Start) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
     fault = "{replica: 1, at_step: 100, point: reduce, do: kill, rejoin_s: 0}"
-    status, error = start(tmp_path, "sync.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]").wait()
+    status, error = start(
+        tmp_path, "sync.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]", fresh=True
+    ).wait()
     assert status == 0, error
     got = summary_of(tmp_path)
     assert got["survivor_inner_steps_lost"] == 0
@@ -67,7 +69,7 @@ def test_an_interrupted_run_leaves_in_good_order_and_keeps_what_is_pending(tmp_p
 
 
 def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> None:
-    run = start(tmp_path, "replicas=1", "train.inner_steps=100000")
+    run = start(tmp_path, "replicas=1", "train.inner_steps=100000", fresh=True)
     until(lambda: (tmp_path / "runs").exists() and len(events_of(tmp_path, "decide")) > 0)
     pids = [event["data"]["pid"] for event in events_of(tmp_path, "spawn")]
     assert len(pids) == 2
