@@ -2,31 +2,37 @@
 
 ``python -m benchmarks chaos`` runs a campaign for each method. Processes are killed, stopped, asked to leave, started
 twice, all at once and one after the other; so is the coordinator, with its journal and without; checkpoints are
-damaged. The parameters of the model are the account (`benchmarks.chaos.script`): what is lost or counted twice is read
-from it.
+damaged, links are cut. The parameters of the model are the account (`benchmarks.chaos.script`): what is lost or counted
+twice is read from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import multiprocessing.connection
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.account import Facts, Outcome, judge
-from benchmarks.chaos.faults import Striker
+from benchmarks.chaos.faults import DECK, Striker
 from benchmarks.chaos.jobs import Processes, processes
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
 from benchmarks.chaos.script import BATCH
 from benchmarks.speed.machine import facts as machine_facts
 from ftopt.cli.output import complain, say
 from ftopt.telemetry.jsonl import Tail
+from tests.forkserver import die_with_parent
 
 RESULTS = Path(__file__).parents[1] / "results" / "chaos.json"
 SYNC: dict[str, Any] = {
@@ -54,6 +60,7 @@ class Plan:
         ledger: the samples are the job's.
         seconds: how long faults strike; with a ledger until the data have ended, if that comes within twice as long.
         every_s: seconds between two, on average.
+        resume: the script calls `ftopt.Checkpoints.resume`, as one does that is restarted again and again.
         patience_s: without another sample in the model for so long after the faults, the job does not end.
     """
 
@@ -63,12 +70,14 @@ class Plan:
     seconds: float = 60.0
     every_s: float = 1.5
     recover: str = "drop"
+    resume: bool = False
     replicas: int = 5
     patience_s: float = 40.0
 
     @property
     def name(self) -> str:
-        more = ("" if self.ledger else ", no ledger") + (", replay" if self.recover == "replay" else "")
+        more = "" if self.ledger else ", no ledger"
+        more += (", replay" if self.recover == "replay" else "") + (", resume" if self.resume else "")
         return f"{self.way}{more}, seed {self.seed}"
 
     @property
@@ -106,6 +115,7 @@ class Campaign:
                 self.striker.strike()
             self.pause(_POLL_S)
         self.striker.calm()
+        faults_s = time.time() - began
         self._calm_at = time.time()
         ordered = self._end()
         stuck = job.alive
@@ -117,7 +127,9 @@ class Campaign:
             self.folder, job.runs, plan.way, plan.samples, SYNC, job.started, self.faults, ordered,
             self.striker.complaints, job.coordinator_sizes,
         )  # fmt: skip
-        return judge(facts)
+        outcome = judge(facts)
+        outcome.faults_s = faults_s
+        return outcome
 
     def pause(self, seconds: float) -> None:
         """Goes on looking, and does what is due."""
@@ -175,65 +187,108 @@ def campaign(plan: Plan, folder: Path, *, verbose: bool = False) -> tuple[Outcom
     step_s = LIVE_STEP_S if WAYS[plan.way].live and plan.way != GLOBAL_BATCH else STEP_S
     options = {"way": plan.way, "samples": plan.samples, "step_s": step_s, "folder": str(folder)}
     options |= {"sync": SYNC | {"start_replicas": plan.replicas, "recover": plan.recover}}
-    options |= {"accumulate": 1 + plan.seed // 3 % 2}
+    options |= {"accumulate": 1 + plan.seed // 3 % 2, "resume": plan.resume}
     with processes(folder, options) as job:
         done = Campaign(plan, folder, job, verbose=verbose)
         return done.run(), done.faults
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[METHOD ...] [--seed N] [--runs N] [--seconds S] [--every-s X] [--ledger WHICH] [--keep DIR]"""
+    """[METHOD ...] [--seed N] [--runs N] [--seconds S] [--every-s X] [--ledger WHICH] [--jobs N] [--keep DIR] ..."""
     parser.add_argument("ways", nargs="*", metavar="METHOD", help=f"{', '.join(WAYS)} (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the first campaign's faults (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=2, help="campaigns a method, seeds in a row (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of faults in each (default: %(default)g)")
     parser.add_argument("--every-s", type=float, default=1.5, help="seconds between two faults (default: %(default)g)")
     parser.add_argument("--ledger", choices=("both", "with", "without"), default="both", help="(default: %(default)s)")
-    parser.add_argument("--recover", choices=("drop", "replay"), default="drop", help="(default: %(default)s)")
+    parser.add_argument("--recover", choices=("both", "drop", "replay"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--resume", choices=("both", "with", "without"), default="both", help="(default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="campaigns at a time (default: %(default)s)")
     parser.add_argument(
         "--keep", type=Path, help="folder that keeps what bad campaigns leave (default: a temporary one)"
     )
     parser.add_argument("--verbose", action="store_true", help="print each fault")
 
 
+def plans(arguments: argparse.Namespace) -> list[Plan]:
+    """Every method in turn. The choices of two change from seed to seed, each half as often as the one before."""
+    made = []
+    for number in range(arguments.runs):
+        ledger = _choice(arguments.ledger, ("with", "without"), number)
+        recover = _choice(arguments.recover, ("drop", "replay"), number // 2)
+        resume = _choice(arguments.resume, ("without", "with"), number // 4) == "with"
+        for way in arguments.ways or WAYS:
+            with_ledger = ledger == "with" or way == GLOBAL_BATCH
+            seed, seconds, every_s = arguments.seed + number, arguments.seconds, arguments.every_s
+            made.append(Plan(way, with_ledger, seed, seconds, every_s, recover if with_ledger else "drop", resume))
+    return made
+
+
+def _choice(asked: str, both: tuple[str, str], number: int) -> str:
+    return both[number % 2] if asked == "both" else asked
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a row a method; 1 when anything is not 0."""
+    """Prints a row a method, and one a kind of fault; 1 when anything is not 0."""
     if unknown := [way for way in arguments.ways if way not in WAYS]:
         complain(f"benchmarks chaos: {', '.join(unknown)}; must be of {', '.join(WAYS)}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    found, about = list[dict[str, Any]](), machine_facts()
+    about, began = machine_facts(), time.time()
     RESULTS.parent.mkdir(exist_ok=True)
-    for way in arguments.ways or WAYS:
-        for number in range(arguments.runs):
-            ledger = {"with": True, "without": False}.get(arguments.ledger, number % 2 == 0) or way == GLOBAL_BATCH
-            plan = Plan(way, ledger, arguments.seed + number, arguments.seconds, arguments.every_s, arguments.recover)
-            found.append(_kept(plan, arguments))
-            RESULTS.write_text(json.dumps({"machine": about, "campaigns": found}, indent=1))
-    say("\n" + "\n".join(table(found)) + f"\n\ncommit {about['commit']}, load before {about['load_before']}")
+    found = []
+    for each in _all(plans(arguments), arguments):
+        found.append(each)
+        RESULTS.write_text(json.dumps({"machine": about, "campaigns": found}, indent=1))
+    say("\n" + "\n".join(table(found)) + "\n\n" + "\n".join(kinds(found)))
+    say(f"\ncommit {about['commit']}, load before {about['load_before']}, {(time.time() - began) / 60:.0f} minutes")
     return 1 if any(each["outcome"]["bad"] for each in found) else 0
 
 
-def _kept(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Runs a campaign in a short temporary folder, which is kept if it went wrong."""
-    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=arguments.keep))
+def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What each has come to, as they end. Each runs in a process of its own, with ports and a folder of its own."""
+    context, waiting = multiprocessing.get_context("spawn"), list(plans)
+    running: dict[int, tuple[SpawnProcess, Path]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < arguments.jobs:
+                plan = waiting.pop(0)
+                folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=arguments.keep))
+                process = context.Process(target=_one, args=(plan, folder, arguments.verbose))
+                process.start()
+                running[process.sentinel] = process, folder
+            for sentinel in multiprocessing.connection.wait(list(running)):
+                process, folder = running.pop(sentinel)  # type: ignore[arg-type]
+                process.join()
+                if process.exitcode:
+                    raise SystemExit(f"benchmarks chaos: the campaign in {folder} has failed")
+                each = json.loads((folder / "outcome.json").read_text())
+                if not each["outcome"]["bad"]:
+                    shutil.rmtree(folder)
+                yield each
+    finally:
+        for process, _ in running.values():
+            process.terminate()
+            process.join()
+
+
+def _one(plan: Plan, folder: Path, verbose: bool) -> None:
+    """Runs a campaign in ``folder``, which is short for the sake of sockets."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    die_with_parent()
     say(f"{plan.name} ({plan.samples} samples) in {folder}")
-    outcome, faults = campaign(plan, folder, verbose=arguments.verbose)
-    (folder / "outcome.json").write_text(json.dumps({"outcome": outcome.plain(), "faults": faults}, indent=1))
-    text = f"  {len(faults)} faults, {outcome.steps} steps; ended after {outcome.end_s}; stall {outcome.stall_s:.1f} s"
+    outcome, faults = campaign(plan, folder, verbose=verbose)
+    each = {"way": plan.way, "seed": plan.seed, "plan": asdict(plan), "faults": faults, "outcome": outcome.plain()}
+    (folder / "outcome.json").write_text(json.dumps(each, indent=1))
+    end = "did not end" if outcome.end_s is None else f"ended after {outcome.end_s:.1f} s"
+    text = f"{plan.name}: {len(faults)} faults, {outcome.steps} steps, {end}; stall {outcome.stall_s:.1f} s"
     say("\n".join([text, *(f"  bad: {line}" for line in outcome.bad)]))
-    if not outcome.bad:
-        _remove(folder)
-    return {"way": plan.way, "ledger": plan.ledger, "seed": plan.seed, "faults": faults, "outcome": outcome.plain()}
 
 
-def _remove(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
-
-
-_COLUMNS = ("method", "runs", "faults", "steps", "lost", "twice", "samples lost", "twice", "stall, s", "end, s", "bad")
+_COLUMNS = (
+    "method", "runs", "minutes", "faults", "steps", "lost", "twice", "samples lost", "twice", "stall, s", "too long",
+    "end, s", "did not end", "bad",
+)  # fmt: skip
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -242,14 +297,21 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
     for way in dict.fromkeys(each["way"] for each in found):
         mine = [each for each in found if each["way"] == way]
         outcomes = [each["outcome"] for each in mine]
-        ends = [o["end_s"] for o in outcomes]
+        ends = [o["end_s"] for o in outcomes if o["end_s"] is not None]
         cells = [
-            way, len(mine), sum(len(each["faults"]) for each in mine), *(
+            way, len(mine), f"{sum(o['faults_s'] for o in outcomes) / 60:.1f}",
+            sum(len(each["faults"]) for each in mine), *(
                 sum(o[key] or 0 for o in outcomes)
                 for key in ("steps", "steps_lost", "steps_twice", "samples_lost", "samples_twice")
             ),
-            f"{max(o['stall_s'] for o in outcomes):.1f}",
-            "never" if None in ends else f"{max(ends):.1f}", sum(bool(o["bad"]) for o in outcomes),
+            f"{max(o['stall_s'] for o in outcomes):.1f}", sum(o["too_long"] for o in outcomes),
+            f"{max(ends, default=0.0):.1f}", len(mine) - len(ends), sum(bool(o["bad"]) for o in outcomes),
         ]  # fmt: skip
         lines.append("| " + " | ".join(f"{c:,}" if isinstance(c, int) else str(c) for c in cells) + " |")
     return lines
+
+
+def kinds(found: Sequence[dict[str, Any]]) -> list[str]:
+    """A row a kind of fault: how many processes or links it has struck."""
+    counts = Counter(fault["kind"] for each in found for fault in each["faults"])
+    return ["| fault | struck |", "|---|---|", *(f"| {kind} | {counts[kind]:,} |" for kind in DECK)]

@@ -53,15 +53,18 @@ class Outcome:
     """Of one campaign. All numbers that must be 0 are in `bad` when they are not.
 
     Args:
+        faults_s: how long faults struck.
         steps_lost, steps_twice: of survivors' steps, of all fragments; ``told``: dropped, and their logs say so.
         died: steps that died with their process, in fragment 0.
         samples_lost, samples_twice: of the ledger's; None without.
-        stall_s: the longest stall of a training thread in ``step()``; ``allowed_s``: what the table allows there.
+        stall_s: the longest stall of a training thread in ``step()``; ``allowed_s``: what the table allows there;
+            ``too_long``: stalls that are longer than that.
         data_wait_s: the longest wait for a batch.
         end_s: from the data's end, or the order to stop, to the last process' end; None: it did not end.
         unlike: looks at an anchor that differ from another process' at the same versions.
     """
 
+    faults_s: float = 0.0
     steps: int = 0
     steps_lost: int = 0
     steps_twice: int = 0
@@ -71,6 +74,7 @@ class Outcome:
     samples_twice: int | None = None
     stall_s: float = 0.0
     allowed_s: float = 0.0
+    too_long: int = 0
     data_wait_s: float = 0.0
     end_s: float | None = None
     unlike: int = 0
@@ -117,12 +121,14 @@ def judge(facts: Facts) -> Outcome:
     ends = {run.life.number: end for run in facts.runs if (end := _end(facts.folder, run)) is not None}
     wiped = _wiped(events, facts.started)
     survivors = [
-        run for run in facts.runs if ends.get(run.life.number, {}).get("how") in ORDERLY and run.ended >= wiped
+        run
+        for run in facts.runs
+        if run.ended and (end := ends.get(run.life.number)) and end["how"] in ORDERLY and end["at"] >= wiped
     ]
     _judge_ends(facts, outcome, survivors)
     if survivors:
         model = final(WAYS[facts.way].fragments, [ends[run.life.number] for run in survivors])
-        _judge_steps(facts, outcome, _answerable(facts, ends, wiped), model)
+        _judge_steps(facts, outcome, _answerable(ends, wiped), model)
         _judge_samples(facts, outcome, model)
     _judge_waits(facts, outcome)
     _judge_anchors(facts, outcome, wiped)
@@ -184,11 +190,10 @@ def _judge_ends(facts: Facts, outcome: Outcome, survivors: Sequence[Run]) -> Non
             outcome.bad.append("the data have not ended")
 
 
-def _answerable(facts: Facts, ends: Mapping[int, Mapping[str, Any]], wiped: float) -> set[int]:
+def _answerable(ends: Mapping[int, Mapping[str, Any]], wiped: float) -> set[int]:
     """Lives whose steps must be in the model or in their logs: survivors, and those that Ctrl-C has ended."""
     answers = (*ORDERLY, "interrupted")
-    lives = [run for run in facts.runs if run.ended >= wiped]
-    return {run.life.number for run in lives if ends.get(run.life.number, {}).get("how") in answers}
+    return {number for number, end in ends.items() if end["how"] in answers and end["at"] >= wiped}
 
 
 def _is_turned_away(facts: Facts, run: Run) -> bool:
@@ -273,6 +278,7 @@ def _judge_waits(facts: Facts, outcome: Outcome) -> None:
             if waited > outcome.stall_s:
                 outcome.stall_s, outcome.allowed_s = waited, allowed
             if waited > allowed:
+                outcome.too_long += 1
                 outcome.bad.append(f"{run.life.name} stood still for {waited:.1f} s, {allowed:.1f} s are allowed")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.jobs import Processes, Run
+from benchmarks.chaos.relay import CUTS, Link
 
 MOST = 8
 """Replicas, at most."""
@@ -28,10 +30,20 @@ DECK = {
     "all, damaged checkpoint": 1,
     "coordinator kill": 2,
     "coordinator kill, no journal": 1,
+    "coordinator kill, old journal": 1,
+    "coordinator kill, damaged journal": 1,
     "coordinator stop": 2,
+    "cut": 2,
+    "cut long": 1,
+    "cut half": 1,
+    "all leave": 1,
+    "all stop": 1,
+    "everything": 1,
+    "everything, no journal": 1,
 }
 """Kind -> cards of it."""
 _REFUSED_S = 60.0
+"""Until a process has found that it cannot use a file."""
 RECOVERY_S = 1.5
 """A coordinator without its journal is left in peace for so long beyond ``recovery_s``."""
 
@@ -60,6 +72,7 @@ class Striker:
         self.chance = random.Random(seed)
         self._deck: list[str] = []
         self._later: list[tuple[float, Callable[[], object]]] = []
+        self._cuts: list[Link] = []
         self._joined = replicas
         self.twins: list[Run] = []
         self.complaints: list[str] = []
@@ -85,6 +98,7 @@ class Striker:
         later, self._later = self._later, []
         for _, call in later:
             call()
+        self._connect()
         for run in self.twins:
             if run.alive:
                 self._job.end(run, "kill")
@@ -145,20 +159,48 @@ class Striker:
 
     def _all(self, kind: str) -> None:
         """Everybody, at once; they come back and resume from the newest checkpoint."""
-        for replica in self._everybody(kind):
-            self._after(self.chance.uniform(0.5, 1.0), self._starts(replica))
-        self._pause(4.0)
+        self._come_back(self._everybody(kind))
+
+    def _all_leave(self, kind: str) -> None:
+        """Everybody is asked to leave, as before a maintenance; they come back, some before the last one has gone."""
+        self._come_back(self._everybody(kind, "term"), within_s=4.0)
+
+    def _everything(self, kind: str) -> None:
+        """A power failure, with the journal on a disk."""
+        names = self._everybody(kind)
+        if self._job.coordinator_pid is not None:
+            self._job.kill_coordinator()
+            self._after(self.chance.uniform(0.0, 2.0), self._job.start_coordinator)
+        self._come_back(names)
+
+    def _everything_no_journal(self, kind: str) -> None:
+        """Nobody knows of the job any more: the replicas must be told to resume."""
+        if self._job.coordinator_pid is None:
+            return
+        names = self._everybody(kind)
+        self._job.kill_coordinator()
+        self._job.journal.unlink()
+        self._job.start_coordinator()
+        for replica in names:
+            self._job.start(replica, resume=True)
+        self._pause(self._job.options["sync"]["recovery_s"] + RECOVERY_S)
+
+    def _all_stop(self, kind: str) -> None:
+        """The machine sleeps, with all that runs on it; its processes go on one after the other."""
+        for_s = self._job.options["sync"]["dead_after_s"] * self.chance.uniform(0.3, 2.0)
+        for run in [run for run in self._job.alive if run.is_up and not self._job.is_stopped(run)]:
+            self._freeze_one(run, kind, for_s + self.chance.uniform(0.0, 0.3))
+        if (pid := self._job.coordinator_pid) is not None:
+            self._stop_coordinator(pid, kind, for_s + self.chance.uniform(0.0, 0.3))
 
     def _all_damaged_checkpoint(self, kind: str) -> None:
-        """The newest checkpoint is damaged: who finds that says so and ends. It is removed; all resume from the
-        other."""
+        """The newest checkpoint has a flipped bit, or a file is cut off, or has gone: who finds that says so and ends.
+        That checkpoint is removed; all resume from the other."""
         names = self._everybody(kind)
         found = _complete(self._job.folder / "checkpoints")
         if len(found) > 1:
-            path = min(found[-1].glob("committed-0-*.safetensors"))
-            data = bytearray(path.read_bytes())
-            data[self.chance.randrange(len(data) // 2, len(data))] ^= 0x40
-            path.write_bytes(data)
+            path = self.chance.choice(sorted(found[-1].glob("committed-*.safetensors")))
+            self._damage(path, self.chance.choice(("flip", "cut", "remove")))
             first = self._job.start(names[0])
             until = time.time() + _REFUSED_S
             while first.alive and time.time() < until:
@@ -169,36 +211,95 @@ class Striker:
             first.fate = "refused"
             self._job.end(first, "kill")
             shutil.rmtree(found[-1], ignore_errors=True)
-        for replica in names:
-            self._after(self.chance.uniform(0.0, 0.5), self._starts(replica))
-        self._pause(4.0)
+        self._come_back(names)
+
+    # The network.
+
+    def _cut(self, kind: str) -> None:
+        """Of one replica from the coordinator, silently in both directions or in one, or with connections reset."""
+        self._cut_off(kind, 1, self.chance.uniform(0.2, 1.5), self.chance.choice(CUTS))
+
+    def _cut_long(self, kind: str) -> None:
+        dead = self._job.options["sync"]["dead_after_s"]
+        self._cut_off(kind, 1, dead * self.chance.uniform(1.2, 2.5), self.chance.choice(CUTS))
+
+    def _cut_half(self, kind: str) -> None:
+        """All whose way is a link: about half of the replicas."""
+        dead = self._job.options["sync"]["dead_after_s"]
+        self._cut_off(kind, MOST, dead * self.chance.uniform(0.3, 2.0), self.chance.choice(CUTS))
+
+    def _cut_off(self, kind: str, count: int, for_s: float, how: str) -> None:
+        linked = [run for run in self._job.alive if run.is_up and run.link is not None and run.link not in self._cuts]
+        for run in self.chance.sample(linked, min(count, len(linked))):
+            assert run.link is not None
+            self._say(kind, run.life.name, for_s=for_s, how=how)
+            self._cuts.append(run.link)
+            self._job.relays.cut(run.link, how)
+            self._after(for_s, partial(self._mend, run.link))
+
+    def _mend(self, link: Link) -> None:
+        if link in self._cuts:
+            self._cuts.remove(link)
+            self._job.relays.mend(link)
 
     # The coordinator.
 
     def _coordinator_kill(self, kind: str) -> None:
         if self._job.coordinator_pid is not None:
             self._say(kind)
-            self._job.kill_coordinator(journal=True)
+            self._job.kill_coordinator()
             self._after(self.chance.uniform(0.2, 3.0), self._job.start_coordinator)
 
     def _coordinator_kill_no_journal(self, kind: str) -> None:
-        """With everybody there, who is then left in peace: what is promised without a journal."""
+        """Deleted, with everybody there, who is then left in peace: what is promised without a journal."""
+        self._other_journal(kind, self._job.journal.unlink)
+
+    def _coordinator_kill_old_journal(self, kind: str) -> None:
+        """A copy of some seconds ago is in its place."""
+        copy = self._job.folder / "copy"
+        shutil.copy(self._job.journal, copy)
+        self._pause(self.chance.uniform(0.5, 4.0))
+        self._other_journal(kind, lambda: copy.replace(self._job.journal))
+
+    def _coordinator_kill_damaged_journal(self, kind: str) -> None:
+        """The new coordinator says so and ends; the journal is moved away, and the next one starts without."""
+        self._other_journal(kind, self._damage_journal)
+
+    def _other_journal(self, kind: str, change: Callable[[], object]) -> None:
         if self._job.coordinator_pid is None:
             return
         self._fetch_back()
         self._pause(2.0)
         self._say(kind)
-        self._job.kill_coordinator(journal=False)
+        self._job.kill_coordinator()
+        change()
         self._pause(self.chance.uniform(0.2, 1.0))
         self._job.start_coordinator()
         self._pause(self._job.options["sync"]["recovery_s"] + RECOVERY_S)
 
+    def _damage_journal(self) -> None:
+        journal, log = self._job.journal, self._job.folder / "coordinator.log"
+        self._damage(journal, "flip")
+        told = log.stat().st_size
+        self._job.start_coordinator()
+        until = time.time() + _REFUSED_S
+        while self._job.coordinator_pid is not None and time.time() < until:
+            self._pause(0.2)
+        if not self._job.refused or str(journal) not in log.read_text()[told:]:
+            self.complaints.append(f"the coordinator did not refuse the damaged {journal}")
+        if self._job.coordinator_pid is not None:
+            self._job.kill_coordinator()
+        journal.replace(self._job.folder / "damaged")
+
     def _coordinator_stop(self, kind: str) -> None:
         if (pid := self._job.coordinator_pid) is not None:
-            for_s = self.chance.choice((0.5, 1.0, 2.0)) * self._job.options["sync"]["dead_after_s"]
-            self._say(kind, for_s=for_s)
-            self._job.signal(pid, 19)
-            self._after(for_s, lambda: self._job.signal(pid, 18))
+            dead = self._job.options["sync"]["dead_after_s"]
+            self._stop_coordinator(pid, kind, self.chance.choice((0.5, 1.0, 2.0)) * dead)
+
+    def _stop_coordinator(self, pid: int, kind: str, for_s: float) -> None:
+        self._say(kind, for_s=for_s)
+        self._job.signal(pid, 19)
+        self._after(for_s, lambda: self._job.signal(pid, 18))
 
     # Parts.
 
@@ -216,23 +317,47 @@ class Striker:
 
     def _freeze(self, kind: str, for_s: float) -> None:
         if (run := self._one()) is not None:
-            self._say(kind, run.life.name, for_s=for_s)
-            self._job.stop(run)
-            self._after(for_s, lambda: self._job.thaw(run))
+            self._freeze_one(run, kind, for_s)
 
-    def _everybody(self, kind: str) -> list[str]:
-        """Kills all; the ids of those who come back."""
+    def _freeze_one(self, run: Run, kind: str, for_s: float) -> None:
+        self._say(kind, run.life.name, for_s=for_s)
+        self._job.stop(run)
+        self._after(for_s, lambda: self._job.thaw(run))
+
+    def _everybody(self, kind: str, how: str = "kill") -> list[str]:
+        """Ends all; the ids of those who come back."""
         self._later = [x for x in self._later if x[1] in (self._job.start_coordinator,)]
+        self._connect()
         for run in self._job.alive:
             self._say(kind, run.life.name)
-            self._job.end(run, "kill")
+            self._job.thaw(run)
+            self._job.end(run, how if run.is_up else "kill")
         if self._job.coordinator_pid is not None:
             self._job.signal(self._job.coordinator_pid, 18)
         return [f"r{i}" for i in range(self._replicas)]
 
+    def _come_back(self, names: Sequence[str], within_s: float = 0.5) -> None:
+        for replica in names:
+            self._after(self.chance.uniform(0.0, within_s), self._starts(replica))
+        self._pause(4.0)
+
+    def _damage(self, path: Path, how: str) -> None:
+        """A bit of its second half is flipped, or it is cut off there, or removed."""
+        data = bytearray(path.read_bytes())
+        at = self.chance.randrange(len(data) // 2, len(data))
+        data[at] ^= 0x40
+        path.write_bytes(data[:at] if how == "cut" else data)
+        if how == "remove":
+            path.unlink()
+
     def _fetch_back(self) -> None:
+        self._connect()
         for run in self._job.alive:
             self._job.thaw(run)
+
+    def _connect(self) -> None:
+        for link in list(self._cuts):
+            self._mend(link)
 
     def _after(self, seconds: float, call: Callable[[], object]) -> None:
         self._later.append((time.time() + seconds, call))

@@ -1,6 +1,7 @@
 """The processes of a campaign: a coordinator as ``ftopt coordinator`` starts it, replicas that run the training script.
 
-Signals are all that reaches them. Whatever was started is gone when the block ends, and when this process is killed.
+Signals are all that reaches them, and cuts of the link to the coordinator. Whatever was started is gone when the block
+ends, and when this process is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.relay import Link, Relays
 from benchmarks.chaos.script import Life, main
 from benchmarks.meter import Sizes, sizes_of
 from tests.forkserver import CONTEXT
@@ -36,6 +38,7 @@ class Run:
         ended: when it was seen to have ended.
         joined: it has begun to train; from then on it is measured.
         fate: ``kill``, ``term``, ``int``, what it was struck with to end; else empty.
+        link: what it reaches the coordinator through; None: it reaches it directly.
         stops: when it was stopped.
         sizes: what it held, every second.
         starved: moments, and the seconds that its threads had waited for a processor until then.
@@ -47,6 +50,7 @@ class Run:
     ended: float = 0.0
     fate: str = ""
     joined: bool = False
+    link: Link | None = None
     stops: list[tuple[float, float]] = field(default_factory=list)
     sizes: list[Sizes] = field(default_factory=list)
     starved: list[tuple[float, float]] = field(default_factory=list)
@@ -83,7 +87,9 @@ class Processes:
         self._coordinator: subprocess.Popen[bytes] | None = None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+            port = probe.getsockname()[1]
+        self._address = f"127.0.0.1:{port}"
+        self.relays = Relays(port)
 
     # The coordinator.
 
@@ -96,14 +102,21 @@ class Processes:
             self._coordinator = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent)
         self.coordinator_sizes = []
 
-    def kill_coordinator(self, *, journal: bool) -> None:
-        """SIGKILL; without ``journal`` that is deleted."""
+    def kill_coordinator(self) -> None:
+        """SIGKILL."""
         assert self._coordinator is not None
         self._coordinator.kill()
         self._coordinator.wait()
         self._coordinator = None
-        for path in [] if journal else self.folder.glob("journal*"):
-            path.unlink()
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / "journal"
+
+    @property
+    def refused(self) -> bool:
+        """The coordinator has ended by itself, as when it is given a journal that it cannot use."""
+        return self._coordinator is not None and self._coordinator.poll() == 2
 
     @property
     def coordinator_pid(self) -> int | None:
@@ -113,12 +126,15 @@ class Processes:
 
     # Replicas.
 
-    def start(self, replica: str, *, resume: bool = False) -> Run:
-        """Starts one more process."""
-        life = Life(f"http://{self._address}", replica, len(self.runs), resume=resume, **self.options)
+    def start(self, replica: str, **options: Any) -> Run:
+        """Starts one more process. Every second one reaches the coordinator through a link that can be cut."""
+        number = len(self.runs)
+        link = self.relays.open() if number % 2 else None
+        address = f"127.0.0.1:{link.port}" if link else self._address
+        life = Life(f"http://{address}", replica, number, **{**self.options, **options})
         process = CONTEXT.Process(target=main, args=(life,), name=life.name)
         process.start()
-        run = Run(life, process, time.time())
+        run = Run(life, process, time.time(), link=link)
         self.runs.append(run)
         return run
 
@@ -175,7 +191,8 @@ class Processes:
         for run in self.runs:
             run.process.join(10)
         if self.coordinator_pid is not None:
-            self.kill_coordinator(journal=True)
+            self.kill_coordinator()
+        self.relays.close()
 
 
 @contextmanager

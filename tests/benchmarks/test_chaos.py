@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import socket
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from benchmarks.chaos import account
 from benchmarks.chaos.faults import DECK, Striker
 from benchmarks.chaos.jobs import Run
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
+from benchmarks.chaos.relay import Link, Relays
 from benchmarks.chaos.script import Account, Life, Samples
 
 COUNTED = [way for way in WAYS if way != GLOBAL_BATCH]
@@ -73,7 +77,7 @@ def facts(folder: Path, *, steps: list[float], samples: list[float] | None = Non
         (folder / f"{life.name}.log").write_text("" if code else more.get("log", ""))
         runs.append(run)
     model = {"steps": [steps], "samples": samples}
-    end = {"how": "done", "versions": [3], "pending": [0], "model": model}
+    end = {"how": "done", "at": 19.5, "versions": [3], "pending": [0], "model": model}
     (folder / "r0.0.end").write_text(json.dumps(end))
     lines = [{"what": "data ended", "at": 19.0}, *more.get("lines", ())]
     (folder / "r0.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -140,15 +144,74 @@ def test_the_deck_is_dealt_alike_for_a_seed_and_every_card_can_be_played() -> No
 
 
 def test_a_table_has_a_row_a_method_and_says_that_a_job_never_ended() -> None:
-    good = account.Outcome(steps=5, end_s=0.5).plain()
+    good = account.Outcome(faults_s=90.0, steps=5, end_s=0.5).plain()
     rows = [
         {"way": "DiLoCo", "faults": [1, 2], "outcome": good},
-        {"way": "DiLoCo", "faults": [], "outcome": {**good, "end_s": None, "bad": ["x"]}},
+        {"way": "DiLoCo", "faults": [], "outcome": {**good, "end_s": None, "too_long": 2, "bad": ["x"]}},
         {"way": "PAFT", "faults": [], "outcome": good},
     ]
     lines = chaos.table(rows)
-    assert lines[2] == "| DiLoCo | 2 | 2 | 10 | 0 | 0 | 0 | 0 | 0.0 | never | 1 |"
+    assert lines[2] == "| DiLoCo | 2 | 3.0 | 2 | 10 | 0 | 0 | 0 | 0 | 0.0 | 2 | 0.5 | 1 | 1 |"
     assert len(lines) == 4
+
+
+def test_campaigns_of_a_method_take_turns_with_ledger_recovery_and_resume() -> None:
+    parser = argparse.ArgumentParser()
+    chaos.add(parser)
+    plans = chaos.plans(parser.parse_args(["DiLoCo", "PAFT", "--seed", "7", "--runs", "8"]))
+    assert [(plan.way, plan.seed) for plan in plans[:3]] == [("DiLoCo", 7), ("PAFT", 7), ("DiLoCo", 8)]
+    mine = {(plan.ledger, plan.recover, plan.resume) for plan in plans if plan.way == "PAFT"}
+    assert mine == {(True, r, x) for r in ("drop", "replay") for x in (False, True)} | {
+        (False, "drop", False),
+        (False, "drop", True),
+    }
+
+
+@pytest.fixture
+def relays() -> Iterator[tuple[Relays, socket.socket]]:
+    """Relays to a port that listens."""
+    with socket.create_server(("127.0.0.1", 0)) as target:
+        target.settimeout(20)
+        made = Relays(target.getsockname()[1])
+        yield made, target
+        made.close()
+
+
+def connected(relays: Relays, target: socket.socket) -> tuple[Link, socket.socket, socket.socket]:
+    link = relays.open()
+    near = socket.create_connection(("127.0.0.1", link.port), timeout=20)
+    return link, near, target.accept()[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "near_heard", "far_heard"), [("both", b"", b""), ("from it", b"b", b""), ("to it", b"", b"a")]
+)
+def test_what_is_sent_through_a_cut_link_arrives_when_it_is_mended(
+    relays: tuple[Relays, socket.socket], how: str, near_heard: bytes, far_heard: bytes
+) -> None:
+    link, near, far = connected(*relays)
+    with near, far:
+        far.settimeout(20)
+        relays[0].cut(link, how)
+        near.sendall(b"a")
+        far.sendall(b"b")
+        assert (near.recv(1) if near_heard else b"", far.recv(1) if far_heard else b"") == (near_heard, far_heard)
+        relays[0].mend(link)
+        assert (near_heard or near.recv(1), far_heard or far.recv(1)) == (b"b", b"a")
+
+
+def test_a_loud_cut_resets_connections_until_it_is_mended(relays: tuple[Relays, socket.socket]) -> None:
+    link, near, far = connected(*relays)
+    relays[0].cut(link, "loud")
+    for end in (near, far):
+        with end, pytest.raises(ConnectionResetError):
+            end.recv(1)
+    with socket.create_connection(("127.0.0.1", link.port), timeout=20) as refused, pytest.raises(ConnectionResetError):
+        refused.recv(1)
+    relays[0].mend(link)
+    with socket.create_connection(("127.0.0.1", link.port), timeout=20) as near, relays[1].accept()[0] as far:
+        near.sendall(b"a")
+        assert far.recv(1) == b"a"
 
 
 @pytest.mark.slow
