@@ -96,7 +96,9 @@ class Campaign:
     def __init__(self, plan: Plan, folder: Path, job: Processes, *, verbose: bool) -> None:
         self.plan, self.folder, self.job, self.verbose = plan, folder, job, verbose
         self.faults: list[dict[str, Any]] = []
-        self.striker = Striker(job, seed=plan.seed, replicas=plan.replicas, pause=self.pause, tell=self._tell)
+        self.striker = Striker(
+            job, seed=f"{plan.way} {plan.seed}", replicas=plan.replicas, pause=self.pause, tell=self._tell
+        )
         self._look_at = self._calm_at = 0.0
         self._tail, self._news = Tail(folder / "run" / "events.jsonl"), list[float]()
 
@@ -281,7 +283,8 @@ def _one(plan: Plan, folder: Path, verbose: bool) -> None:
     each = {"way": plan.way, "seed": plan.seed, "plan": asdict(plan), "faults": faults, "outcome": outcome.plain()}
     (folder / "outcome.json").write_text(json.dumps(each, indent=1))
     end = "did not end" if outcome.end_s is None else f"ended after {outcome.end_s:.1f} s"
-    text = f"{plan.name}: {len(faults)} faults, {outcome.steps} steps, {end}; stall {outcome.stall_s:.1f} s"
+    text = f"{plan.name}: {len(faults)} faults, {outcome.steps} steps, {end}; "
+    text += f"stall {outcome.stall_s:.1f} s, idle {outcome.idle_s:.1f} s"
     say("\n".join([text, *(f"  bad: {line}" for line in outcome.bad)]))
 
 

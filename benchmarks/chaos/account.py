@@ -8,6 +8,7 @@ process may have more in the model than it has begun.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -59,6 +60,7 @@ class Outcome:
         samples_lost, samples_twice: of the ledger's; None without.
         stall_s: the longest stall of a training thread in ``step()``; ``allowed_s``: what the table allows there;
             ``too_long``: stalls that are longer than that.
+        idle_s: the longest time without an outer step.
         data_wait_s: the longest wait for a batch.
         end_s: from the data's end, or the order to stop, to the last process' end; None: it did not end.
         unlike: looks at an anchor that differ from another process' at the same versions.
@@ -75,6 +77,7 @@ class Outcome:
     stall_s: float = 0.0
     allowed_s: float = 0.0
     too_long: int = 0
+    idle_s: float = 0.0
     data_wait_s: float = 0.0
     end_s: float | None = None
     unlike: int = 0
@@ -135,6 +138,7 @@ def judge(facts: Facts) -> Outcome:
     _judge_logs(facts, outcome)
     _judge_growth(facts, outcome)
     _judge_events(outcome, events)
+    _judge_progress(facts, outcome, events)
     return outcome
 
 
@@ -286,6 +290,15 @@ def _starved_s(run: Run, start: float, stop: float) -> float:
     """How long the process' threads have waited for a processor around that time."""
     waited = [seconds for at, seconds in run.starved if start - _AROUND_S <= at <= stop + _AROUND_S]
     return max(waited) - min(waited) if waited else 0.0
+
+
+def _judge_progress(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, Any]]) -> None:
+    """Faults come every second or two, and each may cost the job a startup: but not one after the other for ever."""
+    steps = [e["t_s"] for e in events if e["event"] == "decide"]
+    outcome.idle_s, since = max(((b - a, a) for a, b in itertools.pairwise(steps)), default=(0.0, 0.0))
+    limit = 2 * (facts.sync["gone_after_s"] + facts.sync["recovery_s"] + facts.sync["start_s"])
+    if outcome.idle_s > limit:
+        outcome.bad.append(f"no outer step for {outcome.idle_s:.1f} s after {since:.1f} s")
 
 
 def _judge_anchors(facts: Facts, outcome: Outcome, wiped: float) -> None:

@@ -63,7 +63,7 @@ class Striker:
         self,
         job: Processes,
         *,
-        seed: int,
+        seed: int | str,
         replicas: int,
         pause: Callable[[float], None],
         tell: Callable[[dict[str, Any]], None],
