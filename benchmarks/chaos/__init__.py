@@ -238,13 +238,13 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     about, began = machine_facts(), time.time()
     RESULTS.parent.mkdir(exist_ok=True)
-    found = []
-    for each in _all(plans(arguments), arguments):
+    asked, found = plans(arguments), []
+    for each in _all(asked, arguments):
         found.append(each)
         RESULTS.write_text(json.dumps({"machine": about, "campaigns": found}, indent=1))
     say("\n" + "\n".join(table(found)) + "\n\n" + "\n".join(kinds(found)))
     say(f"\ncommit {about['commit']}, load before {about['load_before']}, {(time.time() - began) / 60:.0f} minutes")
-    return 1 if any(each["outcome"]["bad"] for each in found) else 0
+    return 1 if len(found) < len(asked) or any(each["outcome"]["bad"] for each in found) else 0
 
 
 def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -263,7 +263,8 @@ def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[
                 process, folder = running.pop(sentinel)  # type: ignore[arg-type]
                 process.join()
                 if process.exitcode:
-                    raise SystemExit(f"benchmarks chaos: the campaign in {folder} has failed")
+                    complain(f"benchmarks chaos: the campaign in {folder} has itself failed, and does not count")
+                    continue
                 each = json.loads((folder / "outcome.json").read_text())
                 if not each["outcome"]["bad"]:
                     shutil.rmtree(folder)

@@ -179,7 +179,7 @@ class Striker:
             return
         names = self._everybody(kind)
         self._job.kill_coordinator()
-        self._job.journal.unlink()
+        self._job.journal.unlink(missing_ok=True)
         self._job.start_coordinator()
         for replica in names:
             self._job.start(replica, resume=True)
@@ -252,14 +252,15 @@ class Striker:
 
     def _coordinator_kill_no_journal(self, kind: str) -> None:
         """Deleted, with everybody there, who is then left in peace: what is promised without a journal."""
-        self._other_journal(kind, self._job.journal.unlink)
+        self._other_journal(kind, lambda: self._job.journal.unlink(missing_ok=True))
 
     def _coordinator_kill_old_journal(self, kind: str) -> None:
         """A copy of some seconds ago is in its place."""
         copy = self._job.folder / "copy"
-        shutil.copy(self._job.journal, copy)
-        self._pause(self.chance.uniform(0.5, 4.0))
-        self._other_journal(kind, lambda: copy.replace(self._job.journal))
+        if self._job.journal.exists():
+            shutil.copy(self._job.journal, copy)
+            self._pause(self.chance.uniform(0.5, 4.0))
+            self._other_journal(kind, lambda: copy.replace(self._job.journal))
 
     def _coordinator_kill_damaged_journal(self, kind: str) -> None:
         """The new coordinator says so and ends; the journal is moved away, and the next one starts without."""
@@ -279,6 +280,8 @@ class Striker:
 
     def _damage_journal(self) -> None:
         journal, log = self._job.journal, self._job.folder / "coordinator.log"
+        if not journal.exists():  # the coordinator was killed before it had made one
+            return
         self._damage(journal, "flip")
         told = log.stat().st_size
         self._job.start_coordinator()
