@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 
 import pytest
+
+from tests.forkserver import CONTEXT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
@@ -24,6 +27,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     watched = config.option.usepdb or config.option.capture == "no" or config.option.collectonly
     if config.option.numprocesses is None and all_files and default_markers and not watched:
         config.option.numprocesses, config.option.dist = 2, "worksteal"
+
+
+def pytest_sessionstart() -> None:
+    """Nobody forks this process, which has threads: a child has their locks as they are, and finalizers of what they
+    serve, without them. So workers of loaders come from the fork server, too.
+    """
+    multiprocessing.set_start_method(CONTEXT.get_start_method(), force=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

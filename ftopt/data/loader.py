@@ -59,7 +59,8 @@ class DataLoader:
         prefetch_factor: batches that each worker loads ahead. Default 2.
         collate_fn: makes a batch of a list of samples. Default torch's ``default_collate``.
         pin_memory: page-locked batches; needs ``num_workers``. Default False.
-        multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's.
+        multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default Python's. Give ``forkserver`` if this
+            process has threads already.
         global_batch: samples of one step of all replicas together, for `ftopt.SyncSGD` and `ftopt.PAFT`: see
             `global_batches`. A multiple of ``batch_size``, or of ``split``. Needs a group, and a data set with
             positions. Default None.

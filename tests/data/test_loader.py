@@ -7,6 +7,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,25 +140,27 @@ def test_torch_s_own_data_sets_and_collate_functions_fit() -> None:
 
 
 class Fails(Numbers):
-    """Its sample 5 cannot be read until ``mended``."""
+    """Its sample 5 cannot be read until there is a file ``mended``."""
 
-    mended = False
+    def __init__(self, samples: int, mended: Path) -> None:
+        super().__init__(samples)
+        self._mended = mended
 
     def __getitem__(self, index: int) -> int:
-        if index == 5 and not type(self).mended:
+        if index == 5 and not self._mended.exists():
             raise KeyError("sample 5")
         return index
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_after_an_error_of_the_data_set_no_unit_is_lost(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fails, "mended", False)
-    loader = DataLoader(Fails(60), 4, seed=1, num_workers=workers)
+def test_after_an_error_of_the_data_set_no_unit_is_lost(workers: int, tmp_path: Path) -> None:
+    mended = tmp_path / "mended"
+    loader = DataLoader(Fails(60, mended), 4, seed=1, num_workers=workers)
     got: list[int] = []
     with pytest.raises(KeyError, match="sample 5"):
         for batch in loader:
             got += batch.tolist()
-    Fails.mended = True
+    mended.touch()
     got += samples_of(iter(loader))
     assert got == samples_of(iter(DataLoader(Numbers(60), 4, seed=1)))
 

@@ -94,6 +94,7 @@ def _become(arguments: Sequence[str], streams: Sequence[int], env: Mapping[str, 
             os.close(file)
         except OSError:  # the one that listed them
             continue
+    multiprocessing.set_start_method("fork", force=True)  # Python's own default
     os.environ.clear()
     os.environ.update(env)
     sys.exit(main(list(arguments)))

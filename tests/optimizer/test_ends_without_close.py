@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+Ends = Callable[[str], tuple[list[str], str, int]]
+"""What a script prints, to both streams, and its exit status."""
 
 HEAD = """
 import os, sys, threading, torch, ftopt
@@ -26,13 +33,53 @@ def train(group, steps=3):
 """
 
 
-def ends(script: str) -> tuple[list[str], str, int]:
-    """What a script prints, to both streams, and its exit status."""
-    done = subprocess.run(
-        [sys.executable, "-c", HEAD + textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=110, env=dict(os.environ), check=False,
-    )  # fmt: skip
-    return done.stdout.split("\n")[:-1], done.stderr, done.returncode
+FORKS = """
+import os, sys, torch, torch._dynamo, ftopt
+from ftopt import LocalSGD, wrap
+from ftopt.sync import local
+for line in sys.stdin:
+    folder = line.rstrip("\\n")
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
+for number, path in enumerate(("/dev/null", folder + "/out", folder + "/err")):
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+with open(folder + "/script") as file:
+    script = file.read()
+exec(script)
+"""
+"""Has imported what takes seconds; a fork of it then ends as any process of Python does."""
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def ends(forks: subprocess.Popen[str], tmp_path: Path) -> Ends:
+    def run(script: str) -> tuple[list[str], str, int]:
+        (tmp_path / "script").write_text(HEAD + textwrap.dedent(script))
+        assert forks.stdin is not None and forks.stdout is not None
+        forks.stdin.write(f"{tmp_path}\n")
+        forks.stdin.flush()
+        ended, _, _ = select.select([forks.stdout], [], [], 110)
+        assert ended, "the script did not end"
+        status = int(forks.stdout.readline())
+        return (tmp_path / "out").read_text().split("\n")[:-1], (tmp_path / "err").read_text(), status
+
+    return run
 
 
 HANDED_IN = ["decide 3", "leave 0"]
@@ -52,14 +99,14 @@ HANDED_IN = ["decide 3", "leave 0"]
     ],
     ids=["at the end", "out of scope", "sys.exit", "in a thread", "with a forked child"],
 )
-def test_the_steps_of_a_script_that_ends_without_close_are_handed_in_and_it_is_told(script: str) -> None:
+def test_the_steps_of_a_script_that_ends_without_close_are_handed_in_and_it_is_told(ends: Ends, script: str) -> None:
     events, told, status = ends(script)
     assert events == HANDED_IN, told
     assert told.count("the script ends without close()") == 1
     assert status == 0
 
 
-def test_two_replicas_of_one_script_do_not_wait_for_each_other() -> None:
+def test_two_replicas_of_one_script_do_not_wait_for_each_other(ends: Ends) -> None:
     script = """
     a, b = ftopt.local_groups(2, on_event=tell)
     threads = [threading.Thread(target=train, args=(group,)) for group in (a, b)]
@@ -74,19 +121,19 @@ def test_two_replicas_of_one_script_do_not_wait_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("ending", ["raise KeyError('of the user')", "raise KeyboardInterrupt"])
-def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ending: str) -> None:
+def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, ending: str) -> None:
     events, told, status = ends(f"o = train(ftopt.solo(on_event=tell))\n{ending}")
     assert events == ["leave 0"]
     assert "r0 has left with 3 inner steps that no committed state contains: it left at once" in told
     assert status != 0
 
 
-def test_who_has_closed_is_told_nothing() -> None:
+def test_who_has_closed_is_told_nothing(ends: Ends) -> None:
     events, told, status = ends("o = train(ftopt.solo(on_event=tell))\no.close()")
     assert (events, told, status) == (HANDED_IN, "", 0)
 
 
-def test_a_daemon_thread_that_still_trains_is_not_waited_for() -> None:
+def test_a_daemon_thread_that_still_trains_is_not_waited_for(ends: Ends) -> None:
     script = """
     there = threading.Event()
     def run():

@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,24 +148,28 @@ def test_a_micro_batch_that_fails_each_time_is_left_out_and_nobody_waits_for_eve
     assert units_named(events, "left_out") == [8]
 
 
+class Flaky(Points):
+    """Its sample 7 cannot be read while there is a file ``broken``."""
+
+    def __init__(self, samples: int, broken: Path) -> None:
+        super().__init__(samples)
+        self._broken = broken
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 7 and self._broken.exists():
+            raise OSError("the disk is away")
+        return super().__getitem__(index)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_micro_batch_whose_loading_fails_is_loaded_again(workers: int, tmp_path: Any) -> None:
+def test_a_micro_batch_whose_loading_fails_is_loaded_again(workers: int, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.touch()
-
-    class Flaky(Points):
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-            if index == 7 and broken.exists():
-                raise OSError("the disk is away")
-            return super().__getitem__(index)
-
     module = model()
     group = solo()
     optimizer = ftopt.wrap(inner(module), module, ftopt.SyncSGD(), group=group)
-    loader = ftopt.DataLoader(
-        Flaky(48), 4, group=group, epochs=2, global_batch=24, num_workers=workers, multiprocessing_context=None
-    )
+    loader = ftopt.DataLoader(Flaky(48, broken), 4, group=group, epochs=2, global_batch=24, num_workers=workers)
     failed = 0
     with optimizer:
         for micro_batches in loader.global_batches():
@@ -200,7 +205,7 @@ def test_a_batch_all_of_whose_micro_batches_are_skipped_moves_nothing_and_the_jo
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_that_dies_loses_nothing() -> None:
     others = set(multiprocessing.active_children())  # of loaders that are not collected yet
-    loop = Loop(solo(), num_workers=1, prefetch_factor=1, multiprocessing_context="forkserver")
+    loop = Loop(solo(), num_workers=1, prefetch_factor=1)
     workers = set(multiprocessing.active_children()) - others
     died = 0
     with loop.optimizer:
@@ -291,7 +296,7 @@ def test_replicas_may_compute_unlike_numbers_of_samples_at_once() -> None:
 def test_workers_load_ahead_and_what_is_inherited() -> None:
     samples = Samples(samples=120, batch_size=4, global_batch=24, epochs=1)
     groups = local_groups(2, sync=FAST)
-    found, _ = dies_at(groups, 2, samples, num_workers=1, multiprocessing_context="forkserver")
+    found, _ = dies_at(groups, 2, samples, num_workers=1)
     assert len(found) == 1
     same(found[0], plain(samples))
 

@@ -63,8 +63,6 @@ class Job:
             seed=2,
             epochs=None,
             num_workers=self.workers,
-            # A process with the threads of many tests before this one is no good one to fork.
-            multiprocessing_context="forkserver" if self.workers else None,
         )
         with optimizer:
             for step, (inputs, targets) in enumerate(loader, 1):
