@@ -271,7 +271,7 @@ def _resume_of(checkpoint: Checkpoint, mine: str, present: Sequence[str]) -> tup
     held = dataclasses.replace(
         lives.get(mine, Held(mine, 0, 0, samples=there[0].samples)),
         incarnation=back.incarnation_ids[mine], epoch=back.epoch, gone=back.gone, roster=back.incarnation_ids,
-        adopted_by=back.adopted_by,
+        adopted_by=back.adopted_by, cursor=back.cursor,
     )  # fmt: skip
     own = {replica: checkpoint.own(replica) for replica in {*missing, mine if mine in lives else there[0].replica}}
     saved = {
@@ -289,11 +289,12 @@ def _as_another_life(checkpoint: Checkpoint, incarnation_id: m.IncarnationId) ->
     starts from the newest versions, with the inner state and the pending work of the former incarnation."""
     newest = tuple(_version(checkpoint, version) for version in checkpoint.newest)
     there = [_held(checkpoint, replica) for replica in checkpoint.replicas]
-    (mine, incarnation), gone = another_life(incarnation_id, there, [version.record for version in newest])
+    held = another_life(incarnation_id, there, [version.record for version in newest])
+    mine = held.replica
     was = mine if mine in checkpoint.replicas else checkpoint.replicas[0]
     own, life = checkpoint.own(was), _held(checkpoint, was)
     former = _saved(checkpoint, life, own["replica"])
-    me = newcomer(Held(mine, incarnation, 0, gone, samples=life.samples), newest, former)
+    me = newcomer(held, newest, former)
     if was != mine:
         return _resume(checkpoint, me, (), newest), {}
     me = dataclasses.replace(me, own=me.own | {name: former.own[name] for name in ("inner", "buffers", "model")})

@@ -68,7 +68,8 @@ class SimBackup:
         if process.loader is not None and contains(process.machine.lease.held, ranges):
             known = (*copy.used, *copy.queue) if copy is not None else ()
             process.loader.unit_queue.grant_first(in_order(ranges, known))
-            if copy is not None and contains(ranges, copy.used):
+            # One that was reset is training already: its steps are void, their units are used again.
+            if copy is not None and not process.stepping and contains(ranges, copy.used):
                 self._take_up(copy)
         process.act([])
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ftopt.simulate.host import Content
 from ftopt.simulate.loader import Loader
-from ftopt.simulate.world import Conn, Process, Server, Violation, World
+from ftopt.simulate.world import Conn, Process, Server, Term, Violation, World
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.effects import Decided
 from ftopt.sync.protocol.coordinator.machine import Coordinator
@@ -33,8 +33,8 @@ class SimVersion:
 class Checks:
     """What is known of the history so far.
 
-    ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the epoch in which a version was
-    decided first. ``excused``: epochs that may have forked the history, and why. ``founded``: where the first global
+    ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the term in which a version was
+    decided first. ``excused``: terms that may have forked the history, and why. ``founded``: where the first global
     batch of a start begins, by the beginning of its chains.
     """
 
@@ -43,8 +43,8 @@ class Checks:
         self.versions: dict[tuple[int, str], SimVersion] = {}
         self.gone: set[m.IncarnationId] = set()
         self.decisions: dict[tuple[int, str], Decided] = {}
-        self.deciders: dict[tuple[int, str], int] = {}
-        self.excused: dict[int, str] = {}
+        self.deciders: dict[tuple[int, str], Term] = {}
+        self.excused: dict[Term, str] = {}
         self.founded: dict[str, int] = {}
 
     def counts(self, process: Process) -> bool:
@@ -94,22 +94,21 @@ class Checks:
                 others = f"{other.name} {theirs.version} ({theirs.chain[:6]})"
                 raise Violation("I1", f"{holds} ({record.chain[:6]}), {others}: not of one history")
 
-    def decided(self, decision: Decided, machine: Coordinator | None) -> None:
+    def decided(self, decision: Decided, server: Server) -> None:
         """A decision is in the journal; what it says of its members must be what the version consists of.
 
         While two coordinators live, a replica that has not heard of the newer epoch may follow the older one.
         """
-        assert machine is not None
         if self.world.contested:
             for process in self.world.processes.values():
-                if self.counts(process) and process.machine.epoch != machine.epoch:
-                    self.excuse(machine.epoch, f"{process.name} follows another coordinator")
+                if self.counts(process) and process.follows != server.term:
+                    self.excuse(server.term, f"{process.name} follows another coordinator")
         self.decisions.setdefault((decision.fragment, decision.chain), decision)
-        self.deciders.setdefault((decision.fragment, decision.chain), machine.epoch)
+        self.deciders.setdefault((decision.fragment, decision.chain), server.term)
 
-    def excuse(self, epoch: int, why: str) -> None:
-        """Another coordinator may decide otherwise than the one of this epoch."""
-        self.excused.setdefault(epoch, why)
+    def excuse(self, term: Term, why: str) -> None:
+        """Another coordinator may decide otherwise than the one of this term."""
+        self.excused.setdefault(term, why)
 
     def all_died(self, kept: Iterable[m.Record]) -> None:
         """Versions that no checkpoint contains are void, and may be made again."""
@@ -258,6 +257,8 @@ class Checks:
         knows = (server.life == 1 or remembers) and not self.world.contested
         if knows and not server.forgot:
             return
+        if anew and self.world.contested:
+            self.excuse(server.term, "another coordinator may start the job as well, with other newcomers")
         incarnation_ids = {(h.replica, h.incarnation) for h in heard if h.incarnation}
         # A newcomer's connection may have broken unnoticed, and the newcomer been let in by the other coordinator.
         fresh = {h.replica for h in heard if not h.incarnation and self.world.contested}
@@ -278,4 +279,4 @@ class Checks:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             if anew and not again and self.world.now < server.reachable_s + knobs.recovery_s - 1e-6:
                 raise Violation("I6", f"the job starts anew, and {process.name} has not had recovery_s to come back")
-            self.excuse(server.machine.epoch, f"{process.name} was not heard")
+            self.excuse(server.term, f"{process.name} was not heard")

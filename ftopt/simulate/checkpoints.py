@@ -85,7 +85,9 @@ class SimCheckpoint:
         for name, incarnation in back.incarnation_ids.items():
             part = self.parts.get(name) or self._blank(name)
             held = replace(part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone))
-            held = replace(held, roster=dict(back.incarnation_ids), adopted_by=dict(back.adopted_by))
+            held = replace(
+                held, roster=dict(back.incarnation_ids), adopted_by=dict(back.adopted_by), cursor=back.cursor
+            )
             missing = sorted(gone for gone, adopter in back.adopted_by.items() if adopter == name)
             coming[name] = Coming(replace(part, held=held), newest, tuple(self.parts[x] for x in missing))
         return coming
@@ -93,9 +95,9 @@ class SimCheckpoint:
     def another_life(self, incarnation_id: IncarnationId) -> Coming:
         """RESTORE: a newcomer that adopts what its former life had pending."""
         there = [part.held for part in self.parts.values()]
-        incarnation_id, gone = another_life(incarnation_id, there, [kept.record for kept in self.newest])
-        blank, former = self._blank(incarnation_id[0]), self.parts.get(incarnation_id[0])
-        part = replace(blank, held=replace(blank.held, incarnation=incarnation_id[1], gone=gone))
+        held = another_life(incarnation_id, there, [kept.record for kept in self.newest])
+        blank, former = self._blank(held.replica), self.parts.get(held.replica)
+        part = replace(blank, held=replace(held, records=blank.held.records))
         return Coming(part, self.newest, (former,) if former is not None else ())
 
     def _blank(self, name: str) -> SimPart:

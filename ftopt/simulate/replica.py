@@ -79,6 +79,7 @@ class ReplicaProcess(Process):
         self.local_steps = 0
         self.conn = None
         self.leaving = self.stepping = self.gone = self.entered = self.restoring = False
+        self.follows = None
         self.backup = SimBackup(self)
         self.training = self.shares or InnerSteps(self, self.backup)
         self.patience = Patience(self)
@@ -170,6 +171,8 @@ class ReplicaProcess(Process):
             if not self.alive or conn is not self.conn:
                 return
         self.act(self.machine.receive(message))
+        if isinstance(message, m.Welcome) and self.machine.epoch == message.epoch:
+            self.follows = conn.server_life, message.epoch
 
     def drop(self, conn: Conn | None = None) -> None:
         if self.conn and conn in (None, self.conn):

@@ -18,6 +18,7 @@ class SecondProcess(Process):
         self._ends_s = world.now + stays_s
         self.alive, self.life = True, 1
         self.leaving = self.gone = self.restoring = False
+        self.stepping, self.follows = False, None
         self.shards, self.loader, self.installing = [], None, set()
         self.own_copy, self.kept_copies = None, {}
         knobs = world.knobs

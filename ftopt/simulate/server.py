@@ -150,7 +150,7 @@ class CoordinatorProcess(Server):
                     self.world.note("coord", f"journals {effect}")
                     self.journal.append(effect)
                     if isinstance(effect, e.Decided):
-                        self.checks.decided(effect, self.machine)
+                        self.checks.decided(effect, self)
                     if isinstance(effect, e.Gone):
                         self.checks.gone.add((effect.replica, effect.incarnation))
                     if self._struck():

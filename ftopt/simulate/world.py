@@ -27,6 +27,9 @@ from ftopt.sync.protocol.intervals import Ranges, union
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.machine import Replica
 
+Term = tuple[int, int]
+"""A life of a coordinator and its epoch: two that live at once may have the same epoch."""
+
 
 class Violation(AssertionError):
     """An invariant does not hold."""
@@ -208,6 +211,10 @@ class Process(ABC):
     """It has said goodbye."""
     restoring: bool
     """It reads a checkpoint."""
+    stepping: bool
+    """It has begun to train."""
+    follows: Term | None
+    """The coordinator that has welcomed it last."""
     installing: set[int]
     """Fragments of which a fetched state is being installed."""
     own_copy: SimCopy | None
@@ -340,6 +347,12 @@ class Server(ABC):
     @property
     def up(self) -> bool:
         return self.machine is not None
+
+    @property
+    def term(self) -> Term:
+        """Of what it decides now."""
+        assert self.machine is not None
+        return self.life, self.machine.epoch
 
     @abstractmethod
     def start(self, *, keep: int | None = None) -> None:

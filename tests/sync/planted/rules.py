@@ -35,7 +35,8 @@ from ftopt.sync.protocol.ledger.unit_queue import UnitQueue
 from ftopt.sync.protocol.replica.effects import CommitPrepared
 from ftopt.sync.protocol.replica.fragment import FragmentState, State
 from ftopt.sync.protocol.replica.machine import Replica
-from tests.sync.planted import copies, plans, waits
+from ftopt.sync.protocol.replica.resumed import Held
+from tests.sync.planted import coming, copies, plans, waits
 
 LIMIT = 10_000
 """Histories within which each must be found."""
@@ -436,7 +437,7 @@ def lost_is_hung(patch: Patch) -> None:
 
 def life_again(patch: Patch) -> None:
     """A replica that restores a checkpoint gets an incarnation that its state counts"""
-    patch.setattr(checkpoints, "another_life", lambda incarnation_id, there, newest: (incarnation_id, {}))
+    patch.setattr(checkpoints, "another_life", lambda incarnation_id, there, newest: Held(*incarnation_id, 0))
 
 
 def resumed_without_the_end(patch: Patch) -> None:
@@ -480,6 +481,7 @@ BUGS = (
     Bug("STICKY", superseded_at_once, seed=185),
     Bug("ROLLBACK", rollback_off),
     Bug("step 6", waits.never_released, seed=510),
+    Bug("step 5", waits.waits_outside, seed=410_007_030),
     Bug("I5", stale_proposal),
     Bug("I5", stale_state, slow=True),
     Bug("I5", unhealed_source, slow=True),
@@ -499,6 +501,10 @@ BUGS = (
     Bug("COUNT", left_out_is_another, seed=90_008_480),
     Bug("step 5", lost_is_hung, seed=91_000_000),
     Bug("RESTORE", life_again, slow=True),
+    Bug("CURSOR", coming.restored_without_a_cursor, seed=410_002_170),
+    Bug(
+        "SUPERSEDE", coming.refused_for_itself, "that it waits anew when another one has been let in", seed=410_011_680
+    ),
     Bug("TAIL", resumed_without_the_end, slow=True),
     Bug("OWN", plans.own_off),
     Bug("TIE", plans.tie_off, slow=True),
@@ -507,6 +513,7 @@ BUGS = (
     Bug("PLAN", plans.plan_in_an_attempt, slow=True),
     Bug("PLAN", plans.stale_shares, "COVER; that a member compares the quorum's plan with its own", slow=True),
     Bug("FREEZE", plans.frozen_under_a_plan),
+    Bug("PLAN", waits.late_for_ever, seed=410_020_910),
     Bug("RESTART", plans.all_claims_hold, slow=True),
     Bug("ADOPT", copies.stale_copy, seed=500),
     Bug("ADOPT", copies.adopted_in_an_attempt, "HOLD for its units", slow=True),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 
 import pytest
 
 from ftopt.sync.protocol.coordinator.catch_up import CatchUp
+from ftopt.sync.protocol.coordinator.decide import Decide
+from ftopt.sync.protocol.coordinator.gather import Gather
+from ftopt.sync.protocol.coordinator.roster import Member
 
 Patch = pytest.MonkeyPatch
 
@@ -14,3 +18,18 @@ Patch = pytest.MonkeyPatch
 def never_released(patch: Patch) -> None:
     """A training thread waits for the newest version for as long as it takes to fetch it."""
     patch.setattr(CatchUp, "_release_s", lambda self, now, lack: math.inf)
+
+
+def late_for_ever(patch: Patch) -> None:
+    """Who has lost a share for coming late gets no other one, although nobody else could compute it"""
+    able = Gather.able
+
+    def mutant(self: Gather, now: float, *, but: Container[str] = ()) -> list[Member]:
+        return [x for x in able(self, now, but=but) if x.replica not in self._late]
+
+    patch.setattr(Gather, "able", mutant)
+
+
+def waits_outside(patch: Patch) -> None:
+    """Who is in no attempt stands still for one whose members' reducers all hang"""
+    patch.setattr(Decide, "_release", lambda self, now, a: [])

@@ -177,6 +177,28 @@ def test_a_reducer_that_hangs_alone_with_the_whole_batch_loses_it_to_who_had_no_
     assert job.version == 1
 
 
+def test_a_reducer_that_hangs_alone_with_the_whole_batch_loses_it_to_who_came_late() -> None:
+    """All others have lost their shares in this round already: they are the only ones left."""
+    job = Batches("a", "b", "c")
+    job["a"].seat.hangs = True
+    job["a"].work()
+    job.table.tick(4.0)  # the grace, and half a second: B and C are late
+    job["a"].work()
+    job["a"].take()
+    assert job.shares == {"a": ((0, 6),)}
+    assert len(job["a"].frozen) == 1, "it is alone in an attempt"
+    for name in "bc":
+        job[name].seat.say(m.Heartbeat("training", 2, 0.1))  # they go on
+    job.table.tick(6.0)
+    assert set(job.shares) == {"b", "c"}
+    job["b"].work()
+    assert job.shares == {"b": ((0, 6),)}, "it is not late any more, and C still is"
+    job["b"].work()
+    job.table.tick(4.0)
+    job.reduce("b")
+    assert job.version == 1
+
+
 def test_a_leaver_hands_in_what_it_has_proposed() -> None:
     job = Batches("a", "b", "c")
     job.work("b")

@@ -201,6 +201,26 @@ def test_members_of_which_all_hang_train_on_and_block_nobody_who_comes_after_the
     assert table.version == 2
 
 
+def test_who_comes_after_members_of_which_all_hang_trains_on_until_they_are_given_up() -> None:
+    table = Table(start_replicas=3, gone_after_s=60.0)
+    a, b, c = table.start("a", "b", "c")
+    a.propose(5)
+    b.propose(5)
+    table.tick(3.0)
+    for seat in (a, b):
+        hang(seat)
+    c.propose(9)
+    table.tick(PATIENCE_S - 1.0)
+    assert not c.got(m.TrainOn)
+    table.tick(1.0)
+    assert c.got(m.TrainOn)
+    assert not table.events("abort")
+    c.take()
+    assert c.machine.fragments[0].outstanding, "FREEZE"
+    table.tick(60.0)
+    assert c.reduce().quorum.size == 1
+
+
 def test_who_reconnects_before_its_loss_was_noticed_is_not_taken_for_one_whose_reducer_hangs() -> None:
     """It has never heard of the attempt, and will say nothing of it: it would be left out for ever."""
     table = Table()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, another_life
 from tests.sync.protocol.table import Seat, Table
+from tests.sync.protocol.test_ledger_scenarios import commit, job
 from tests.sync.protocol.test_resume import at_version_1, held, lose_all, round_of
 
 COORDINATORS = ("lives", "journal")
@@ -194,11 +196,11 @@ def test_no_life_is_lived_again_that_the_checkpoint_knows() -> None:
     a, b = successor(table, "a", saved), successor(table, "b", None)
     come((a, b))
     assert to_restore(a) and a.machine.incarnation == 1
-    incarnation_id, gone = another_life(("a", 1), there, [saved])
-    assert (incarnation_id, gone) == (("a", 2), {"a": 1, "b": 1})
+    life = another_life(("a", 1), there, [saved])
+    assert (life.incarnation_id, life.gone) == (("a", 2), {"a": 1, "b": 1})
     a.pop(r.RestoreCheckpoint)
     a.cut()
-    a.machine.restore(Held(*incarnation_id, 0, gone, records=(saved,)))
+    a.machine.restore(replace(life, records=(saved,)))
     come((a, b))
     b.fetch(a)
     assert (a.machine.incarnation, b.machine.incarnation) == (2, 2)
@@ -221,8 +223,8 @@ def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it() -> N
         seat.cut()
     for seat in seats:
         assert not table.coordinator.running, "b is waited for"
-        incarnation_id, gone = another_life((seat.name, seat.machine.incarnation), there, [saved])
-        seat.machine.restore(Held(*incarnation_id, 0, gone, records=(saved,)))
+        life = another_life((seat.name, seat.machine.incarnation), there, [saved])
+        seat.machine.restore(replace(life, records=(saved,)))
         come((seat,))
     assert table.coordinator.running
     assert table.coordinator.roster.incarnation_ids() == (("a", 2), ("b", 2))
@@ -239,3 +241,31 @@ def test_a_coordinator_that_forgets_who_reads_a_checkpoint_waits_for_all_of_them
         restore(seat, saved)
         come((seat,))
     assert table.coordinator.running
+
+
+def test_what_one_holds_that_reads_its_checkpoint_for_long_is_granted_to_nobody() -> None:
+    """CURSOR: the coordinator's journal is a copy from before any grant; what is granted follows all that was granted
+    to anybody in the checkpoint."""
+    table, (a, b) = job("a", "b")
+    commit(a, b, units=2, last_step=2)
+    saved = a.record
+    used = {"a": (), "b": ((12, 14),)}
+    there = [replace(held(x), cursor=x.machine.lease.cursor, used=used[x.name]) for x in (a, b)]
+    lose_all(table, (a, b), "lives")
+    table.journal[:] = [entry for entry in table.journal if not isinstance(entry, e.Known | e.Cursor)]
+    table.restart(journal=True)
+    a, b = seats = [successor(table, name, saved) for name in ("a", "b")]
+    come(seats)
+    for seat in seats:
+        seat.pop(r.RestoreCheckpoint)
+        seat.cut()
+    for seat, wait_s in ((a, 30.0), (b, 0.0)):
+        life = another_life((seat.name, seat.machine.incarnation), there, [saved])
+        seat.machine.restore(replace(life, records=(saved,), used=used[seat.name]))
+        seat.open()
+        table.wait(wait_s)
+        seat.take()
+        assert table.coordinator.running
+    assert a.machine.lease.held
+    assert (12, 14) in b.machine.lease.held
+    assert not table.events("held_twice")

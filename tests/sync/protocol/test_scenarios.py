@@ -264,6 +264,45 @@ def test_11_a_newcomer_supersedes_one_behind_a_half_open_link() -> None:
     assert b.machine.gone == {"a": 1}
 
 
+def test_11_a_newcomer_that_connects_anew_while_it_waits_is_one_process() -> None:
+    """The connection on which it came first is lost, and nobody says so: it is not refused because of itself."""
+    table = Table()
+    a, _ = table.start("a", "b")
+    assert a.conn is not None
+    del table.seats_by_conn[a.conn]
+    again = Seat(table, "a")
+    again.open()
+    again.take()
+    assert again.conn is not None
+    del table.seats_by_conn[again.conn]
+    again.do(again.machine.disconnect())
+    again.open()
+    table.tick(4.0)
+    again.take()
+    assert again.machine.incarnation == 2
+    assert again.record.version == 0
+    assert not [x for x in again.asked if isinstance(x, r.GiveUp)]
+
+
+def test_11_a_newcomer_waits_anew_for_another_one_that_was_let_in_before_it() -> None:
+    """Whether that one lives is not known yet: its connection may be lost as well."""
+    table = Table()
+    a, _ = table.start("a", "b")
+    first, second = Seat(table, "a", address="here"), Seat(table, "a", address="there")
+    for lost in (a, first):
+        if lost is first:
+            first.open()
+        assert lost.conn is not None
+        del table.seats_by_conn[lost.conn]
+    second.open()
+    table.tick(4.0)
+    assert table.coordinator.roster.members["a"].incarnation == 2
+    assert not second.got(m.Refuse)
+    table.tick(4.0)
+    second.take()
+    assert second.machine.incarnation == 3
+
+
 def test_11_a_coordinator_of_the_past_stops() -> None:
     """EPOCH: it meets a replica that knows a higher one; and a replica refuses it."""
     table = Table()

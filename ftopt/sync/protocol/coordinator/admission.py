@@ -26,6 +26,12 @@ def id_in_use(hello: m.Hello) -> m.Hold:
     )
 
 
+def one_process(a: m.Hello, b: m.Hello) -> bool:
+    """Whether two hellos of one id are of one process, or of one that has come after the other's end: an address is one
+    process'. An incarnation is one process', too."""
+    return a.replica == b.replica and (a.address == b.address or (a.incarnation > 0 and b.incarnation > 0))
+
+
 class Contenders:
     """Newcomers under the id of a member that was connected, until it is known which of the two processes lives."""
 
@@ -37,8 +43,12 @@ class Contenders:
         return bool(self._hellos)
 
     def add(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """A hello on a new connection of the same process takes the place of the one before."""
+        former = [number for number, (h, _) in self._hellos.items() if one_process(h, hello)]
+        for number in former:
+            self.drop(number)
         self._hellos[conn] = (hello, now)
-        return [SendTo(conn, id_in_use(hello))]
+        return [*map(Close, former), SendTo(conn, id_in_use(hello))]
 
     def drop(self, conn: int) -> None:
         self._hellos.pop(conn, None)
@@ -52,13 +62,16 @@ class Contenders:
         """Takes out those that wait no more, and why one is refused: "" if its rival is gone, or was not heard for
         ``dead_after_s``. That the rival's connection is lost is no reason: it may be back in a moment. One that leaves
         is waited for."""
-        for conn, (hello, since_s) in list(self._hellos.items()):
+        for conn in list(self._hellos):
+            hello, since_s = self._hellos[conn]
             rival = self._roster.members.get(hello.replica)
             lives = rival is not None and rival.conn is not None
             silent = rival is None or (not lives and now >= rival.heard_s + sync.dead_after_s)
             patience_s = sync.gone_after_s if rival is not None and rival.leaving else sync.dead_after_s
             if silent or (lives and rival is not None and rival.heard_s >= since_s + patience_s):
                 del self._hellos[conn]
+                if silent:  # the others now wait for this one, whose connection may have ended unnoticed
+                    self._hellos |= {c: (h, now) for c, (h, _) in self._hellos.items() if h.replica == hello.replica}
                 yield conn, hello, "" if silent else _ID_TAKEN.format(hello.replica)
 
     def next_s(self, after: float, dead_after_s: float) -> float:

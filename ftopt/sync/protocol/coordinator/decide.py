@@ -142,7 +142,7 @@ class Decide:
             return []
         verdict = a.verdict()
         if verdict is None:
-            return self._give_up(now, a)
+            return self._give_up(now, a) or self._release(now, a)
         if isinstance(verdict, Failure):
             return self._abort(now, a, verdict.reason)
         if isinstance(verdict, RoundOutcome):
@@ -164,13 +164,24 @@ class Decide:
             return math.inf
         # The next member to count as quiet: what has passed was looked at, and changes nothing by itself.
         quiet = (x.quiet_from_s(self._sync) for x in a.silent(self._roster))
-        return min(self._overdue_s(stepped_s, a), min((x for x in quiet if x > stepped_s), default=math.inf))
+        due = [self._overdue_s(stepped_s, a), *(x for x in (*quiet, self._release_s(a)) if x > stepped_s)]
+        return min(due)
+
+    def _release_s(self, a: Attempt) -> float:
+        return a.started_s + self._usual_s + self._sync.grace_s + self._sync.dead_after_s
+
+    def _release(self, now: float, a: Attempt) -> Effects:
+        """Who has proposed since the attempt began does not stand still for one that takes so long."""
+        if now < self._release_s(a):
+            return []
+        proposals = self._gather.proposals.keys() - a.contributions.keys()
+        return self._gather.release([x for x in self._roster.connected() if x.replica in proposals])
 
     def _overdue_s(self, now: float, a: Attempt) -> float:
         """When the attempt is given up, if there is anybody to go on with."""
         others = a.prepared or self._gather.proposals.keys() - a.contributions.keys()
         if not others and self._assignment.whole_batch:  # a member without a share would be given one
-            others = {x.replica for x in self._gather.able(now) if not x.leaving} - a.contributions.keys()
+            others = {x.replica for x in self._gather.able(now, but=a.contributions) if not x.leaving}
         sync, alone = self._sync, len(a.members) == 1
         patience_s = sync.grace_s + sync.dead_after_s if a.prepared or alone else sync.gone_after_s
         return a.overdue_s(self._roster, patience_s, self._usual_s) if others else math.inf

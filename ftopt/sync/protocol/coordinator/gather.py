@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ftopt.sync.protocol import messages as m
@@ -131,10 +131,13 @@ class Gather:
 
     # ------------------------------------------------------------ what follows
 
-    def able(self, now: float) -> list[Member]:
-        """Members that can compute a contribution, and hand it in."""
-        holders = (x for x in self.roster.connected() if self.versions.held_by(x) and not x.stalled)
-        return [x for x in holders if x.replica not in self._late and not x.busy(now, self.sync.dead_after_s)]
+    def able(self, now: float, *, but: Container[str] = ()) -> list[Member]:
+        """Members that can compute a contribution, and hand it in; who came late with a share before only where there
+        is nobody else."""
+        others = (x for x in self.roster.connected() if x.replica not in but)
+        holders = (x for x in others if self.versions.held_by(x) and not x.stalled)
+        able = [x for x in holders if not x.busy(now, self.sync.dead_after_s)]
+        return [x for x in able if x.replica not in self._late] or able
 
     def assign(self, now: float) -> Effects:
         """PLAN: members that cannot hand in their shares lose them to those that can."""
@@ -189,13 +192,13 @@ class Gather:
 
     def _release_for(self, proposers: list[Member], awaited: tuple[str, ...]) -> Effects:
         """The round is held open for members that still fetch."""
-        found = self._release(proposers) if awaited else []
+        found = self.release(proposers) if awaited else []
         if found and self._held_open != self.versions.at.version:
             self._held_open = self.versions.at.version
             found.append(Emit("held_open", fragment=self._fragment, version=self._next, data={"for": list(awaited)}))
         return found
 
-    def _release(self, proposers: list[Member]) -> Effects:
+    def release(self, proposers: list[Member]) -> Effects:
         """Their training threads need not wait for the result; each is notified once a round."""
         new = [x for x in proposers if x.replica not in self._notified_train_on]
         self._notified_train_on.update(x.replica for x in new)
@@ -209,7 +212,7 @@ class Gather:
         if len(members) < least:  # better a quorum that may fail than none
             members = free
         if not members or (len(members) < least and not self.retry):
-            return effects + self._release(proposers), None
+            return effects + self.release(proposers), None
         if not self.assignment.covers({x.incarnation_id: self.proposals[x.replica] for x in members}):
             return effects, None
         chosen = {x.replica: self.proposals[x.replica] for x in members}

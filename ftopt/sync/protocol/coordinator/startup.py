@@ -17,7 +17,7 @@ import math
 from collections import Counter
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.coordinator.admission import id_in_use, refuse
+from ftopt.sync.protocol.coordinator.admission import id_in_use, one_process, refuse
 from ftopt.sync.protocol.coordinator.effects import Close, Decided, Effects, JournalState, Rollback, SendTo
 from ftopt.sync.protocol.coordinator.roster import Member, Roster
 from ftopt.sync.protocol.coordinator.versions import Versions
@@ -78,12 +78,12 @@ class Startup:
         former = self._conns.get(hello.replica)
         if former is not None:
             other = self.hellos[former]
-            one_process = _one_process(other, hello)
-            if not one_process and not hello.incarnation:
+            same = one_process(other, hello)
+            if not same and not hello.incarnation:
                 return [self._waits(conn, hello)]
             del self.hellos[former]
             self._came_s.pop(former, None)
-            effects.append(Close(former) if one_process else self._waits(former, other))
+            effects.append(Close(former) if same else self._waits(former, other))
         self._keep(now, conn, hello)
         count = len(self.hellos)
         return effects + self.tell(now, *([] if count % max(1, count // _NEWS) == 0 else [conn]))
@@ -308,12 +308,6 @@ class Startup:
     def cursor(self) -> int:
         """CURSOR: no unit from here on was granted, as far as the journal and the replicas know."""
         return max(self._cursor, *(h.cursor for h in self.hellos.values()))
-
-
-def _one_process(a: m.Hello, b: m.Hello) -> bool:
-    """Whether two hellos of one id are of one process, or of one that has come after the other's end: an address is one
-    process'. An incarnation is one process', too."""
-    return a.address == b.address or (a.incarnation > 0 and b.incarnation > 0)
 
 
 def _names(members: list[Member]) -> str:

@@ -50,7 +50,6 @@ class Replica:
         self.incarnation, self.epoch = held.incarnation, held.epoch
         self.roster, self.gone, self._adopted_by = dict(held.roster), dict(held.gone), dict(held.adopted_by)
         self._put_in(held)
-        self.lease.cursor = held.cursor
         for contribution in held.contributions:
             self.fragments[contribution.fragment].become_offered(contribution)
 
@@ -67,7 +66,7 @@ class Replica:
     def _put_in(self, held: Held) -> None:
         for f, record in zip(self.fragments, held.records, strict=True):
             f.become_holding(record)
-        self.lease.held, self._put_back = held.lease, True
+        self.lease.held, self.lease.cursor, self._put_back = held.lease, held.cursor, True
 
     # ------------------------------------------------------------ what the shell may ask
 

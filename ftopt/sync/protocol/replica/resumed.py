@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import Ranges, union
+from ftopt.sync.protocol.intervals import Ranges, end, union
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -71,12 +71,15 @@ class Return:
             steps the state counts besides.
         adopted_by: missing replica -> the one that adopts its pending work and the units in it (ADOPT); what it was
             granted besides is free again.
+        cursor: of the ledger, the highest that any of them knew (CURSOR): who comes back late may hold units of which
+            no other one's part tells.
     """
 
     epoch: int
     incarnation_ids: dict[str, int]
     gone: dict[str, int]
     adopted_by: dict[str, str]
+    cursor: int
 
 
 def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.Record]) -> Return:
@@ -96,13 +99,12 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
         incarnation_ids=incarnation_ids,
         gone={replica: life for replica, life in gone.items() if life < incarnation_ids.get(replica, life + 1)},
         adopted_by={replica: adopters[index % len(adopters)] for index, (replica, _) in enumerate(lost)},
+        cursor=_cursor(there),
     )
 
 
-def another_life(
-    incarnation_id: m.IncarnationId, there: Sequence[Held], newest: Iterable[m.Record]
-) -> tuple[m.IncarnationId, dict[str, int]]:
-    """RESTORE: the incarnation as which a replica goes on, and all that are gone: those that the checkpoint knows of.
+def another_life(incarnation_id: m.IncarnationId, there: Sequence[Held], newest: Iterable[m.Record]) -> Held:
+    """RESTORE: as what a replica goes on, without records. All incarnations that the checkpoint knows of are gone.
 
     A coordinator with an old copy of its journal may give their numbers again, although the state counts their steps
     (COUNT): then the replica goes on as a later one.
@@ -112,7 +114,12 @@ def another_life(
     known = [*(x for held in there for x in (held.incarnation_id, *held.gone.items())), *_counted(newest)]
     gone = dict(sorted(known))  # of each replica the newest
     replica, life = incarnation_id
-    return (replica, max(life, gone.get(replica, 0) + 1)), gone
+    life = max(life, gone.get(replica, 0) + 1)
+    return Held(replica, life, 0, gone, samples=there[0].samples, cursor=_cursor(there))
+
+
+def _cursor(there: Iterable[Held]) -> int:
+    return max(max(held.cursor, end(held.lease)) for held in there)
 
 
 def _counted(newest: Iterable[m.Record]) -> list[m.IncarnationId]:

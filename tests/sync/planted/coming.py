@@ -1,0 +1,41 @@
+"""Bugs in how replicas come, and come back; see `tests.sync.planted.rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator import admission
+from ftopt.sync.protocol.coordinator.admission import Contenders
+from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.protocol.replica.resumed import Held
+from ftopt.sync.protocol.settings import Sync
+
+Patch = pytest.MonkeyPatch
+
+
+def refused_for_itself(patch: Patch) -> None:
+    """A newcomer that waits and connects anew counts as two processes"""
+    settle = Contenders.settle
+
+    def mutant(self: Contenders, now: float, sync: Sync) -> Iterator[tuple[int, m.Hello, str]]:
+        before = dict(self._hellos)
+        for found in settle(self, now, sync):
+            self._hellos = {conn: before[conn] for conn in self._hellos}
+            yield found
+
+    patch.setattr(admission, "one_process", lambda a, b: False)
+    patch.setattr(Contenders, "settle", mutant)
+
+
+def restored_without_a_cursor(patch: Patch) -> None:
+    """A replica that comes out of a checkpoint does not report how far units were granted"""
+    put_in = Replica._put_in
+
+    def mutant(self: Replica, held: Held) -> None:
+        put_in(self, held)
+        self.lease.cursor = 0
+
+    patch.setattr(Replica, "_put_in", mutant)
