@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import multiprocessing.connection
 import shutil
 import signal
 import sys
@@ -19,8 +18,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -248,37 +247,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What each has come to, as they end. Each runs in a process of its own, with ports and a folder of its own."""
-    context, waiting = multiprocessing.get_context("spawn"), list(plans)
-    running: dict[int, tuple[SpawnProcess, Path]] = {}
-    try:
-        while waiting or running:
-            while waiting and len(running) < arguments.jobs:
-                plan = waiting.pop(0)
-                folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=arguments.keep))
-                process = context.Process(target=_one, args=(plan, folder, arguments.verbose))
-                process.start()
-                running[process.sentinel] = process, folder
-            for sentinel in multiprocessing.connection.wait(list(running)):
-                process, folder = running.pop(sentinel)  # type: ignore[arg-type]
-                process.join()
-                if process.exitcode:
-                    complain(f"benchmarks chaos: the campaign in {folder} has itself failed, and does not count")
-                    continue
-                each = json.loads((folder / "outcome.json").read_text())
-                if not each["outcome"]["bad"]:
-                    shutil.rmtree(folder)
-                yield each
-    finally:
-        for process, _ in running.values():
-            process.terminate()
-            process.join()
+    """What each has come to, as they end. Those that run at a time are in processes of their own, with ports and
+    folders of their own."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.jobs, mp_context=spawn, initializer=die_with_parent) as pool:
+        waiting = [pool.submit(_one, plan, arguments.keep, arguments.verbose) for plan in plans]
+        try:
+            for ended in as_completed(waiting):
+                if (error := ended.exception()) is not None:
+                    complain(f"benchmarks chaos: a campaign has itself failed, and does not count: {error!r}")
+                else:
+                    yield ended.result()
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
 
 
-def _one(plan: Plan, folder: Path, verbose: bool) -> None:
-    """Runs a campaign in ``folder``, which is short for the sake of sockets."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    die_with_parent()
+def _one(plan: Plan, keep: Path | None, verbose: bool) -> dict[str, Any]:
+    """Runs a campaign in a short temporary folder, which is kept if it went wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=keep))
     say(f"{plan.name} ({plan.samples} samples) in {folder}")
     outcome, faults = campaign(plan, folder, verbose=verbose)
     each = {"way": plan.way, "seed": plan.seed, "plan": asdict(plan), "faults": faults, "outcome": outcome.plain()}
@@ -287,6 +275,9 @@ def _one(plan: Plan, folder: Path, verbose: bool) -> None:
     text = f"{plan.name}: {len(faults)} faults, {outcome.steps} steps, {end}; "
     text += f"stall {outcome.stall_s:.1f} s, idle {outcome.idle_s:.1f} s"
     say("\n".join([text, *(f"  bad: {line}" for line in outcome.bad)]))
+    if not outcome.bad:
+        shutil.rmtree(folder)
+    return each
 
 
 _COLUMNS = (

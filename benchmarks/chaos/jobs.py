@@ -214,5 +214,9 @@ def _starved_s(pid: int) -> float:
     return waited / 1e9
 
 
+_prctl = ctypes.CDLL(None).prctl
+"""Looked up before a fork: other threads run here."""
+
+
 def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    _prctl(1, signal.SIGKILL)
