@@ -98,8 +98,9 @@ class Campaign:
         self.striker = Striker(
             job, seed=f"{plan.way} {plan.seed}", replicas=plan.replicas, pause=self.pause, tell=self._tell
         )
-        self._look_at = self._calm_at = 0.0
-        self._tail, self._news = Tail(folder / "run" / "events.jsonl"), list[float]()
+        self._look_at = self._news_at = 0.0
+        self._tail = Tail(folder / "run" / "events.jsonl")
+        self._set, self.jumps = time.time() - time.monotonic(), list[tuple[float, float]]()
 
     def run(self) -> Outcome:
         """To the end of the job, or of the patience with it."""
@@ -108,16 +109,16 @@ class Campaign:
         for i in range(plan.replicas):
             job.start(f"r{i}")
         self._until(lambda: all(run.joined or run.ended for run in job.runs), SYNC["start_s"] + 45.0)
-        began, chance = time.time(), self.striker.chance
+        began, chance = time.monotonic(), self.striker.chance
         due = began + chance.expovariate(1 / plan.every_s)
-        while time.time() < began + plan.seconds * (1 + plan.ledger) and not self._over():
-            if time.time() >= due:
-                due = time.time() + chance.expovariate(1 / plan.every_s)
+        while time.monotonic() < began + plan.seconds * (1 + plan.ledger) and not self._over():
+            if time.monotonic() >= due:
+                due = time.monotonic() + chance.expovariate(1 / plan.every_s)
                 self.striker.strike()
             self.pause(_POLL_S)
         self.striker.calm()
-        faults_s = time.time() - began
-        self._calm_at = time.time()
+        faults_s = time.monotonic() - began
+        self._news_at = time.monotonic()
         ordered = self._end()
         stuck = job.alive
         for run in stuck:
@@ -126,7 +127,7 @@ class Campaign:
             time.sleep(1.0)
         facts = Facts(
             self.folder, job.runs, plan.way, plan.samples, SYNC, job.started, self.faults, ordered,
-            self.striker.complaints, job.coordinator_sizes,
+            self.striker.complaints, job.coordinator_sizes, self.jumps,
         )  # fmt: skip
         outcome = judge(facts)
         outcome.faults_s = faults_s
@@ -134,13 +135,14 @@ class Campaign:
 
     def pause(self, seconds: float) -> None:
         """Goes on looking, and does what is due."""
-        until = time.time() + seconds
+        until = time.monotonic() + seconds
         while True:
             self.striker.tend()
-            if time.time() >= self._look_at:
-                self._look_at = time.time() + _LOOK_S
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + _LOOK_S
                 self.job.look()
-            if time.time() >= until:
+                self._look_at_the_clock()
+            if time.monotonic() >= until:
                 return
             time.sleep(min(_POLL_S, seconds))
 
@@ -150,7 +152,7 @@ class Campaign:
         if self.plan.ledger:
             if not self._over() and not job.alive:
                 job.start("r0")
-            while job.alive and time.time() < self._last_sample() + self.plan.patience_s:
+            while job.alive and self._is_patient():
                 self._until(lambda: not job.alive, 1.0)
         else:
             self.pause(3.0)
@@ -160,14 +162,22 @@ class Campaign:
         job.look()
         return ordered
 
-    def _last_sample(self) -> float:
-        """When samples have last come into the model; when the faults ended, if that is later."""
-        self._news += [e["t_s"] for e in self._tail.more() if e["event"] == "decide" and e["data"].get("ranges")]
-        return max(self._calm_at, self.job.started + max(self._news, default=0.0))
+    def _is_patient(self) -> bool:
+        """Whether samples have come into the model not long ago; or the faults have ended not long ago."""
+        if any(e["event"] == "decide" and e["data"].get("ranges") for e in self._tail.more()):
+            self._news_at = time.monotonic()
+        return time.monotonic() < self._news_at + self.plan.patience_s
+
+    def _look_at_the_clock(self) -> None:
+        """Events have the time of day, which a host may set."""
+        clock_set = time.time() - time.monotonic()
+        if abs(clock_set - self._set) > _LOOK_S:
+            self.jumps.append((time.time(), clock_set - self._set))
+            self._set = clock_set
 
     def _until(self, true: Any, seconds: float) -> None:
-        until = time.time() + seconds
-        while not true() and time.time() < until:
+        until = time.monotonic() + seconds
+        while not true() and time.monotonic() < until:
             self.pause(_POLL_S)
 
     def _over(self) -> bool:
@@ -235,14 +245,16 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"benchmarks chaos: {', '.join(unknown)}; must be of {', '.join(WAYS)}")
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    about, began = machine_facts(), time.time()
+    about, began = machine_facts(), time.monotonic()
     RESULTS.parent.mkdir(exist_ok=True)
     asked, found = plans(arguments), []
     for each in _all(asked, arguments):
         found.append(each)
         RESULTS.write_text(json.dumps({"machine": about, "campaigns": found}, indent=1))
     say("\n" + "\n".join(table(found)) + "\n\n" + "\n".join(kinds(found)))
-    say(f"\ncommit {about['commit']}, load before {about['load_before']}, {(time.time() - began) / 60:.0f} minutes")
+    say(
+        f"\ncommit {about['commit']}, load before {about['load_before']}, {(time.monotonic() - began) / 60:.0f} minutes"
+    )
     return 1 if len(found) < len(asked) or any(each["outcome"]["bad"] for each in found) else 0
 
 

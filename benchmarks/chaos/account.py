@@ -102,6 +102,7 @@ class Facts:
         ordered: when the replicas were told to stop; 0: the data end by themselves.
         complaints: of the one who struck.
         coordinator: sizes of its last life.
+        jumps: when the clock of the day was set, and by how much.
     """
 
     folder: Path
@@ -114,6 +115,7 @@ class Facts:
     ordered: float
     complaints: Sequence[str]
     coordinator: Sequence[Sizes]
+    jumps: Sequence[tuple[float, float]] = ()
 
 
 def judge(facts: Facts) -> Outcome:
@@ -295,7 +297,11 @@ def _starved_s(run: Run, start: float, stop: float) -> float:
 def _judge_progress(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, Any]]) -> None:
     """Faults come every second or two, and each may cost the job a startup: but not one after the other for ever."""
     steps = [e["t_s"] for e in events if e["event"] == "decide"]
-    outcome.idle_s, since = max(((b - a, a) for a, b in itertools.pairwise(steps)), default=(0.0, 0.0))
+    set_s = [(at - facts.started, by) for at, by in facts.jumps]
+    gaps = [
+        (b - a - sum(by for at, by in set_s if a < at <= b + 2 * _AROUND_S), a) for a, b in itertools.pairwise(steps)
+    ]
+    outcome.idle_s, since = max(gaps, default=(0.0, 0.0))
     limit = 2 * (facts.sync["gone_after_s"] + facts.sync["recovery_s"] + facts.sync["start_s"])
     if outcome.idle_s > limit:
         outcome.bad.append(f"no outer step for {outcome.idle_s:.1f} s after {since:.1f} s")

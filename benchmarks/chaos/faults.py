@@ -87,7 +87,7 @@ class Striker:
 
     def tend(self) -> None:
         """Does what has become due."""
-        now = time.time()
+        now = time.monotonic()
         due = [call for at, call in self._later if at <= now]
         self._later = [x for x in self._later if x[0] > now]
         for call in due:
@@ -202,8 +202,8 @@ class Striker:
             path = self.chance.choice(sorted(found[-1].glob("committed-*.safetensors")))
             self._damage(path, self.chance.choice(("flip", "cut", "remove")))
             first = self._job.start(names[0])
-            until = time.time() + _REFUSED_S
-            while first.alive and time.time() < until:
+            until = time.monotonic() + _REFUSED_S
+            while first.alive and time.monotonic() < until:
                 self._pause(0.2)
             log = (self._job.folder / f"{first.life.name}.log").read_text()
             if first.process.exitcode != 2 or found[-1].name not in log:
@@ -285,8 +285,8 @@ class Striker:
         self._damage(journal, "flip")
         told = log.stat().st_size
         self._job.start_coordinator()
-        until = time.time() + _REFUSED_S
-        while self._job.coordinator_pid is not None and time.time() < until:
+        until = time.monotonic() + _REFUSED_S
+        while self._job.coordinator_pid is not None and time.monotonic() < until:
             self._pause(0.2)
         if not self._job.refused or str(journal) not in log.read_text()[told:]:
             self.complaints.append(f"the coordinator did not refuse the damaged {journal}")
@@ -363,7 +363,7 @@ class Striker:
             self._mend(link)
 
     def _after(self, seconds: float, call: Callable[[], object]) -> None:
-        self._later.append((time.time() + seconds, call))
+        self._later.append((time.monotonic() + seconds, call))
 
     def _say(self, kind: str, who: str = "coordinator", **data: Any) -> None:
         self._tell({"at": time.time(), "kind": kind, "who": who, **data})

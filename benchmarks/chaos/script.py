@@ -146,9 +146,9 @@ class Record:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        began = time.time()
+        began = time.monotonic()
         yield
-        if (took := time.time() - began) > LONG_S:
+        if (took := time.monotonic() - began) > LONG_S:
             self.line("wait", of=what, seconds=took)
 
     def _write(self) -> None:
