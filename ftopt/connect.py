@@ -54,7 +54,8 @@ def connect(
         sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
         host: this machine's address as peers reach it. Default: ``FTOPT_HOST``, else the one that reaches the
             coordinator.
-        on_event: called with each event, on several threads.
+        on_event: called with each event, on several threads, which wait for it: it must return at once. One that never
+            returns hangs this replica.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
 
     Raises:
@@ -126,7 +127,7 @@ def local_groups(
     Args:
         n: replicas.
         sync: settings; ``start_replicas`` is ``n`` unless given.
-        on_event: called with each event.
+        on_event: called with each event; it must return at once (see `connect`).
         names: the replicas' ids, default ``r0 .. r{n-1}``. A name that comes again is that replica's next life.
     """
     check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")

@@ -164,9 +164,9 @@ def _decisions(events: Iterable[Line]) -> tuple[dict[int, dict[int, Line]], list
     """The decisions that stand: fragment -> version -> decision; and the versions of any fragment that were decided
     with more than one chain: a fork.
 
-    A coordinator that was killed after it had journalled a decision has not told it: the next one does when it begins
-    (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are made
-    again.
+    A coordinator that was killed after it had journalled a decision may not have told it: the next one does when it
+    begins (`recover`). The last word counts. A rollback takes back those that the job does not go on from: they are
+    made again.
     """
     found: dict[int, dict[int, Line]] = {0: {}}
     forks: set[int] = set()
