@@ -70,7 +70,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint", "optimizer", "optimizer/inner_state", "optimizer/recovery", "optimizer/tensors", "sync/group",
         "sync/protocol", "sync/protocol/replica",
     },
-    "config": {"codecs", "methods", "fragments", "outer", "triggers", "faults", "sync/protocol/settings"},
+    "config": {
+        "codecs", "methods", "fragments", "outer", "triggers", "faults", "sync/protocol/limits", "sync/protocol/settings",
+    },
     # Where the parts are put together.
     "connect": {"net", "sync/group", "sync/local", "sync/protocol", "sync/replica", "transport"},
     "__init__": {

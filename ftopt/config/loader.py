@@ -51,9 +51,8 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
 def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """A recipe of nested mappings, or None and what is wrong with it."""
     errors: list[str] = []
-    recipe = _section(Recipe, raw, "", errors)
+    recipe: Recipe | None = _section(Recipe, raw, "", errors)
     if recipe is not None:
-        assert isinstance(recipe, Recipe)
         errors += recipe.problems()
     elif isinstance(raw, Mapping):
         errors += _problems_of_the_rest(raw)

@@ -18,6 +18,7 @@ from ftopt.config.inner import AdamWConfig, InnerConfig
 from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
 from ftopt.errors import UserError, check_choice
 from ftopt.faults.spec import Fault
+from ftopt.sync.protocol.limits import MAX_INT, MAX_NAME, MAX_REPLICAS
 from ftopt.sync.protocol.settings import Sync
 
 
@@ -49,6 +50,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         at_least("train", 1, inner_steps=self.inner_steps, accumulate=self.accumulate, threads=self.threads)
         at_least("train", 0, eval_every=self.eval_every, seed=self.seed)
+        if self.seed > MAX_INT:
+            raise UserError(f"train.seed={self.seed}; must be at most {MAX_INT}")
         if self.clip_norm is not None:
             above_zero("train", clip_norm=self.clip_norm)
         check_choice("train.autocast", self.autocast, (None, "bf16"))
@@ -131,8 +134,10 @@ class Recipe:
     def _of_job(self) -> Iterator[str]:
         if not self.name or not all(part.isalnum() for part in self.name.replace("-", "_").split("_") if part):
             yield f"name={self.name!r}; must be letters, digits, - and _, since it names a folder"
-        if self.replicas < 1:
-            yield f"replicas={self.replicas}; must be at least 1"
+        if len(self.name) > MAX_NAME:
+            yield f"name has {len(self.name)} characters; at most {MAX_NAME} are allowed, since it names a folder"
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            yield f"replicas={self.replicas}; must be from 1 to {MAX_REPLICAS}"
 
     def _of_model(self) -> Iterator[str]:
         images = isinstance(self.data, Digits)
@@ -227,4 +232,4 @@ class Recipe:
     def replica_ids(self) -> list[str]:
         """The ids that ``ftopt run`` gives its replicas; their order as strings is their order as numbers."""
         digits = len(str(max(self.replicas - 1, 0)))
-        return [f"r{index:0{digits}d}" for index in range(self.replicas)]
+        return [f"r{index:0{digits}d}" for index in range(min(self.replicas, MAX_REPLICAS))]

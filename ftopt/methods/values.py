@@ -73,8 +73,10 @@ class Round:
         version: the version that it makes, 1 for the first: the outer optimizer's step.
         inner_step: the fragment's committed inner step before this outer step (fragment 0's is the job's).
         layout: where each parameter lies in the flat tensors.
-        shares: ``w / W`` of the members of positive weight, in rank order, for a method that has scalars or sends
-            values, or with a codec that rounds. Others do without: ``(1.0,)``, however many members there are.
+        shares: ``w / W`` of each member of positive weight, in rank order. Members exchange their weights only if the
+            method has `Method.scalars` or averages values (`Execution.values`, averaged buffers or inner state), or if
+            the codec rounds. Otherwise it is ``(1.0,)``, however many members there are: a method of your own that
+            needs the shares must have scalars.
         scalars: what `Method.scalars` gave on each of them.
         lossy: see `ReplicaView`.
         seen: the statistics they exchanged for the trigger, in rank order; empty when it needs none.

@@ -61,7 +61,7 @@ def test_a_period_that_is_no_number_of_steps_is_refused(method: type, sync_every
         (lambda: AnyOf(3), "trigger.triggers: got 3"),
         (lambda: Sync(grace_s="x"), "sync.grace_s='x'; must be a number of seconds above 0"),
         (lambda: Sync(min_replicas=1.5), "sync.min_replicas=1.5; must be a whole number, at least 1"),
-        (lambda: Sync(outlier_ratio="x"), "sync.outlier_ratio='x'; must be a number above 1"),
+        (lambda: Sync(outlier_ratio="x"), "sync.outlier_ratio='x'; must be a number, at least 10"),
     ],
 )
 def test_a_setting_of_the_wrong_type_is_a_user_error(make: Callable[[], object], said: str) -> None:

@@ -51,7 +51,8 @@ class Sync(Settings):
         outlier_ratio: a contribution whose norm, or largest element, exceeds this multiple of what is usual in the job
             weighs nothing, and its steps stay pending; gradients may be its square times the usual. After the second
             time in a row they are dropped, and the inner state is reset; see ``docs/faults.md``. Default 100: a
-            corrupted replica, not a noisy one; None: off.
+            corrupted replica, not a noisy one. At least 10: while rates rise, honest contributions come to 5 times the
+            usual. None: off.
         recover: what happens to the inner steps that a dead replica had not contributed. ``drop`` (default): its
             samples go to other replicas. ``replay``: a neighbour keeps a copy of the replica as it was at the start of
             its round, and the process that replaces it repeats its steps; see ``docs/replay.md``.
@@ -101,7 +102,7 @@ class Sync(Settings):
             if value is not None and value < self.dead_after_s:
                 raise UserError(f"sync.{name}={value:g}; must be at least dead_after_s={self.dead_after_s:g}")
         if self.outlier_ratio is not None:
-            check_number("sync.outlier_ratio", self.outlier_ratio, "(1, inf)", hint="use 100, or null for off")
+            check_number("sync.outlier_ratio", self.outlier_ratio, "[10, inf)", hint="use 100, or null for off")
         check_choice("sync.recover", self.recover, ("drop", "replay"))
         check_number("sync.error_feedback", self.error_feedback, "[0, 1]", hint="0 is off, 1 forgets nothing")
 

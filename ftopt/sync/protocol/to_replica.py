@@ -105,7 +105,7 @@ class Quorum:
     ``advance``: inner steps that the commit adds to the committed inner step. ``drop``: gone incarnations whose COUNT
     entries the commit removes. ``last_step``: the receiver's contribution that is meant (FREEZE). ``outlier``: why
     that one weighs nothing and is not counted, "" when it is taken. ``ranges``: all units that the contributions have
-    used. ``plan``: the one that they are shares of (COVER), 0 without a global batch. ``behind``: the receiver's
+    used. ``plan``: the one that they are shares of (COVER), 0 without a global batch. ``older``: the receiver's
     contribution weighs nothing, like an outlier's, since others are of a later step (`Contribution.at_step`).
     """
 
@@ -125,12 +125,12 @@ class Quorum:
     outlier: str = ""
     ranges: Ranges = ()
     plan: int = 0
-    behind: bool = False
+    older: bool = False
 
     @property
     def excludes(self) -> bool:
         """Whether the receiver's contribution weighs nothing."""
-        return self.behind or bool(self.outlier)
+        return self.older or bool(self.outlier)
 
 
 @dataclass(frozen=True, slots=True)

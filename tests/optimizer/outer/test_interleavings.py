@@ -77,7 +77,7 @@ def test_who_weighs_nothing_adds_nothing(method: Method) -> None:
                 _step(optimizer, model, m, step, scale=wild if m == 1 else 1.0)
             return _flat(anchor(optimizer, model)) - before
 
-    moved = [_run(3, lambda *a, wild=wild: replica(*a, wild), outlier_ratio=5.0) for wild in (1e3, 1e4)]
+    moved = [_run(3, lambda *a, wild=wild: replica(*a, wild), outlier_ratio=10.0) for wild in (1e3, 1e4)]
     assert torch.equal(moved[0][0], moved[1][0])  # type: ignore[arg-type]
     assert float(moved[0][0].norm()) < 1.0  # type: ignore[attr-defined]
 

@@ -15,11 +15,11 @@ def offer(seat: Seat, at_step: int, *, weight: float = 5.0) -> None:
 
 
 def told(*seats: Seat) -> list[tuple[bool, float]]:
-    """For each: whether it is told that it is behind, and what its contribution weighs."""
+    """For each: whether it is told that it is of an older step, and what its contribution weighs."""
     for seat in seats:
         seat.take()
     starts = [seat.pop(r.StartReduce) for seat in seats]
-    return [(start.quorum.behind, start.contribution.weight) for start in starts]
+    return [(start.quorum.older, start.contribution.weight) for start in starts]
 
 
 def test_one_of_an_older_step_weighs_nothing_and_stays_pending() -> None:

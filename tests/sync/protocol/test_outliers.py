@@ -105,6 +105,8 @@ def test_what_is_withheld_leaves_count_as_it_was() -> None:
     assert (kept.steps, kept.last_step, kept.weight) == (0, 100, 0.0)
 
 
-def test_a_limit_that_takes_everybody_for_an_outlier_is_refused() -> None:
-    with pytest.raises(ValueError, match="outlier_ratio=1"):
-        Sync(outlier_ratio=1.0)
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.01, 9.9])
+def test_a_limit_that_honest_contributions_exceed_is_refused(ratio: float) -> None:
+    """While rates rise, the norm or largest element of an honest one comes to 5 times the usual."""
+    with pytest.raises(ValueError, match=r"outlier_ratio=.*at least 10"):
+        Sync(outlier_ratio=ratio)

@@ -90,5 +90,5 @@ class Backups:
         others = [x for x in self._roster.connected() if x.replica != member.replica and x.address and not x.leaving]
         if before is not None and (same := [x for x in others if x.incarnation_id == before.keeper]):
             return same[0]
-        behind = [x for x in others if x.replica > member.replica]
-        return next(iter(behind or others), None)
+        later = [x for x in others if x.replica > member.replica]
+        return next(iter(later or others), None)

@@ -65,7 +65,7 @@ class Decide:
         if key != self._group_key:
             self._group, self._group_key = a.attempt, key
         data = {"members": [list(x) for x in a.members], "retry": formed.retry}
-        data |= {"behind": sorted(formed.behind)} if formed.behind else {}
+        data |= {"older": sorted(formed.older)} if formed.older else {}
         effects = [self._event("quorum", a, **data, steps=[c.steps for c in chosen.values()])]
         for x in members:
             if reason := formed.outliers.get(x.replica):
@@ -80,9 +80,9 @@ class Decide:
         member.catching_up.discard(f)
         before, member.members_sent[f] = member.members_sent.get(f, ()), a.members
         last_step = self._gather.proposals[member.replica].last_step
-        outlier, behind = formed.outliers.get(member.replica, ""), member.replica in formed.behind
+        outlier, older = formed.outliers.get(member.replica, ""), member.replica in formed.older
         quorum = a.invitation(f, self._group, rank, before, last_step=last_step)
-        return send([member], replace(quorum, outlier=outlier, behind=behind))
+        return send([member], replace(quorum, outlier=outlier, older=older))
 
     # ------------------------------------------------------------ step 4
 

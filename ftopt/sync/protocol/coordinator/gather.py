@@ -29,13 +29,13 @@ from ftopt.sync.protocol.settings import Sync
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """What an attempt is to be made of. ``outliers``: replica -> why its contribution weighs nothing. ``behind``: whose
+    """What an attempt is to be made of. ``outliers``: replica -> why its contribution weighs nothing. ``older``: whose
     weighs nothing because others are of a later step."""
 
     members: list[Member]
     contributions: dict[str, m.Contribution]
     outliers: Mapping[str, str]
-    behind: frozenset[str]
+    older: frozenset[str]
     retry: bool
 
 
@@ -217,15 +217,15 @@ class Gather:
             return effects, None
         chosen = {x.replica: self.proposals[x.replica] for x in members}
         newest = max((c.at_step for c in chosen.values() if c.weight > 0), default=0)
-        behind = frozenset(replica for replica, c in chosen.items() if 0 < c.at_step < newest)
-        chosen |= {replica: excluded(chosen[replica]) for replica in behind}
+        older = frozenset(replica for replica, c in chosen.items() if 0 < c.at_step < newest)
+        chosen |= {replica: excluded(chosen[replica]) for replica in older}
         odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
             effects += self._void(members, odd)
             rest = [x for x in proposers if x.replica in self.proposals]
             return effects + (self._wait(now, rest) or [] if rest else []), None
-        return effects, Formed(members, chosen, odd, behind, self.retry)
+        return effects, Formed(members, chosen, odd, older, self.retry)
 
     def excluded(self, member: Member, reason: str, *, attempt: int | None = None) -> Emit:
         """The event of an outlier."""
