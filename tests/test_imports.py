@@ -71,7 +71,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync/protocol", "sync/protocol/replica",
     },
     "config": {
-        "codecs", "methods", "fragments", "outer", "triggers", "faults", "sync/protocol/limits", "sync/protocol/settings",
+        "codecs", "methods", "fragments", "outer", "triggers", "faults", "sync/protocol/limits",
+        "sync/protocol/settings",
     },
     # Where the parts are put together.
     "connect": {"net", "sync/group", "sync/local", "sync/protocol", "sync/replica", "transport"},
