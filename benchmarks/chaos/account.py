@@ -26,6 +26,8 @@ from ftopt.telemetry.jsonl import read_lines
 
 WIPES = ("restore", "rollback", "start")
 """Events of the coordinator after which the state is another one; the first ``start`` is none."""
+WIPED = "everything, no journal"
+"""The fault after which no coordinator knows that there was another one."""
 BAD_EVENTS = ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt", "frozen")
 ORDERLY = ("done", "left")
 _DROPS = re.compile(r"(\d+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)")
@@ -124,7 +126,8 @@ def judge(facts: Facts) -> Outcome:
     events = read_lines(facts.folder / "run" / "events.jsonl")
     outcome.events = dict(Counter(e["event"] for e in events))
     ends = {run.life.number: end for run in facts.runs if (end := _end(facts.folder, run)) is not None}
-    wiped = _wiped(events, facts.started)
+    wipes = _wipes(facts, events)
+    wiped = _wiped(events, wipes, facts.started)
     survivors = [
         run
         for run in facts.runs
@@ -139,14 +142,19 @@ def judge(facts: Facts) -> Outcome:
     _judge_anchors(facts, outcome, wiped)
     _judge_logs(facts, outcome)
     _judge_growth(facts, outcome)
-    _judge_events(outcome, events)
+    _judge_events(outcome, events, wipes)
     _judge_progress(facts, outcome, events)
     return outcome
 
 
-def _judge_events(outcome: Outcome, events: Sequence[Mapping[str, Any]]) -> None:
+def _wipes(facts: Facts, events: Sequence[Mapping[str, Any]]) -> list[float]:
+    """When the state has become another one, in the events' time."""
+    told = [e["t_s"] for e in events if e["event"] in WIPES]
+    return sorted(told + [fault["at"] - facts.started for fault in facts.faults if fault["kind"] == WIPED])
+
+
+def _judge_events(outcome: Outcome, events: Sequence[Mapping[str, Any]], wipes: Sequence[float]) -> None:
     """Where all state has died, who had taken up the old one before that was known is on another branch."""
-    wipes = [e["t_s"] for e in events if e["event"] in WIPES]
     odd = Counter(
         e["event"]
         for e in events
@@ -160,11 +168,11 @@ def _end(folder: Path, run: Run) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _wiped(events: Sequence[Mapping[str, Any]], started: float) -> float:
+def _wiped(events: Sequence[Mapping[str, Any]], wipes: Sequence[float], started: float) -> float:
     """When the state that the last outer step built on has come to be; 0: with the job."""
     last = max((e["t_s"] for e in events if e["event"] == "decide"), default=0.0)
-    wipes = [e["t_s"] for e in events if e["event"] in WIPES and e["t_s"] < last]
-    return started + max(wipes) if len(wipes) > 1 else 0.0
+    before = [t_s for t_s in wipes if t_s < last]
+    return started + max(before) if len(before) > 1 else 0.0
 
 
 def final(fragments: int, ends: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
