@@ -75,6 +75,16 @@ def lose_all(table: Table, seats: Sequence[Seat], coordinator: str) -> None:
         table.restart(journal=coordinator == "journal")
 
 
+def reconnect(table: Table, *seats: Seat) -> None:
+    """They connect, as often as the coordinator begins anew, until it runs."""
+    for _ in range(20):
+        for seat in seats:
+            if seat.conn is None:
+                seat.connect()
+            seat.take()
+        table.tick(1.0)
+
+
 COORDINATORS = ("new", "journal", "lives")
 
 
@@ -109,6 +119,30 @@ def test_versions_after_the_checkpoint_are_rolled_back(coordinator: str) -> None
     round_of((a, b), 10)
     assert a.record.counted == (("a", 1, 10), ("b", 1, 10))
     assert a.record.chain == chain
+
+
+@pytest.mark.parametrize("rounds", (0, 1, 2, 4))
+def test_a_copy_of_the_journal_from_before_the_job_was_resumed_takes_no_state_from_those_who_live(rounds: int) -> None:
+    """They know a later epoch than the copy, and hold another branch than it tells of, which ended with its holders."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    round_of((a, b), 10)
+    round_of((a, b), 15)
+    copy = list(table.journal)
+    lose_all(table, (a, b), "journal")
+    a, b = resume(table, there, "a", "b")
+    reconnect(table, a, b)
+    for number in range(rounds):
+        round_of((a, b), 12 + 2 * number)
+    record = a.record
+    assert record.version == 1 + rounds
+    table.journal[:] = copy
+    table.restart(journal=True)
+    reconnect(table, a, b)
+    assert not table.events("fork")
+    assert (a.record, b.record, table.version) == (record, record, record.version)
+    round_of((a, b), 30)
+    assert a.record.counted == b.record.counted == (("a", 1, 30), ("b", 1, 30))
 
 
 def test_who_does_not_come_back_is_gone_and_nobody_waits() -> None:

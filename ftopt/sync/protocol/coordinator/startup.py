@@ -58,7 +58,7 @@ class Startup:
         """RESTORE: replicas that were asked to restore a checkpoint."""
         self._roster = roster
         self._decided = saved.decided if saved else ()
-        self._cursor = saved.cursor if saved else 0
+        self._cursor, self._epoch = (saved.cursor, saved.epoch) if saved else (0, 0)
         last = lost or next((d for d in reversed(self._decided) if not d.fragment), None)
         self.lost, self._done = (last.chain, last.done) if last is not None else ("", ())
         self._last = last
@@ -264,11 +264,19 @@ class Startup:
     # ------------------------------------------------------------ the truth
 
     def saved(self, fragment: int) -> list[Decided]:
-        """The journal's decisions of one fragment, oldest first; none if it is of another start of the job."""
-        decided = [d for d in self._decided if d.fragment == fragment]
+        """The journal's decisions of one fragment, oldest first; none if it is of another start of the job, or of
+        before a rollback."""
+        decided = [] if self._is_of_another_branch() else [d for d in self._decided if d.fragment == fragment]
         chains = [p.chain for h in self.state_holders() for p in h.positions if p.fragment == fragment]
         known = not chains or any(m.same_start(chain, d.chain) for chain in chains for d in decided[-1:])
         return decided if known else []
+
+    def _is_of_another_branch(self) -> bool:
+        """Whether the journal is an old copy, from before a rollback: those who know a later epoch than it does hold
+        another branch."""
+        later = [p for h in self.state_holders() if h.epoch > self._epoch for p in h.positions]
+        chains = {(d.fragment, d.version): d.chain for d in self._decided} if later else {}
+        return any(chains.get((p.fragment, p.version), p.chain) != p.chain for p in later)
 
     def restore(self, versions: Versions) -> Effects:
         """One fragment goes on from the highest version that the journal or a replica knows; returns what to journal.
