@@ -482,7 +482,7 @@ BUGS = (
     Bug("COLD", newcomers_alone, seed=115),
     Bug("STICKY", superseded_at_once, seed=185),
     Bug("ROLLBACK", rollback_off),
-    Bug("step 6", waits.never_released, seed=510),
+    Bug("step 6", waits.never_released, seed=1795),
     Bug("step 5", waits.waits_outside, seed=410_007_030),
     Bug("I5", stale_proposal),
     Bug("I5", stale_state, slow=True),
