@@ -1,9 +1,11 @@
-"""``docs/events.md`` has a line for every event that is emitted."""
+"""``docs/events.md`` has a line for every event that is emitted, and every key of ``summary.json``."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+
+from ftopt.telemetry.summary import summarize
 
 PACKAGE = Path(__file__).resolve().parent.parent / "ftopt"
 PAGE = PACKAGE.parent / "docs" / "events.md"
@@ -27,3 +29,8 @@ def test_every_event_has_a_line() -> None:
     page, events = PAGE.read_text(encoding="utf-8"), emitted()
     assert len(events) > 30
     assert {name: file for name, file in events.items() if f"`{name}`" not in page} == {}
+
+
+def test_every_key_of_the_summary_is_there() -> None:
+    page = PAGE.read_text(encoding="utf-8").partition("## summary.json")[2]
+    assert [key for key in summarize([], {}) if f"`{key}`" not in page] == []
