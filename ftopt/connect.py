@@ -59,7 +59,7 @@ def connect(
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
 
     Raises:
-        UserError: no address is given, or it is none; a name, the token, or a file of TLS cannot be used.
+        UserError: the address is missing or invalid; a name, the token, or a file of TLS cannot be used.
     """
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
     from ftopt.sync.replica.client import Client

@@ -54,8 +54,8 @@ def wrap(
         method: `ftopt.DiLoCo`, `ftopt.StreamingDiLoCo`, `ftopt.LocalSGD`, ... (``docs/methods.md``).
         group: `ftopt.connect`'s, or `ftopt.solo()`.
         state_dir: a folder on a local disk. The committed state, anchor and outer optimizer state, then lies in
-            memory-mapped files there, and takes no memory between outer steps (``docs/operations.md``). This replica's
-            own affair; for models on the CPU. Default None: in RAM.
+            memory-mapped files there, and takes no memory between outer steps (``docs/operations.md``). A per-replica
+            setting; for models on the CPU. Default None: in RAM.
         undo: record each step, so that `ftopt.undo_step` can take the last one back (``docs/undo.md``). Every step
             then takes about 1.5 microseconds longer for each tensor. Default False.
 
