@@ -231,7 +231,8 @@ def plans(arguments: argparse.Namespace) -> list[Plan]:
         for way in arguments.ways or WAYS:
             with_ledger = ledger == "with" or way == GLOBAL_BATCH
             seed, seconds, every_s = arguments.seed + number, arguments.seconds, arguments.every_s
-            made.append(Plan(way, with_ledger, seed, seconds, every_s, recover if with_ledger else "drop", resume))
+            how = recover if with_ledger and not WAYS[way].live else "drop"  # nothing else is there to be replayed
+            made.append(Plan(way, with_ledger, seed, seconds, every_s, how, resume))
     return made
 
 
