@@ -30,7 +30,10 @@ WIPED = "everything, no journal"
 """The fault after which no coordinator knows that there was another one."""
 BAD_EVENTS = ("fork", "mismatch", "diverged", "used_twice", "held_twice", "outlier", "evicted", "halt", "frozen")
 ORDERLY = ("done", "left")
-_DROPS = re.compile(r"(\d+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)")
+_DROPS = re.compile(
+    r"(\d+) (?:inner )?steps? (?:are |is |were )?(?:dropped|lost|given up|that no committed state)"
+    r"(?: of fragment (\d+))?"
+)
 _LOUD = re.compile(
     r"Traceback|never retrieved|Exception ignored|Exception in|RuntimeWarning|Fatal Python|terminate "
     r"called|Segmentation"
@@ -227,9 +230,10 @@ def _judge_steps(facts: Facts, outcome: Outcome, alive: set[int], model: Mapping
         path = facts.folder / f"{run.life.name}.steps"
         begun, finished = steps_of(path) if path.exists() else (0, 0)
         outcome.steps += finished
-        told = sum(int(count) for count in _DROPS.findall(_log(facts, run))) if run.life.number in alive else 0
-        outcome.told += told
+        drops = _DROPS.findall(_log(facts, run)) if run.life.number in alive else []
         for f, steps in enumerate(model["steps"]):
+            told = sum(int(count) for count, fragment in drops if fragment in ("", str(f)))
+            outcome.told += 0 if f else told
             there = steps[run.life.number]
             if there != round(there):
                 outcome.bad.append(f"{run.life.name} has {there} steps in fragment {f}")

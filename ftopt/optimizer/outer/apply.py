@@ -223,6 +223,13 @@ class Applier:
             again = reason == "outlier" and fragment.keeps_still
         if again:
             self._shared.counters.count_inner_reset()
+        if steps and reason == "reset":
+            _log.warning(
+                "replica %s: %d steps dropped%s: it was given up meanwhile, and goes on from the job's state",
+                self._group.replica,
+                steps,
+                f" of fragment {fragment.index}" if len(self._shared.fragments) > 1 else "",
+            )
         if steps:
             data = {"steps": steps, "reason": reason}
             self._group.emit("discarded", fragment=fragment.index, inner_step=self._shared.inner_step(), data=data)

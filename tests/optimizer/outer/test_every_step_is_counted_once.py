@@ -218,3 +218,13 @@ def test_nonfinite_work_is_dropped_and_training_goes_on(reason: str) -> None:
     trainer.step()
     assert trainer.optimizer.pending_steps == 1
     torch.testing.assert_close(trainer.params(), group.work[4].double())
+
+
+def test_who_was_given_up_reads_in_the_log_how_many_steps_that_has_cost(caplog: pytest.LogCaptureFixture) -> None:
+    group = Scripted(random.Random(0), SIZE)
+    trainer = _Trainer(group, LocalSGD(sync_every=100), torch.float32)
+    for _ in range(3):
+        trainer.step()
+    group.reset()
+    _check(trainer, group, 1e-5)
+    assert "replica r0: 3 steps dropped: it was given up meanwhile, and goes on from the job's state" in caplog.text
