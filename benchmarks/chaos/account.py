@@ -314,7 +314,9 @@ def _judge_progress(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str
         (b - a - sum(by for at, by in set_s if a < at <= b + 2 * _AROUND_S), a) for a, b in itertools.pairwise(steps)
     ]
     outcome.idle_s, since = max(gaps, default=(0.0, 0.0))
+    start, stop = facts.started + since, facts.started + since + outcome.idle_s
     limit = 2 * (facts.sync["gone_after_s"] + facts.sync["recovery_s"] + facts.sync["start_s"])
+    limit += max((_starved_s(run, start, stop) for run in facts.runs), default=0.0)
     if outcome.idle_s > limit:
         outcome.bad.append(f"no outer step for {outcome.idle_s:.1f} s after {since:.1f} s")
 
