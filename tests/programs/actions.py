@@ -352,7 +352,8 @@ def inner_hook_raises(run: Running, when: str) -> None:
         run.step()
     except Mine:
         run.broken_off = True
-    handle.remove()
+    finally:  # an event before it may have been interrupted
+        handle.remove()
     run.optimizer.zero_grad()
 
 

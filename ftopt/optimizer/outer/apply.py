@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -29,12 +29,16 @@ class Move:
     task that was broken off is begun again. So each starts from what the move began with, goes on where it was, or is
     one assignment.
 
+    What it tells comes behind all that, each once: an `on_event` may raise, and what it has heard of is in effect.
+
     Args:
+        news: what is to be told then.
         dropped: pending steps that are dropped with it, and why.
         done: so many tasks are.
     """
 
     tasks: list[Callable[[], object]]
+    news: list[Callable[[], object]] = field(default_factory=list)
     dropped: int = 0
     reason: str = ""
     done: int = 0
@@ -73,7 +77,6 @@ class Applier:
         if not reason or self._group.outstanding(fragment.index):
             return False
         if self._repair(fragment):
-            fragment.pardon(dropped=False)
             return True
         _log.warning(
             "replica %s: %d steps dropped: %s; the parameters are back at the anchor, and the inner state is reset; "
@@ -95,11 +98,15 @@ class Applier:
         blocks = state.damage()
         if not blocks:
             return False
-        version = state.meta.version
-        self._group.emit("damaged", fragment=fragment.index, version=version, data={"blocks": blocks[:8]})
-        fragment.repair(repaired(state, fragment.view.read(fragment.view.empty())))
-        self._group.emit("repaired", fragment=fragment.index, version=version, data={"blocks": len(blocks)})
+        sound = repaired(state, fragment.view.read(fragment.view.empty()))
+        tasks: list[Callable[[], object]] = [partial(fragment.repair, sound), partial(fragment.pardon, dropped=False)]
+        self._run(fragment, Move(tasks, self._repairs(state, blocks)))
         return True
+
+    def _repairs(self, state: CommittedState, blocks: list[str]) -> list[Callable[[], object]]:
+        emit = partial(self._group.emit, fragment=state.meta.fragment, version=state.meta.version)
+        found, mended = {"blocks": blocks[:8]}, {"blocks": len(blocks)}
+        return [partial(emit, "damaged", data=found), partial(emit, "repaired", data=mended)]
 
     def _checked(self, fragment: Fragment, state: CommittedState, base: Tensor) -> CommittedState:
         """A newer state that this replica alone has made, before the parameters follow it: a bit that has flipped in it
@@ -109,11 +116,10 @@ class Applier:
             return state
         params = base if base.numel() else fragment.view.read(fragment.view.empty())
         sound = repaired(state, params)
-        self._group.emit("damaged", fragment=fragment.index, version=state.meta.version, data={"blocks": blocks[:8]})
-        if not fragment.replace_newest(state, sound):
-            return state
-        self._group.emit("repaired", fragment=fragment.index, version=state.meta.version, data={"blocks": len(blocks)})
-        return sound
+        damaged, mended = self._repairs(state, blocks)
+        replaced = fragment.replace_newest(state, sound)
+        self._run(fragment, Move([], [damaged, mended] if replaced else [damaged]))
+        return sound if replaced else state
 
     def go_on(self) -> None:
         """Does the rest of the moves in which an exception came."""
@@ -132,6 +138,8 @@ class Applier:
     def _go_on(self, fragment: Fragment, move: Move) -> None:
         while move.done < len(move.tasks):
             move.done += (move.tasks[move.done](), 1)[1]  # at once: a task that has been done is not begun again
+        while move.news:
+            move.news.pop(0)()
         self.moves.pop(fragment, None)
 
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
@@ -153,7 +161,7 @@ class Applier:
         mixes = counted and since == fragment.overlap.delay and not self._schedule.averages(fragment)
         alpha = fragment.overlap.mix if mixes else None
         pending = fragment.pending_steps
-        move, tasks = Move([]), list[Callable[[], object]]()
+        move, tasks, news = Move([]), list[Callable[[], object]](), list[Callable[[], object]]()
         if fragment.by_job and (state.fetched or not counted):
             # All replicas have taken these steps alike: the anchor has them already, and what it lacks comes, with
             # the model, from a peer (`GradientFragment.follow`).
@@ -168,7 +176,7 @@ class Applier:
             move.dropped, move.reason = math.ceil((1 - alpha) * pending), "mixed"
             tasks.append(partial(view.write, mixed))
         elif counted or version != before.meta.version:
-            unknown = self._damaged(fragment, base.params) if state.fetched else []
+            unknown = self._damaged(fragment, base.params, news) if state.fetched else []
             tasks.append(partial(self._rebase, fragment, move, Rebase(view, base.params, start, unknown), start))
         # else: a sound copy of what was damaged here. The work is what the parameters differ from it.
         tasks.append(partial(fragment.follow, state))
@@ -179,15 +187,16 @@ class Applier:
             other
         ) in others:  # a peer's parameters have replaced this replica's own work on them, but for what is offered
             _, lost = other.since_frozen()
-            tasks += [partial(other.discard, lost), partial(self._tell, other, lost, "replaced")]
+            tasks.append(partial(other.discard, lost))
+            news.append(partial(self._tell, other, lost, "replaced"))
         if reset and self._group.units is not None and not fragment.index:
             tasks.append(self._group.units.redo)
         if counted:
             tasks.append(self._shared.counters.count_applied_round)
         else:
             tasks.append(partial(self._schedule.restart, fragment, anew=True))
-        tasks.append(lambda: self._tell(fragment, move.dropped, move.reason))
-        move.tasks = tasks
+        tasks.append(lambda: self._book(fragment, move))
+        move.tasks, move.news = tasks, news
         self._run(fragment, move)
         return True
 
@@ -198,31 +207,47 @@ class Applier:
 
     def drop(self, fragment: Fragment, start: Tensor, reason: str, after: Sequence[Callable[[], object]] = ()) -> None:
         """Drops the pending steps: the parameters go back to ``start``. ``after``: what is to be done then."""
-        steps = fragment.pending_steps
-        dropped, told = partial(fragment.discard, steps), partial(self._tell, fragment, steps, reason)
-        self._run(fragment, Move([partial(fragment.view.write, start), dropped, told, *after]))
+        move = Move([], dropped=fragment.pending_steps, reason=reason)
+        move.tasks = [partial(fragment.view.write, start), partial(fragment.discard, move.dropped)]
+        move.tasks += [partial(self._book, fragment, move), *after]
+        self._run(fragment, move)
 
-    def drop_loaded(self, fragment: Fragment) -> int:
-        """Drops the steps that no outstanding contribution holds, since user code has replaced the parameters: they go
-        back to where these steps began. Returns how many."""
+    def drop_since_frozen(self, fragment: Fragment, reason: str) -> int:
+        """Drops the steps that no outstanding contribution holds: the parameters go back to where these steps began.
+        Returns how many."""
         began, steps = fragment.since_frozen()
+        move = Move([], dropped=steps, reason=reason)
         params = began if isinstance(began, Tensor) else began.flat()
-        tasks: list[Callable[[], object]] = []
         if params.numel():  # else they were frozen in place: nothing is pending, and the next state replaces them
-            tasks.append(partial(fragment.view.write, params))
-        tasks += [partial(fragment.discard, steps), partial(self._tell, fragment, steps, "loaded")]
-        self._run(fragment, Move(tasks))
+            move.tasks.append(partial(fragment.view.write, params))
+        move.tasks += [partial(fragment.discard, steps), partial(self._book, fragment, move)]
+        self._run(fragment, move)
         return steps
 
-    def _tell(self, fragment: Fragment, steps: int, reason: str) -> None:
-        """Counts steps that have been dropped, if there are any, and tells of them."""
-        if reason == "nonfinite":
+    def _book(self, fragment: Fragment, move: Move) -> None:
+        """Counts steps that the move drops, if there are any; what is told of them comes behind it."""
+        again = move.reason == "outlier" and fragment.keeps_still
+        news = list[Callable[[], object]]()
+        if move.reason == "nonfinite":
             again = not fragment.count_nonfinite()
-            self._count_nonfinite(fragment, steps, again=again)
-        else:
-            again = reason == "outlier" and fragment.keeps_still
+            self._shared.counters.count_nonfinite_drop()
+            news.append(partial(self._log_nonfinite, move.dropped, self._shared.counters.nonfinite_drops))
+            if again and not fragment.keeps_still:  # so is the model, which the last average replaces
+                news.append(self._drop_models)  # moves of their own, which do their rest themselves
         if again:
             self._shared.counters.count_inner_reset()
+        move.news += [*news, partial(self._tell, fragment, move.dropped, move.reason)]
+
+    def _drop_models(self) -> None:
+        """Drops the steps of parameters whose gradients are not finite. What is proposed of them is being averaged."""
+        for other in (other for other in self._shared.fragments if other.by_job):
+            if not self._group.outstanding(other.index):
+                self.drop(other, other.start, "replaced")
+            elif other.since_frozen()[1]:  # else they may be frozen in place
+                self.drop_since_frozen(other, "replaced")
+
+    def _tell(self, fragment: Fragment, steps: int, reason: str) -> None:
+        """Tells of steps that have been dropped, if there are any."""
         if steps and reason == "reset":
             _log.warning(
                 "replica %s: %d steps dropped%s: it was given up meanwhile, and goes on from the job's state",
@@ -234,10 +259,7 @@ class Applier:
             data = {"steps": steps, "reason": reason}
             self._group.emit("discarded", fragment=fragment.index, inner_step=self._shared.inner_step(), data=data)
 
-    def _count_nonfinite(self, fragment: Fragment, steps: int, *, again: bool) -> None:
-        counters = self._shared.counters
-        counters.count_nonfinite_drop()
-        times = counters.nonfinite_drops
+    def _log_nonfinite(self, steps: int, times: int) -> None:
         if not times & (times - 1):  # the first time, the second, the fourth, ...
             _log.warning(
                 "replica %s: %d steps dropped (occasion %d): NaN or Inf in its parameters or gradients; look at its "
@@ -246,15 +268,13 @@ class Applier:
                 steps,
                 times,
             )
-        if again and not fragment.keeps_still:  # so is the model that they are of, which the last average replaces
-            for other in (other for other in self._shared.fragments if other.by_job):
-                self.drop(other, other.start, "replaced")
 
-    def _damaged(self, fragment: Fragment, base: Tensor) -> list[slice]:
-        """Where ``base`` is damaged, so that the pending work is unknown."""
+    def _damaged(self, fragment: Fragment, base: Tensor, news: list[Callable[[], object]]) -> list[slice]:
+        """Where ``base`` is damaged, so that the pending work is unknown; ``news``: to be told then."""
         applied = fragment.applied
         found = damage(base, applied.sums["anchor"]) if base is applied.anchor else []
         if found:
             data = {"blocks": len(found)}
-            self._group.emit("repaired", fragment=fragment.index, version=applied.meta.version, data=data)
+            version = applied.meta.version
+            news.append(partial(self._group.emit, "repaired", fragment=fragment.index, version=version, data=data))
         return found

@@ -320,7 +320,7 @@ class OuterStep:
         """Drops the pending work, since user code has replaced the parameters, but not what is proposed already.
         Returns the steps."""
         self.freezer.join()
-        dropped = [self._applier.drop_loaded(fragment) for fragment in self.fragments]
+        dropped = [self._applier.drop_since_frozen(fragment, "loaded") for fragment in self.fragments]
         if self._group.units is not None and not self._group.outstanding(0):
             self._group.units.redo(once=True)
         return max(dropped)

@@ -46,8 +46,8 @@ class LastStep:
             outer.counters.uncount(self._before)
             if group.units is not None:
                 group.units.unuse()
-            group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
             outer.report("training")
+            group.emit("undone", inner_step=outer.inner_step(), data={"steps": 1})
         return undone
 
     def _check(self, outer: OuterStep) -> bool:
