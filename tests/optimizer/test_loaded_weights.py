@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
 import ftopt
@@ -84,9 +85,19 @@ def size(model: nn.Module) -> float:
     return max(float(p.detach().abs().max()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("steps_before", [0, 3, 5, 6])
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("method", [*PARAMETERS, *GRADIENTS], ids=IDS)
+STEPS_BEFORE = (0, 3, 5, 6)
+
+
+def cases() -> Iterator[ParameterSet]:
+    """The whole product; by default, each pair of values of two of the three."""
+    for a, (method, name) in enumerate(zip((*PARAMETERS, *GRADIENTS), IDS, strict=True)):
+        for b, load in enumerate(LOADS):
+            for c, steps in enumerate(STEPS_BEFORE):
+                marks = [] if (a + b + c) % len(STEPS_BEFORE) == 0 else [pytest.mark.slow]
+                yield pytest.param(method, load, steps, marks=marks, id=f"{name}-{load.__name__}-{steps}")
+
+
+@pytest.mark.parametrize(("method", "load", "steps_before"), list(cases()))
 def test_loaded_weights_reach_no_other_replica(method: Method, load: Callable[[Net], None], steps_before: int) -> None:
     events: list[Event] = []
     sync = replace(PATIENT, outlier_ratio=None)  # it would be noticed otherwise, at times
