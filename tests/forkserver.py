@@ -20,8 +20,13 @@ CONTEXT.set_forkserver_preload(
         "tests.sync.processes.job",
         "tests.transport.helpers",
         "ftopt.transport.gloo",
+        "ftopt.transport.http_state",
+        "ftopt.transport.state_server",
+        "ftopt.transport.state_transfer",
         "ftopt.sync.replica.client",
+        "ftopt.sync.replica.websocket",
         "aiohttp",
+        "encodings.idna",
     ]
 )
 

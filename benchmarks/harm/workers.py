@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+from tests.forkserver import CONTEXT
+
 T = TypeVar("T")
 R = TypeVar("R")
-
-_CONTEXT = multiprocessing.get_context("spawn")
 
 
 class _Worker:
     """A process that does one thing after the other."""
 
     def __init__(self, do: Callable[[Any], Any]) -> None:
-        self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs, do), daemon=True)
+        self.pipe, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(theirs, do), daemon=True)
         self.process.start()
         theirs.close()
         self.number = -1

@@ -144,7 +144,7 @@ def test_replicas_of_unlike_pace_meet_with_what_they_have() -> None:
                 optimizer.zero_grad()
                 problem().backward(models[m], m, optimizer.local_steps)
                 optimizer.step()
-                time.sleep(0.01)
+                time.sleep(0.01)  # a step of some length: 20 of them last longer than the grace
 
     together([lambda m=m: replica(m) for m in range(2)])
     assert any(0 < members.get("r1", 0) < 20 for members in decided), "called in before its own pace"

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -141,8 +140,7 @@ def test_what_is_decided_in_the_middle_of_the_boundary_at_delay_is_taken_up_ther
     def decided_before(fragment: int) -> bool:
         if optimizer.local_steps == 6:
             may_reduce.set()
-            while group.outstanding(fragment):
-                time.sleep(0.001)
+            assert group.wait(fragment, timeout_s=LONG_S)
         return called_in(fragment)
 
     monkeypatch.setattr(group, "called_in", decided_before)
