@@ -73,7 +73,8 @@ class SimReduction:
         process.act(process.machine.reduced(self.fragment, self.attempt, result.digest, rows))
 
     def _time_out(self, process: Process) -> None:
-        cut = [min(c - {process.name}) for c in self.world.cuts if process.name in c and c <= self.inside.keys()]
+        members = {name for name, _ in self.members}  # also those that have the result
+        cut = [min(c - {process.name}) for c in self.world.cuts if process.name in c and c <= members]
         if cut:
             self._late(process, min(cut))
         else:

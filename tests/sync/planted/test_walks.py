@@ -60,7 +60,7 @@ def test_histories_hold_every_invariant_and_cover_the_protocol(
     "seed",
     [
         4794, 60002421, 77011295, 77018343, 90008492, 91000034, 91003967, 95001594, 410002187, 410007048, 410009072,
-        410011698, 410014386, 410020929, 410025442, 410031518,
+        410011698, 410014386, 410020929, 410025442, 410031518, 520006921, 520006921,
     ],
 )  # fmt: skip
 def test_a_history_that_once_broke_a_rule_or_a_bound_holds(seed: int) -> None:
