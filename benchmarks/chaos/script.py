@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import ftopt
 from benchmarks.chaos.methods import GLOBAL_BATCH, WAYS
+from tests.forkserver import die_with_parent
 
 LIVES = 256
 """Processes of a campaign, at most."""
@@ -296,7 +297,8 @@ def main(life: Life) -> None:
 
 def _become_own(log: Path) -> None:
     """Its own log, killed with its parent, and its stacks on SIGUSR1."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # of the fork server,
+    die_with_parent()  # which lives as long as its children do: and with the campaign
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
