@@ -266,7 +266,7 @@ class Core:
             f"the inner optimizer's state is not loaded: the replicas of {self.method} have it alike, and take each "
             "step together; load it before `with optimizer:`, on all replicas, or resume the job from its checkpoint "
             "(ftopt.Checkpoints)",
-            stacklevel=3,
+            stacklevel=5,
         )
 
     def _before_load(self) -> bool:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ftopt.errors import UserError, check_number
 from ftopt.methods import Method
+from ftopt.optimizer import hooks
 from ftopt.optimizer.arguments import check_dense, check_inner, check_rest, names_arguments
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import one_number, whole
@@ -145,7 +146,7 @@ class OuterOptimizer(Optimizer):
                 `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
         """
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            return _step_with_hooks(self, closure)
+            return hooks.step_with(self, self._core.step, closure)
         return self._core.step(closure)
 
     # Torch would wrap it, for the hooks and the profiler, at twice the cost of all that is done here.
@@ -180,8 +181,9 @@ class OuterOptimizer(Optimizer):
 
         The anchor and the outer optimizer's state are not in it: a job's checkpoint holds them.
         """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
+        return hooks.save_with(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
         result = self._core.inner.state_dict()
         result[STATE_KEY] = {
             "format": _FORMAT,
@@ -191,9 +193,6 @@ class OuterOptimizer(Optimizer):
             "local_steps": self.local_steps,
             "pending_steps": self.pending_steps,
         }
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, result)
-            result = result if replaced is None else replaced
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -205,26 +204,23 @@ class OuterOptimizer(Optimizer):
         Args:
             state_dict: of an `OuterOptimizer`, or (with a warning) of a bare inner optimizer.
         """
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, state_dict)
-            state_dict = state_dict if replaced is None else dict(replaced)
+        hooks.load_with(self, self._load_state_dict, state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         ours = state_dict.pop(STATE_KEY, None)
         if ours is None:
             warnings.warn(
                 f"the state dict has no key {STATE_KEY!r}: it is a bare inner optimizer's, or a checkpointer has "
                 "dropped the key; the inner state is loaded",
-                stacklevel=2,
+                stacklevel=4,
             )
         elif self._core.method is not None and ours.get("method") not in (None, self._core.method.name):
             warnings.warn(
                 f"the state dict is of method {ours['method']!r}, this job runs {self._core.method.name!r}; "
                 "the inner state is loaded",
-                stacklevel=2,
+                stacklevel=4,
             )
         self._core.load_inner(state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
 
     # Where training stands.
 
@@ -382,23 +378,6 @@ class OuterOptimizer(Optimizer):
     ) -> None:
         """Leaves in good order; on an exception at once, without waiting for a round."""
         self._core.close(flush=kind is None, timeout_s=30.0)
-
-
-def _step_with_hooks(optimizer: OuterOptimizer, closure: Callable[[], Any] | None) -> Any:
-    """A step with this optimizer's own hooks. Those of all optimizers fire in the inner optimizers' steps."""
-    args: tuple[Any, ...] = (optimizer,) if closure is None else (optimizer, closure)
-    kwargs: dict[str, Any] = {}
-    for pre_hook in list(optimizer._optimizer_step_pre_hooks.values()):
-        replaced = pre_hook(optimizer, args, kwargs)
-        if replaced is None:
-            continue
-        if not isinstance(replaced, tuple) or len(replaced) != 2:
-            raise RuntimeError(f"a step pre-hook gives {replaced!r:.60}; must return None or the pair (args, kwargs)")
-        args, kwargs = replaced
-    result = optimizer._core.step(*args[1:], **kwargs)
-    for post_hook in list(optimizer._optimizer_step_post_hooks.values()):
-        post_hook(optimizer, args, kwargs)
-    return result
 
 
 @cache
