@@ -499,7 +499,7 @@ BUGS = (
     Bug("UNIT", void_is_used, slow=True),
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
-    Bug("TAIL", given_up_again, seed=77_020_830),
+    Bug("TAIL", given_up_again, slow=True, seed=77_020_830),
     Bug("COUNT", left_out_is_another, seed=90_008_480),
     Bug("step 5", lost_is_hung, seed=91_000_000),
     Bug("RESTORE", life_again, slow=True),
@@ -517,7 +517,7 @@ BUGS = (
     Bug("FREEZE", plans.frozen_under_a_plan),
     Bug("PLAN", waits.late_for_ever, seed=410_020_910),
     Bug("RESTART", plans.all_claims_hold, slow=True),
-    Bug("ADOPT", copies.stale_copy, seed=500),
+    Bug("ADOPT", copies.stale_copy, seed=2560),
     Bug("ADOPT", copies.adopted_in_an_attempt, "HOLD for its units", slow=True),
     Bug("ADOPT", copies.adopted_and_free),
 )
