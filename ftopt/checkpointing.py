@@ -182,7 +182,7 @@ class Checkpoints:
             each.load_state_dict(loop[name])
         if self._resumed.own["inner"] is not None and self._loop:
             restore_groups(self._core.inner, self._resumed.own["inner"])
-        if "rng" in self._loop:
+        if "rng" in self._loop and self._core.leads:  # the other ranks' are their own
             set_rng_state(self._loop["rng"])
         self._resumed, self._loop = None, {}
 
@@ -206,7 +206,7 @@ class Checkpoints:
         cut = self._core.cut()
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
-        return self._begin(cut)
+        return self._begin("checkpoints.step", cut)
 
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are
@@ -216,15 +216,21 @@ class Checkpoints:
             return False
         self._writer.wait(_CLOSE_S)
         self._writer.check()
-        return self._begin(cut)
+        return self._begin("checkpoints.last", cut)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Waits until the checkpoint being written is done. Raises as `step`."""
         self._writer.close(timeout_s)
         self._writer.check()
 
-    def _begin(self, cut: Cut) -> bool:
-        self._tried = cut.attempt
+    def _begin(self, call: str, cut: Cut) -> bool:
+        self._tried = cut.attempt  # on all ranks of an island, which know the same cut
+        begun = self._core.on_leader(call, lambda: self._save(cut))
+        if begun:
+            self._begun = cut.attempt
+        return begun
+
+    def _save(self, cut: Cut) -> bool:
         started = time.perf_counter()
         if not self._writer.idle(cut.version, cut.attempt):
             return False
@@ -233,15 +239,14 @@ class Checkpoints:
         loop = {name: each.state_dict() for name, each in self._watched.items()}
         own = {"replica": saved.own, "loop": loop, "rng": get_rng_state()}
         self._writer.begin(self._part(cut, saved, own))
-        self._begun = cut.attempt
         stall_s = time.perf_counter() - started
         self._group.emit("checkpointing", version=cut.version, attempt=cut.attempt, data={"stall_s": stall_s})
         return True
 
     def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
-        core, held = self._core, saved.held
+        core, held = self._core.leader, saved.held
+        assert core is not None and core.model is not None
         outer, model = core.started(), core.model
-        assert model is not None
         places, fixed = layout(outer, model)
         offered = {c.fragment: c.last_step for c in held.contributions}
         return Part(

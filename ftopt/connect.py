@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole
@@ -20,6 +20,9 @@ from ftopt.sync.protocol.limits import wrong_name
 from ftopt.sync.protocol.settings import Sync
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)
@@ -38,6 +41,7 @@ def connect(
     host: str | None = None,
     on_event: OnEvent = ignore,
     connect_s: float = 10.0,
+    mesh: DeviceMesh | ProcessGroup | bool | None = None,
 ) -> ReplicaGroup:
     """This replica's membership in a job. The connection is opened when the wrapped optimizer starts.
 
@@ -57,11 +61,16 @@ def connect(
         on_event: called with each event, on several threads, which wait for it: it must return at once. One that never
             returns hangs this replica.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
+        mesh: the ranks that are this replica together, with one model between them (DDP, FSDP2, tensor parallel): their
+            `DeviceMesh` or process group. Each of them calls this; rank 0's arguments count. Default None: all ranks of
+            ``torch.distributed`` where it is initialized, else this process. False: this process alone.
 
     Raises:
-        UserError: the address is missing or invalid; a name, the token, or a file of TLS cannot be used.
+        UserError: the address is missing or invalid; a name, the token, or a file of TLS cannot be used; this process
+            is one rank of several, and ``mesh`` does not say of what.
     """
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
+    from ftopt.sync.island import Follower, Island, ranks_of
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
     from ftopt.sync.replica.session import Session
@@ -69,6 +78,7 @@ def connect(
     from ftopt.transport.gloo import GlooTransport
     from ftopt.transport.http_state import HttpState
 
+    ranks = ranks_of(mesh)
     url = str(url or os.environ.get("FTOPT_COORDINATOR") or "").rstrip("/")
     try:
         parts = urlsplit(url)
@@ -89,6 +99,9 @@ def connect(
     check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
         raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
+    island = Island(ranks) if ranks is not None else None
+    if island is not None and not island.leads:
+        return cast("ReplicaGroup", Follower(island.hear(), island))
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
@@ -109,7 +122,11 @@ def connect(
         on_event=on_event,
         connect_s=connect_s,
     )
-    return Client(session)
+    client = Client(session)
+    if island is not None:
+        island.say(replica)
+        client.island = island
+    return client
 
 
 def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:

@@ -334,7 +334,7 @@ def test_who_waits_for_units_at_the_end_of_the_data_gives_its_part_of_every_chec
             if index:
 
                 def offer_rest() -> None:
-                    optimizer._core._offer_rest()
+                    optimizer._core.offer_rest()
                     assert checkpoints._writer.wait(30)
                     waits.set()
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ftopt.sync.server.coordinator import CoordinatorServer
 from tests.forkserver import CONTEXT, die_with_parent
+from tests.island.running import Torchrun, coordinator
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LIMIT_S = 100.0
@@ -73,3 +77,24 @@ def test_a_global_batch_in_a_plain_loop_survives_a_kill() -> None:
                     pass
                 ended.append(told)
     assert ended[0] == ended[1], "the same to the bit"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_islands_survive_a_killed_rank(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as url, ExitStack() as ends:
+        runs = [
+            Torchrun(tmp_path, url, f"r{i}", 2, str(EXAMPLES / "islands.py"), url, options=("--max-restarts=2",))
+            for i in range(2)
+        ]
+        for run in runs:
+            ends.callback(run.end)
+        while "step 60" not in runs[1].said():
+            time.sleep(0.05)
+        parent = runs[1].process.pid
+        ranks = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        for run in runs:
+            assert run.wait() == 0, run.said()
+        digests = [line for run in runs for line in run.said().splitlines() if "digest" in line]
+    assert len({line.split()[-1] for line in digests}) == 1

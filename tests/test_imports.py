@@ -41,8 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync/replica/units": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
     "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
     "sync/replica/replica_copy": {"sync/protocol"},
+    "sync/island": {"sync/replica/units"},
     "sync/group": {
-        "codecs", "sync/protocol", "sync/protocol/replica", "transport/interface",
+        "sync/island", "codecs", "sync/protocol", "sync/protocol/replica", "transport/interface",
         "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
     },
     "sync/replica": {
@@ -58,10 +59,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer/recovery": {
         "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "methods", "sync/group",
     },
+    "optimizer/island": {"optimizer/inner", "optimizer/tensors", "sync/group"},
     "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
     "optimizer": {
         "optimizer/inner", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",
-        "optimizer/undo", "methods", "sync/group",
+        "optimizer/island", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/protocol/samples"},
@@ -75,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sync/protocol/settings",
     },
     # Where the parts are put together.
-    "connect": {"net", "sync/group", "sync/local", "sync/protocol", "sync/replica", "transport"},
+    "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
         "sync/group", "sync/protocol",

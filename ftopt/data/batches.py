@@ -35,10 +35,14 @@ class MapStyle(Sized, Protocol):
 
 
 class Batches(Dataset[Any]):
-    """Unit -> batch. ``collate`` makes it of its samples; default: torch's ``default_collate``."""
+    """Unit -> batch. ``collate`` makes it of its samples; default: torch's ``default_collate``. ``share``: (this one,
+    how many there are) of the ranks that each load a share of every unit."""
 
-    def __init__(self, dataset: MapStyle, samples: Samples, collate: Collate | None = None) -> None:
+    def __init__(
+        self, dataset: MapStyle, samples: Samples, collate: Collate | None = None, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self.dataset = dataset
+        self._share = share
         self._samples = samples
         self._collate = collate or default_collate
         self._order = Order(samples.samples, seed=samples.seed)
@@ -60,13 +64,15 @@ class Batches(Dataset[Any]):
 
     def _samples_of(self, unit: int) -> list[Any]:
         samples = self._samples
-        indices = self._order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist()
+        first, step = self._share
+        indices = self._order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist()[first::step]
         several = getattr(self.dataset, "__getitems__", None)
         return list(several(indices)) if several is not None else [self.dataset[index] for index in indices]
 
     def _randomly(self, unit: int) -> AbstractContextManager[None]:
         is_random = getattr(self.dataset, "random", True)
-        return _seeded(seed_of("unit", self._samples.seed, unit)) if is_random else nullcontext()
+        rank = self._share[:1] if self._share[0] else ()
+        return _seeded(seed_of("unit", self._samples.seed, unit, *rank)) if is_random else nullcontext()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ftopt.data.batches import Batches, MapStyle
 from ftopt.data.shared import FromShares
 from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
 from ftopt.data.streams import Stream, StreamSettings
-from ftopt.data.units import Group, OwnUnits, UnitSource
+from ftopt.data.units import Group, OwnUnits, RankIsland, UnitSource
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_choice, check_whole
 from ftopt.sync.protocol.samples import Samples
@@ -67,7 +67,10 @@ class DataLoader:
         split: of a global batch, so many samples stay together when it is shared out: a micro-batch of a replica that
             dies is then divided among several others. Divides ``batch_size``. Default None: a micro-batch stays whole.
         shard: (this replica's, how many there are), of an iterable data set. Default: the number at the end of the
-            replica's id, and ``sync.start_replicas``.
+            replica's id, and ``sync.start_replicas``; of a replica of several ranks there is none.
+        rank_share: in a replica of several ranks, (this rank's share, how many there are) of the samples of each batch:
+            for ranks that need the same samples (tensor parallel) the same one. ``batch_size`` is the whole replica's,
+            and a multiple. Default: a share for each rank.
 
     Raises:
         UserError: an argument is out of range, or does not apply to this kind of data set.
@@ -91,6 +94,7 @@ class DataLoader:
         global_batch: int | None = None,
         split: int | None = None,
         shard: tuple[int, int] | None = None,
+        rank_share: tuple[int, int] | None = None,
     ) -> None:
         counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
         for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0)):
@@ -127,6 +131,11 @@ class DataLoader:
         )
         self._source: _FromUnits | Stream | FromShares
         if global_batch is not None:
+            if group is not None and group.island is not None:
+                raise UserError(
+                    f"global_batch={global_batch} in a replica of several ranks is not supported; leave it out: each "
+                    "inner step of ftopt.SyncSGD is the mean over the replicas' batches anyhow"
+                )
             if group is None or not _has_positions(dataset):
                 raise UserError(
                     f"global_batch={global_batch} needs a group, which shares it out, and a data set with positions "
@@ -144,8 +153,9 @@ class DataLoader:
                     "samples"
                 )
             samples = _samples(len(dataset), batch_size, seed, epochs, drop_last=drop_last)
-            units = group.keep_ledger(samples, accumulate=accumulate) if group is not None else OwnUnits(samples)
-            self._source = _FromUnits(Batches(dataset, samples, collate_fn), samples, units, group, pool)
+            island = group.island if group is not None else None
+            part, units = _rank_share(rank_share, island, samples), _units(group, samples, accumulate)
+            self._source = _FromUnits(Batches(dataset, samples, collate_fn, part), samples, units, group, pool)
         else:
             found = _shard_of(group) if shard is None else shard
             try:
@@ -301,6 +311,36 @@ class _FromUnits:
         self._loading.load(inner, forget=position is not None)
 
 
+def _units(group: Group | None, samples: Samples, accumulate: int) -> UnitSource:
+    """Where the units come from."""
+    if group is None:
+        return OwnUnits(samples)
+    if group.island is None:
+        return group.keep_ledger(samples, accumulate=accumulate)
+    units = group.keep_ledger(samples, accumulate=accumulate) if group.island.leads else None
+    return group.island.share_units(units)
+
+
+def _rank_share(given: tuple[int, int] | None, island: RankIsland | None, samples: Samples) -> tuple[int, int]:
+    """Which samples of each batch this process loads."""
+    index, count = (0, 1) if island is None else (island.rank, island.size)
+    if given is not None:
+        try:
+            index, count = map(operator.index, given)
+        except (TypeError, ValueError):
+            raise UserError(f"rank_share={given!r}; must be (this rank's share, how many there are)") from None
+    if not 0 <= index < count:
+        raise UserError(f"rank_share=({index}, {count}); the first must be 0 to {count - 1}")
+    last = samples.samples % samples.batch_size
+    if samples.batch_size % count or (not samples.drop_last and last % count):
+        short = "" if samples.batch_size % count else f", and the last batch of an epoch has {last}"
+        raise UserError(
+            f"batch_size={samples.batch_size} samples of a replica, for {count} shares{short}; shares must be equal, "
+            f"since the gradient is their mean: give a multiple of {count}" + (" and drop_last=True" if short else "")
+        )
+    return index, count
+
+
 def _samples(count: int, batch_size: int, seed: int, epochs: int | None, **more: Any) -> Samples:
     if not count:
         raise UserError("the data set is empty; give one with samples")
@@ -316,6 +356,11 @@ def _has_positions(dataset: Any) -> TypeGuard[MapStyle]:
 def _shard_of(group: Group | None) -> tuple[int, int]:
     if group is None:
         return 0, 1
+    if group.island is not None:
+        raise UserError(
+            "an iterable data set in a replica of several ranks: which shard is this rank's? Give shard=(its number "
+            "among all ranks of all replicas, how many they are)"
+        )
     number, count = re.search(r"\d+$", group.replica), group.sync.start_replicas
     if number is None or count is None or int(number.group()) >= count:
         raise UserError(

@@ -44,10 +44,28 @@ class SyncSettings(Protocol):
         """How many replicas the start waits for."""
 
 
+class RankIsland(Protocol):
+    """The ranks of a replica, as far as data are concerned."""
+
+    rank: int
+    size: int
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+
+    def share_units(self, units: Any) -> UnitSource:
+        """The replica's units, as all ranks have them; ``units``: on rank 0."""
+
+
 class Group(Protocol):
     """A replica's membership in a job, as far as data are concerned."""
 
     replica: str
+
+    @property
+    def island(self) -> RankIsland | None:
+        """Its ranks; None: one process."""
 
     @property
     def sync(self) -> SyncSettings:

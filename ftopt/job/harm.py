@@ -52,7 +52,8 @@ def harm(optimizer: ftopt.OuterOptimizer, group: ftopt.ReplicaGroup) -> Mapping[
                 return [p.grad for p in trained() if p.grad is not None]
             case "inner":
                 return _inner_state(core.inner.optimizers, trained())
-        return _outer_tensors(core.started(), fragment, what)
+        assert core.leader is not None
+        return _outer_tensors(core.leader.started(), fragment, what)
 
     @torch.no_grad()
     def nan(fault: Fault, event: Event) -> None:

@@ -7,13 +7,16 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError, check_choice
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
+
+if TYPE_CHECKING:
+    from ftopt.sync.group import ReplicaGroup
 
 _METHODS: tuple[type[Method], ...] = (
     DiLoCo, StreamingDiLoCo, DecoupledDiLoCo, LocalSGD, SlowMo, SyncSGD, PAFT,
@@ -95,6 +98,28 @@ def check_dense(model: nn.Module, method: Method) -> None:
                 "gradients, all of them and as dense ones; use sparse=False, or a method that exchanges parameters, as "
                 "ftopt.LocalSGD"
             )
+
+
+def check_whole_tensors(model: nn.Module) -> None:
+    """UserError: a parameter is spread over several ranks, and this process is a replica by itself: its part of the
+    model would be averaged with other parts."""
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None and mesh.size() > 1:
+            raise UserError(
+                f"{name} is a DTensor on a mesh of {mesh.size()} ranks, and the group is of this process alone; the "
+                "ranks that share a model are one replica: on each of them, ftopt.connect(url, replica, mesh=mesh), "
+                "with the same id"
+            )
+
+
+def check_for_island(group: ReplicaGroup, undo: bool) -> None:
+    """UserError: what a replica of several ranks does not have."""
+    if undo:
+        raise UserError("wrap(undo=True) in a replica of several ranks is not supported; leave undo out")
+    island = group.island
+    if island is not None and island.leads and group.sync.recover == "replay":
+        raise UserError("Sync(recover='replay') with replicas of several ranks is not supported; use recover='drop'")
 
 
 def _meant(method: object) -> str:

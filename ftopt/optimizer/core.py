@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,10 +33,24 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
-from ftopt.sync.group import GlobalBatch, ReplicaGroup
+from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
 
 _SPENT_S = 2.0
 """Between two offers of units alone, which are in vain until some replica has steps to go with them."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a replica stands; see the properties of `OuterOptimizer`."""
+
+    started: bool = False
+    start_step: int = 0
+    inner_step: int = 0
+    local_steps: int = 0
+    pending_by_fragment: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
+    committed: Committed | None = None
+    cut: Cut | None = None
 
 
 class Core:
@@ -316,7 +331,7 @@ class Core:
             fetched |= self.replays.inherit(outer)
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
-            self.group.units.when_out_of_units(self._offer_rest)
+            self.group.units.when_out_of_units(self.offer_rest)
         if self.group.global_batch is not None:
             self._micro_batches = MicroBatches(
                 outer, self.inner, self.group, self._next.take, self._next.take_loss, self._set_back
@@ -341,6 +356,18 @@ class Core:
         """
         return None if self.outer is None or self._evaluated.there else cut_of(self.outer)
 
+    leads = True
+    """Of an island rank 0 alone does."""
+
+    @property
+    def leader(self) -> Core:
+        """Of an island the replica that its rank 0 runs; here this one."""
+        return self
+
+    def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
+        """Does ``act``; of an island rank 0 alone does."""
+        return act()
+
     def capture(self, copies: CopyPool) -> SavedReplica:
         """Captures this replica between two inner steps. What training changes is copied into ``copies``."""
         outer = self.started()
@@ -349,7 +376,7 @@ class Core:
         self._join(outer)
         return capture_replica(outer, self.inner, self.model, self.group, copies=copies)
 
-    def _offer_rest(self) -> None:
+    def offer_rest(self) -> None:
         """Proposes while the loader waits for units that others hold: the data ends only when all steps are offered."""
         outer = self.started()
         if self.closed or self._evaluated.there:
@@ -364,6 +391,26 @@ class Core:
         self._after_outer_work(outer)
         self.while_waiting()
         self._ended_at = None
+
+    def standing(self) -> Standing:
+        """Where this replica stands."""
+        outer = self.outer
+        if outer is None:
+            return Standing()
+        return Standing(
+            started=True,
+            start_step=self.start_step,
+            inner_step=outer.step_to_take(),
+            local_steps=outer.counters.local_steps,
+            pending_by_fragment=outer.pending_by_fragment(),
+            versions=tuple(fragment.state.meta.version for fragment in outer.fragments),
+            committed=outer.fragments[0].state.meta,
+            cut=self.cut(),
+        )
+
+    def anchor_digest(self) -> str:
+        """See `OuterOptimizer.anchor_digest`."""
+        return self.started().anchor_digest()
 
     def started(self) -> OuterStep:
         """The outer step's state; RuntimeError before the start."""

@@ -45,6 +45,9 @@ class Inner:
         with torch.enable_grad():
             return closure()
 
+    def refresh(self) -> None:
+        """Called before the outer step looks at the parameters. Here they are always as they are."""
+
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears all gradients."""
         for optimizer in self.optimizers:

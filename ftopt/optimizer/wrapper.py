@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,23 @@ from torch.optim import Optimizer
 from ftopt.errors import UserError, check_number
 from ftopt.methods import Method
 from ftopt.optimizer import hooks
-from ftopt.optimizer.arguments import check_dense, check_inner, check_rest, names_arguments
+from ftopt.optimizer.arguments import (
+    check_dense,
+    check_for_island,
+    check_inner,
+    check_rest,
+    check_whole_tensors,
+    names_arguments,
+)
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import one_number, whole
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
 from ftopt.sync.group import Committed, ReplicaGroup
+
+if TYPE_CHECKING:
+    from ftopt.optimizer.island_core import IslandCore
 
 STATE_KEY = "ftopt"
 _FORMAT = 1
@@ -76,8 +86,16 @@ def wrap(
     check_covered(model, joined.param_groups)
     check_dense(model, method)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
-    memory = Mapped(Path(state_dir)) if state_dir is not None else None
-    wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo))
+    leads = group.island is None or group.island.leads
+    memory = Mapped(Path(state_dir)) if state_dir is not None and leads else None
+    if group.island is None:
+        check_whole_tensors(model)
+        wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo))
+        return wrapper
+    from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
+
+    check_for_island(group, undo)
+    wrapper._set_up(IslandCore(joined, model, method, group=group, island=group.island, memory=memory))
     return wrapper
 
 
@@ -98,12 +116,12 @@ class OuterOptimizer(Optimizer):
     and says so at its first step.
     """
 
-    _core: Core
+    _core: Core | IslandCore
 
     def __init__(self) -> None:
         raise UserError("OuterOptimizer is made by ftopt.wrap(inner, model, method, group=group)")
 
-    def _set_up(self, core: Core) -> None:
+    def _set_up(self, core: Core | IslandCore) -> None:
         _keep_from_compiler()
         self._core = core
         Optimizer.__setstate__(self, {})  # Sets up the hooks, without the groups that __init__ would want.
@@ -167,7 +185,7 @@ class OuterOptimizer(Optimizer):
         Raises:
             ftopt.errors.UserError: started already, or several inner optimizers.
         """
-        if self._core.outer is not None:
+        if self._core.standing().started:
             raise UserError(
                 "add_param_group() after the start: the replicas have agreed on the parameters; add groups "
                 "before the first step, with lr=0 until they shall train"
@@ -227,7 +245,7 @@ class OuterOptimizer(Optimizer):
     @property
     def start_step(self) -> int:
         """The job's inner step at which this replica started (0 at a cold start): where schedulers begin."""
-        return self._core.start_step
+        return self._core.standing().start_step
 
     @property
     def replaying(self) -> bool:
@@ -244,37 +262,39 @@ class OuterOptimizer(Optimizer):
         Of a method that exchanges gradients the committed one alone: pending gradients have moved no parameters yet,
         and all replicas take the next step at the same rate.
         """
-        return 0 if self._core.outer is None else self._core.outer.step_to_take()
+        return self._core.standing().inner_step
 
     @property
     def local_steps(self) -> int:
         """Inner steps that this replica has executed in this life."""
-        return 0 if self._core.outer is None else self._core.outer.counters.local_steps
+        return self._core.standing().local_steps
 
     @property
     def pending_steps(self) -> int:
         """Inner steps of this replica that no committed state contains yet."""
-        return 0 if self._core.outer is None else self._core.outer.fragments[0].pending_steps
+        return next(iter(self._core.standing().pending_by_fragment), 0)
 
     @property
     def pending_by_fragment(self) -> tuple[int, ...]:
         """`pending_steps` of each fragment; empty before the start."""
-        return () if self._core.outer is None else self._core.outer.pending_by_fragment()
+        return self._core.standing().pending_by_fragment
 
     @property
     def committed(self) -> Committed:
         """Where the committed state of fragment 0 stands."""
-        return self._core.started().fragments[0].state.meta
+        committed = self._core.standing().committed
+        if committed is None:
+            raise RuntimeError("not started: use `with optimizer:`, or take a first step")
+        return committed
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Each fragment's version; empty before the start."""
-        outer = self._core.outer
-        return () if outer is None else tuple(fragment.state.meta.version for fragment in outer.fragments)
+        return self._core.standing().versions
 
     def anchor_digest(self) -> str:
         """SHA-256 (hex) of the committed state: anchor and outer optimizer state. Equal on up-to-date replicas."""
-        return self._core.started().anchor_digest()
+        return self._core.anchor_digest()
 
     # For training loops.
 

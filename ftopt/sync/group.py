@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ftopt.codecs.codec import Codec
 from ftopt.events import EmitEvent
+from ftopt.sync.island import Do as Do
+from ftopt.sync.island import Island as Island
 from ftopt.sync.protocol.intervals import Ranges as Ranges
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
@@ -189,6 +191,8 @@ class ReplicaGroup(Protocol):
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
     global_batch: GlobalBatch | None
     """In their place: this replica's share of a global batch."""
+    island: Island | None
+    """The ranks that this replica consists of; None: one process. Of several, rank 0 alone has the other methods."""
 
     @property
     def incarnation(self) -> int:

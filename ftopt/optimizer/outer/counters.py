@@ -119,6 +119,10 @@ class Counters:
         """Counts pending steps that were bad for the second time in a row: the cause may be in the inner state."""
         self.inner_resets += 1
 
+    def add_tokens(self, tokens: int) -> None:
+        """Tokens of steps that are counted already: those of an island's other ranks."""
+        self.tokens += tokens
+
     def adopt(self, steps: int, tokens: int) -> None:
         """Adds inner steps that another replica, or another life of this one, has taken and that are pending here."""
         self.local_steps += steps

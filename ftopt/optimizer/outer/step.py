@@ -91,6 +91,7 @@ class OuterStep:
         self.doing = "starting"
         self._group, self._method = group, method
         self.trained = Trained(*inner) if inner is not None else None
+        self._refresh = inner[0].refresh if inner is not None else _nothing
         self._uses_loss = Measurement.LOSS in method.timing.uses
         self._inner_kinds = ""
         self._uses_totals = bool(AT_ROUNDS & method.timing.uses) or has_scalars(method)
@@ -246,6 +247,7 @@ class OuterStep:
                         and not called_in(fragment.index)
                     ):
                         continue  # nothing, as after nearly every step
+                    self._refresh()
                     acted |= self._attend(fragment, largest_lr, wait)
                 for fragment, timeout_s in wait:
                     self._wait(fragment.index, timeout_s)
@@ -371,6 +373,10 @@ class OuterStep:
         if fragment.state is not fragment.applied and fragment.state.meta.version == fragment.applied.meta.version:
             self._applier.apply(fragment)
         return fragment.state is not fragment.applied
+
+
+def _nothing() -> None:
+    pass
 
 
 def _short(parts: Iterable[str]) -> str:

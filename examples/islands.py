@@ -1,0 +1,74 @@
+"""Two islands of GPUs, or of processes on a laptop: FSDP2 within each, DiLoCo between them.
+
+Start `ftopt coordinator` in one terminal and an island in each of two others::
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    FTOPT_REPLICA=r0 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
+    FTOPT_REPLICA=r1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
+
+Kill any rank with ``kill -9``: torchrun starts its island again, which fetches the state and goes on; the other island
+loses nothing. ``torchrun ... examples/islands.py URL`` for a coordinator at another address.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ftopt
+
+STEPS, STEP_S = 300, 0.02
+"""So that there is time to kill a rank."""
+
+
+class Waves:
+    """The data: anything with ``len()`` and ``[index]``."""
+
+    random = False  # no random numbers are drawn for a sample
+
+    def __len__(self) -> int:
+        return 16 * STEPS * 2
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(0, 1, 16) * (1 + index % 97) + index / 50
+        return x.sin(), x[-1:].cos()
+
+
+def main(url: str = "http://127.0.0.1:29400") -> None:
+    """One rank of an island."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2), mesh=mesh)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=20), group=group)
+    loader = ftopt.DataLoader(Waves(), batch_size=16, group=group)  # 8 samples for each of 2 ranks
+    with optimizer:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
+            loss.backward()
+            optimizer.step()
+            if dist.get_rank() == 0 and optimizer.inner_step % 20 == 0:
+                print(f"{group.replica}: step {optimizer.inner_step}, loss {float(loss):.4f}", flush=True)
+            time.sleep(STEP_S)
+    if dist.get_rank() == 0:
+        print(f"{group.replica}: digest {optimizer.anchor_digest()[:12]}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

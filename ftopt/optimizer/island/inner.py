@@ -1,0 +1,173 @@
+"""The inner optimizers as the outer step on rank 0 sees them: of the mirror's parameters, and stepped on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftopt.errors import UserError
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.island.mirror import BUFFERS, GRADS, INNER, NOTHING, PARAMS, Kinds, Mirror, Ranks
+from ftopt.sync.group import Do
+
+
+class MirrorInner(Inner):
+    """The inner optimizers as rank 0's outer step sees them: of the mirror's parameters. What they do, all ranks do.
+
+    Args:
+        together: the method takes each step on all replicas alike, so that the mirror, with the inner state, is always
+            as the ranks are.
+        moments: the outer step reads and writes the inner state; ``buffers``: and the buffers.
+        count: called with the tokens that the other ranks have counted.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        mirror: Mirror,
+        *,
+        together: bool,
+        moments: bool,
+        buffers: bool,
+        count: Callable[[int], None],
+    ) -> None:
+        super().__init__(mirror.optimizers)
+        self._ranks, self._mirror, self._real = ranks, mirror, ranks.inner
+        self._together, self._count = together, count
+        self._kinds = PARAMS | (INNER if together or moments else NOTHING) | (BUFFERS if buffers else NOTHING)
+        self._stale = True
+        self._seen: dict[str, list[int]] = {}
+
+    def _all(self, do: Do, what: object = None) -> None:
+        self._ranks.island.say((do, what))
+
+    # The mirror and the ranks.
+
+    def mark(self) -> None:
+        """The ranks are no longer as the mirror is."""
+        self._stale = True
+
+    def refresh(self, *, anew: bool = False) -> None:
+        """The mirror is as the ranks are. ``anew``: whatever user code has changed there since the last step."""
+        if self._stale or anew:
+            self.pull(self._kinds)
+
+    def pull(self, kinds: Kinds) -> None:
+        """Brings ``kinds`` together."""
+        self._ranks.check_trained()
+        for name, parameter in self._mirror.trained.items():
+            parameter.requires_grad_(self._ranks.trained[name].requires_grad)
+        self._all(Do.PULL, kinds)
+        self._ranks.pull(kinds, self._mirror)
+        self._count(sum(tokens for tokens, _ in self._check_groups()))
+        self._seen |= {kind: self._mirror.state(kind) for kind in kinds}
+        self._stale &= not kinds >= self._kinds
+
+    def _check_groups(self) -> list[tuple[int, Any]]:
+        """Each rank's tokens. UserError: it has other rates than rank 0."""
+        mine = groups_of(self._real)
+        found: list[tuple[int, Any]] = self._ranks.island.gather((0, mine))
+        for rank, (_, groups) in enumerate(found):
+            pairs = zip(itertools.chain(*mine), itertools.chain(*groups), strict=True)
+            for i, (own, theirs) in enumerate(pairs):
+                for key in own.keys() | theirs.keys():
+                    if not _alike(own.get(key), theirs.get(key)):
+                        raise UserError(
+                            f"parameter group {i} has {key}={own.get(key)!r:.40} on rank 0 and "
+                            f"{theirs.get(key)!r:.40} on rank {rank}; the ranks of a replica take each step alike: "
+                            "make and step the same schedulers on all of them"
+                        )
+        return found
+
+    def publish(self) -> None:
+        """The ranks are as the mirror is: what the outer step has changed reaches them."""
+        if not self._stale:
+            kinds = frozenset(kind for kind, seen in self._seen.items() if self._mirror.state(kind) != seen) - GRADS
+            if kinds:
+                self._push(kinds)
+        self._set_groups()
+
+    def restored(self) -> None:
+        """The inner state and the buffers in the mirror are those of a checkpoint."""
+        self._seen = {kind: [] for kind in PARAMS | INNER | BUFFERS}
+
+    def _push(self, kinds: Kinds) -> None:
+        self._all(Do.PUSH, kinds)
+        self._ranks.push(kinds, self._mirror)
+        self._seen |= {kind: self._mirror.state(kind) for kind in kinds}
+
+    def follow_groups(self) -> None:
+        """The groups' values are the real optimizers': schedulers have changed them."""
+        for optimizer, real in zip(self.optimizers, self._real.optimizers, strict=True):
+            for group, own in zip(optimizer.param_groups, real.param_groups, strict=True):
+                group.update(_values(own))
+
+    def _set_groups(self) -> None:
+        values = groups_of(self)
+        if values != groups_of(self._real):
+            self._all(Do.SET_GROUPS, values)
+            set_groups(self._real, values)
+
+    # What an inner optimizer does.
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        before = groups_of(self._real)
+        self.publish()
+        if self._together:
+            self._push(GRADS)
+        self._all(Do.STEP, closure is not None)
+        self._stale = True
+        loss = self._real.step(closure)
+        if self._together:
+            self.refresh()
+            if before != groups_of(self._real):  # those of a fetched gradient, for this step
+                self._all(Do.SET_GROUPS, before)
+                set_groups(self._real, before)
+        return loss
+
+    def evaluate(self, closure: Callable[[], Any] | None) -> Any:
+        self._all(Do.EVALUATE)
+        loss = self._real.evaluate(closure)
+        self.pull(GRADS)
+        return loss
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        self._all(Do.ZERO_GRAD, set_to_none)
+        self._real.zero_grad(set_to_none=set_to_none)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def reset_state(self) -> None:
+        self._all(Do.RESET_STATE)
+        self._real.reset_state()
+        super().reset_state()
+
+    def forget_nonfinite_state(self) -> None:
+        """Resets all of it: one rank alone cannot tell whether another's part is finite."""
+        self.reset_state()
+
+    def is_empty_step(self) -> bool:
+        return self._real.is_empty_step()
+
+
+def groups_of(inner: Inner) -> list[list[dict[str, Any]]]:
+    """The values of all groups, the parameters left out."""
+    return [[_values(group) for group in optimizer.param_groups] for optimizer in inner.optimizers]
+
+
+def set_groups(inner: Inner, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """The reverse of `groups_of`."""
+    for optimizer, each in zip(inner.optimizers, values, strict=True):
+        for group, own in zip(optimizer.param_groups, each, strict=True):
+            group.update(own)
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _alike(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)

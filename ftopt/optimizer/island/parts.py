@@ -1,0 +1,194 @@
+"""Which elements of each tensor lie on which rank, and how they come to rank 0 and back.
+
+Nothing here depends on how a tensor is placed: each rank numbers the elements of its local part, and the DTensor itself
+puts the numbers together. So FSDP2 (also uneven shards, and empty ones), tensor parallel, both of them, replicated
+tensors and plain ones are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ftopt.optimizer.tensors.digest import block_sums
+from ftopt.optimizer.tensors.flat import local
+from ftopt.sync.group import Island
+
+_TAG = 40
+"""Bits of an element's number; above them is its rank's. 2^40 elements are more than a tensor of a rank has."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements of a rank's local part within the whole tensor: slices, or numbers where they are no box."""
+
+    starts: tuple[int, ...]
+    shape: tuple[int, ...]
+    numbers: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return int(torch.Size(self.shape).numel()) if self.numbers is None else self.numbers.numel()
+
+    def read(self, whole: Tensor) -> Tensor:
+        """These elements of ``whole``, flat and contiguous."""
+        if self.numbers is not None:
+            return whole.reshape(-1)[self.numbers]
+        return whole[self._slices()].reshape(-1)
+
+    def write(self, whole: Tensor, flat: Tensor) -> None:
+        """Writes them, given as `read` returns them."""
+        if self.numbers is not None:
+            whole.view(-1)[self.numbers] = flat
+        else:
+            whole[self._slices()].copy_(flat.view(self.shape))
+
+    def same(self, other: Box) -> bool:
+        """Whether both are the same elements in the same order."""
+        if (self.numbers is None) != (other.numbers is None) or (self.starts, self.shape) != (
+            other.starts,
+            other.shape,
+        ):
+            return False
+        return self.numbers is None or other.numbers is None or torch.equal(self.numbers, other.numbers)
+
+    def _slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + n) for start, n in zip(self.starts, self.shape, strict=True))
+
+
+def box_of(tensor: Tensor) -> Box:
+    """Where this rank's part of ``tensor`` lies. Collective over its mesh."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Box((0,) * len(shape), shape)
+    part, rank, mesh = local(tensor), torch.distributed.get_rank(), tensor.device_mesh
+    numbered = torch.arange(part.numel(), dtype=torch.int64, device=mesh.device_type).view(part.shape)
+    tagged = DTensor.from_local(
+        numbered + (rank << _TAG), mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    whole = tagged.full_tensor().reshape(-1).cpu()
+    places = torch.nonzero(whole >> _TAG == rank).view(-1)
+    numbers = torch.empty_like(places)
+    numbers[whole[places] - (rank << _TAG)] = places
+    return _as_box(numbers, shape, tuple(part.shape))
+
+
+def _as_box(numbers: Tensor, whole: tuple[int, ...], part: tuple[int, ...]) -> Box:
+    """Slices where they do."""
+    if not numbers.numel() or len(part) != len(whole):
+        return Box((0,) * len(part), part) if not numbers.numel() else Box((), part, numbers)
+    first, starts = int(numbers[0]), list[int]()
+    for size in reversed(whole):
+        first, start = divmod(first, size)
+        starts.insert(0, start)
+    box = Box(tuple(starts), part)
+    fits = all(start + n <= size for start, n, size in zip(starts, part, whole, strict=True))
+    if fits and torch.equal(box.read(torch.arange(int(torch.Size(whole).numel())).view(whole)), numbers):
+        return box
+    return Box((), part, numbers)
+
+
+class Parts:
+    """The parts of a model's tensors on all ranks of an island.
+
+    Args:
+        tensors: this rank's, by name; on all ranks the same names. Collective.
+
+    Attributes:
+        names: of the tensors, in their order.
+    """
+
+    def __init__(self, island: Island, tensors: Mapping[str, Tensor]) -> None:
+        self._island, self.names = island, list(tensors)
+        mine = {name: box_of(tensor) for name, tensor in tensors.items()}
+        boxes = island.gather(mine)
+        owned = [[name for name in self.names if _owner(boxes, name, r) == r] for r in range(len(boxes))]
+        if island.leads:
+            island.say(owned)
+        else:
+            owned = island.hear()
+        self.boxes: list[dict[str, Box]] = boxes  # of all ranks, on rank 0
+        self._owned: list[list[str]] = owned
+        self._mine = mine
+
+    @torch.no_grad()
+    def pull(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
+        """Brings the parts of all ranks together in rank 0's ``into``, whole tensors on the CPU. ``tensors``: of this
+        rank; those that are missing are left out, on all ranks alike. Collective.
+
+        Returns:
+            On rank 0, names of tensors that are replicated in the island, and not alike.
+        """
+        island = self._island
+        if not island.leads:
+            for dtype, names in _by_dtype(tensors, self._owned[island.rank]):
+                island.send(_joined([local(tensors[name]) for name in names], dtype), 0)
+            island.gather({name: _sums(local(tensors[name])) for name in self._replicated(tensors)})
+            return []
+        for name, box in self._mine.items():
+            if name in tensors:
+                box.write(into[name], local(tensors[name]).reshape(-1).to("cpu"))
+        for rank in range(1, island.size):
+            for dtype, names in _by_dtype(tensors, self._owned[rank]):
+                sizes = [self.boxes[rank][name].numel for name in names]
+                buffer = torch.empty(sum(sizes), dtype=dtype)
+                island.receive(buffer, rank)
+                for name, part in zip(names, torch.split(buffer, sizes), strict=True):
+                    self.boxes[rank][name].write(into[name], part)
+        apart = dict[str, None]()
+        for rank, sums in enumerate(island.gather({})[1:], 1):
+            for name, found in sums.items():
+                if found != _sums(self.boxes[rank][name].read(into[name])):
+                    apart[name] = None
+        return list(apart)
+
+    @torch.no_grad()
+    def push(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
+        """The reverse: gives each rank its part of rank 0's ``whole`` tensors. Collective."""
+        island = self._island
+        if not island.leads:
+            for dtype, names in _by_dtype(tensors, list(self._mine)):
+                parts = [local(tensors[name]) for name in names]
+                buffer = torch.empty(sum(part.numel() for part in parts), dtype=dtype)
+                island.receive(buffer, 0)
+                for part, flat in zip(parts, torch.split(buffer, [part.numel() for part in parts]), strict=True):
+                    part.copy_(flat.view(part.shape))
+            return
+        for rank in range(1, island.size):
+            for dtype, names in _by_dtype(tensors, list(self._mine)):
+                island.send(_joined([self.boxes[rank][name].read(whole[name]) for name in names], dtype), rank)
+        for name, box in self._mine.items():
+            if name in tensors:
+                part = local(tensors[name])
+                part.copy_(box.read(whole[name]).view(part.shape))
+
+    def _replicated(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names of tensors whose part on this rank is another's too, which comes before it."""
+        owned = set(self._owned[self._island.rank])
+        return [name for name in self._mine if name in tensors and name not in owned]
+
+
+def _owner(boxes: Sequence[Mapping[str, Box]], name: str, rank: int) -> int:
+    """The first rank that has the same part of a tensor as ``rank``."""
+    return next(r for r in range(rank + 1) if boxes[r][name].same(boxes[rank][name]))
+
+
+def _by_dtype(tensors: Mapping[str, Tensor], names: Sequence[str]) -> list[tuple[torch.dtype, list[str]]]:
+    there = sorted((name for name in names if name in tensors), key=lambda name: str(tensors[name].dtype))
+    return [(dtype, list(run)) for dtype, run in groupby(there, key=lambda name: tensors[name].dtype)]
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([part.reshape(-1).to("cpu") for part in parts]) if parts else torch.empty(0, dtype=dtype)
+
+
+def _sums(part: Tensor) -> bytes:
+    """A digest of a part: equal for equal bits."""
+    flat = part.reshape(-1).to("cpu").contiguous()
+    return bytes(block_sums(flat).numpy().tobytes()) if flat.numel() else b""

@@ -1,0 +1,364 @@
+"""The wrapped optimizer on each rank of an island: rank 0 runs the outer step on the mirror, the others do as it says.
+
+All ranks call `step`, `sync`, `settle`, `close` and so on alike, as they call the model. Within such a call rank 0 is
+an ordinary replica, `Core`, of the mirror's model. Where it needs the ranks, it tells them what to do (`Do`), and at
+last that the call is over, with where training stands and what was raised.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ftopt.errors import FtoptError, UserError
+from ftopt.methods import Method
+from ftopt.optimizer.core import Core, Standing
+from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
+from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
+from ftopt.optimizer.leaving import at_exit
+from ftopt.optimizer.recovery.capture import Cut, SavedReplica
+from ftopt.optimizer.recovery.restore import Fallback, Resume
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.tensors.pool import CopyPool
+from ftopt.sync.group import Do, Island, Position, ReplicaGroup
+
+
+class IslandCore:
+    """What a `Core` is, for one rank of several. Calls are collective, but for `count`, `report`, and leaving at once.
+
+    Attributes:
+        leader: on rank 0, from the start on: the replica.
+    """
+
+    last = None
+    replays = None
+
+    def __init__(
+        self,
+        inner: Inner,
+        model: nn.Module,
+        method: Method,
+        *,
+        group: ReplicaGroup,
+        island: Island,
+        memory: Memory | None,
+    ) -> None:
+        if isinstance(model, nn.parallel.DistributedDataParallel):  # replicas of other layouts have other names
+            model = model.module
+        self.inner, self.model, self.method, self.group = inner, model, method, group
+        self.island, self.leads = island, island.leads
+        self.leader: Core | None = None
+        self.suspended = 0
+        self.closed = False
+        self.resume: Resume | None = None
+        self.fallback: Fallback | None = None
+        self.while_waiting: Callable[[], object] = lambda: None
+        self._memory = memory
+        self._ranks: Ranks | None = None
+        self._mirrored: MirrorInner | None = None
+        self._standing, self._tokens = Standing(), 0
+
+    # Calls.
+
+    def _together(
+        self,
+        call: str,
+        lead: Callable[[Core, MirrorInner], Any],
+        closure: Callable[[], Any] | None = None,
+        *,
+        tells: bool = True,
+    ) -> Any:
+        """Rank 0: runs ``lead`` on the replica, and brings what it has changed to all ranks. The others: follow.
+        ``tells``: they have its result, else their own."""
+        if not self.island.leads:
+            return self._follow(call, closure)
+        try:
+            core, inner = self._built()
+            inner.follow_groups()
+            try:
+                result = lead(core, inner)
+            finally:
+                inner.publish()
+        except BaseException as error:
+            self._end(call, None, error)
+            raise
+        self._end(call, (result,) if tells else None, None)
+        return result
+
+    def _end(self, call: str, result: tuple[Any] | None, error: BaseException | None) -> None:
+        if self.leader is not None:
+            where = self.leader.standing()
+            committed = None if where.committed is None else replace(where.committed, record=None)  # may be long
+            self._standing = replace(where, committed=committed)
+        try:
+            self.island.say((Do.END, (call, self._standing, result, None if error is None else _portable(error))))
+        except FtoptError:
+            if error is None:
+                raise
+
+    def _follow(self, call: str, closure: Callable[[], Any] | None) -> Any:
+        loss: Any = None
+        while True:
+            do, what = self.island.hear()
+            if do is Do.END:
+                name, self._standing, result, error = what
+                if name != call:
+                    raise FtoptError(
+                        f"replica {self.group.replica}: rank 0 was in {name}() while rank {self.island.rank} called "
+                        f"{call}(); all ranks of an island make the same calls in the same order"
+                    ) from error
+                if error is not None:
+                    raise error
+                return loss if result is None else result[0]
+            loss = self._obey(do, what, closure, loss)
+
+    def _obey(self, do: Do, what: Any, closure: Callable[[], Any] | None, loss: Any) -> Any:
+        inner = self.inner
+        if do is Do.BUILD:
+            self._ranks = Ranks(self.island, self.model, inner, self.group.replica)
+            at_exit.add(self)
+            return loss
+        assert self._ranks is not None
+        if do is Do.STEP:
+            found = inner.step(closure if what else None)
+            return found if loss is None else loss
+        if do is Do.EVALUATE:
+            return inner.evaluate(closure)
+        if do is Do.PULL:
+            self._ranks.pull(what, None)
+            self.island.gather((self._taken_tokens(), groups_of(inner)))
+        elif do is Do.PUSH:
+            self._ranks.push(what, None)
+        elif do is Do.ZERO_GRAD:
+            inner.zero_grad(set_to_none=what)
+        elif do is Do.RESET_STATE:
+            inner.reset_state()
+        elif do is Do.SET_GROUPS:
+            set_groups(inner, what)
+        elif do is Do.GO_ON:
+            assert self.fallback is not None
+            self.fallback.go_on(what)
+        return loss
+
+    def _taken_tokens(self) -> int:
+        tokens, self._tokens = self._tokens, 0
+        return tokens
+
+    def _built(self) -> tuple[Core, MirrorInner]:
+        """Rank 0's replica and its inner optimizers; made at the first call."""
+        if self.leader is None or self._mirrored is None:
+            self.island.say((Do.BUILD, None))
+            self._ranks = ranks = Ranks(self.island, self.model, self.inner, self.group.replica)
+            mirror = Mirror(ranks)
+            gradients, moments = self.method.gradients is not None, self.method.inner_state == "average"
+            self._mirrored = MirrorInner(
+                ranks,
+                mirror,
+                together=gradients,
+                moments=moments,
+                buffers=self.method.buffers == "mean",
+                count=self._add,
+            )
+            self._mirrored.refresh()
+            self.leader = Core(self._mirrored, mirror.model, self.method, group=self.group, memory=self._memory)
+            self.leader.count(tokens=self._taken_tokens(), samples=0, loss=None)
+        return self.leader, self._mirrored
+
+    def _add(self, tokens: int) -> None:
+        """Tokens that the other ranks have counted."""
+        if tokens and self.leader is not None and self.leader.outer is not None:
+            self.leader.outer.counters.add_tokens(tokens)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See `OuterOptimizer.step`."""
+        if self.suspended or (not self._standing.started and self.inner.is_empty_step()):
+            if self._mirrored is not None:
+                self._mirrored.mark()
+            return self.inner.step(closure)
+
+        def lead(core: Core, inner: MirrorInner) -> Any:
+            self._begin(core, inner)
+            return core.step(closure)
+
+        return self._together("step", lead, closure, tells=False)
+
+    def _begin(self, core: Core, inner: MirrorInner) -> bool:
+        """Joins the job unless that is done."""
+        if core.outer is not None or core.closed:
+            return False
+        core.resume, core.fallback = self.resume, None if self.fallback is None else self
+        self.resume = None
+        fetched = core.start()
+        at_exit.remove(core)
+        at_exit.add(self)
+        if core.started().counters.resumed:
+            inner.restored()
+        if self.group.units is not None:
+            self.group.units.when_out_of_units(partial(self._offer_rest, core, inner))
+        return fetched
+
+    def _offer_rest(self, core: Core, inner: MirrorInner) -> None:
+        """The loader waits for units that others hold; see `Core.offer_rest`."""
+        inner.refresh(anew=True)
+        core.offer_rest()
+        inner.publish()
+
+    def _for_loader(self, call: str, act: Callable[[], object]) -> Any:
+        return self._together(call, lambda core, inner: act())
+
+    def start(self) -> bool:
+        """Joins the job unless that is done; True when the parameters came from another replica."""
+        fetched = not self._standing.started and bool(self._together("start", self._begin))
+        self.island.together = self._for_loader
+        return fetched
+
+    def sync(self) -> bool:
+        """See `OuterOptimizer.sync`."""
+
+        def lead(core: Core, inner: MirrorInner) -> bool:
+            self._begin(core, inner)
+            inner.refresh(anew=True)
+            return core.sync()
+
+        return bool(self._together("sync", lead))
+
+    def settle(self) -> bool:
+        """See `OuterOptimizer.settle`."""
+
+        def lead(core: Core, inner: MirrorInner) -> bool:
+            inner.refresh(anew=True)
+            return core.settle()
+
+        return bool(self._together("settle", lead))
+
+    def enter_outer(self) -> None:
+        """See `Core.enter_outer`."""
+
+        def lead(core: Core, inner: MirrorInner) -> None:
+            self._begin(core, inner)
+            inner.refresh(anew=True)
+            core.enter_outer()
+
+        self._together("outer_parameters", lead)
+
+    def exit_outer(self) -> None:
+        """See `Core.exit_outer`."""
+        self._together("outer_parameters", lambda core, inner: core.exit_outer())
+
+    def close(self, *, flush: bool, timeout_s: float) -> None:
+        """Leaves the job; see `OuterOptimizer.close`. Without ``flush`` this rank alone, at once: the others may be in
+        other calls."""
+        if self.closed:
+            return
+        self.closed, self.island.together = True, None
+        at_exit.remove(self)
+
+        def lead(core: Core, inner: MirrorInner) -> None:
+            if core.outer is not None:
+                inner.refresh(anew=True)
+            core.close(flush=True, timeout_s=timeout_s)
+
+        if flush and (self._ranks is not None):
+            self._together("close", lead)
+        elif self.leader is not None:
+            self.leader.close(flush=False, timeout_s=0.0)
+        elif self.island.leads:
+            self.group.close()
+
+    # Of this rank alone.
+
+    def standing(self) -> Standing:
+        """Where the island stands, as of the end of the last call."""
+        return self._standing if self.leader is None else self.leader.standing()
+
+    def anchor_digest(self) -> str:
+        """See `OuterOptimizer.anchor_digest`."""
+        if self.leader is None:
+            where = "before the start" if self.island.leads else "rank 0 of an island has it"
+            raise RuntimeError(f"anchor_digest() on rank {self.island.rank}: {where}")
+        return self.leader.anchor_digest()
+
+    def count(self, *, tokens: int, samples: int, loss: float | Tensor | None) -> None:
+        """What this rank's part of the next step uses. Tokens of all ranks are added up; loss and samples are rank
+        0's."""
+        if self.leader is not None:
+            self.leader.count(tokens=tokens, samples=samples, loss=loss)
+        else:
+            self._tokens += tokens
+
+    def report(self, state: str) -> None:
+        """See `Core.report`."""
+        if self.leader is not None:
+            self.leader.report(state)
+
+    def load_inner(self, state_dict: dict[str, Any]) -> None:
+        """Loads this rank's inner state."""
+        self.inner.load_state_dict(state_dict)
+        if self._mirrored is not None:
+            self._mirrored.mark()
+
+    def announce(self) -> None:
+        """See `Core.announce`."""
+        if self.leader is not None:
+            self.leader.announce()
+
+    def unfinished(self) -> str:
+        """See `Core.unfinished`."""
+        return "" if self.leader is None else self.leader.unfinished()
+
+    def undo_step(self) -> Any:
+        """There is none."""
+        raise UserError("undo_step in a replica of several ranks is not supported; use a replica of one process")
+
+    def go_on_from(self, resume: Resume) -> None:
+        """See `Core.go_on_from`."""
+        if self.standing().started:
+            raise RuntimeError("resume() after the start; call it before `with optimizer:` and the first step()")
+        self.resume = resume
+
+    def cut(self) -> Cut | None:
+        """See `Core.cut`; on all ranks."""
+        return self._standing.cut if self.leader is None else self.leader.cut()
+
+    def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
+        """Rank 0 does ``act``, for which it may `capture`; its result, on all ranks."""
+
+        def lead(core: Core, inner: MirrorInner) -> bool:
+            inner.refresh(anew=True)
+            return act()
+
+        return bool(self._together(call, lead))
+
+    def capture(self, copies: CopyPool) -> SavedReplica:
+        """See `Core.capture`. Rank 0, within `on_leader`."""
+        assert self.leader is not None and self._mirrored is not None
+        self._mirrored.pull(PARAMS | INNER | BUFFERS)
+        return self.leader.capture(copies)
+
+    # What a checkpoint is resumed from when nobody holds the state any more: `Fallback`, for rank 0's replica.
+
+    def newest(self) -> Position | None:
+        """See `Fallback`."""
+        assert self.fallback is not None
+        return self.fallback.newest()
+
+    def go_on(self, incarnation: int) -> Resume:
+        """See `Fallback`. All ranks read the checkpoint: each loop has a state."""
+        assert self.fallback is not None
+        self.island.say((Do.GO_ON, incarnation))
+        return self.fallback.go_on(incarnation)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error as it can go to another process."""
+    try:
+        found = pickle.loads(pickle.dumps(error))
+        return found if isinstance(found, BaseException) else FtoptError(str(error))
+    except Exception:
+        return FtoptError(f"rank 0: {type(error).__name__}: {error}")

@@ -1,0 +1,245 @@
+"""An island: a replica of several ranks, as `torchrun` starts them, and how they talk to each other.
+
+To the job an island is one replica: its rank 0 alone speaks with the coordinator and the other replicas, and *leads*.
+The other ranks *follow*: in each call of the wrapped optimizer, which all ranks make alike, they do what rank 0 says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ftopt.errors import FtoptError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ftopt.sync.replica.units import Units
+
+_MESSAGE = 2048
+"""Bytes of a message that go in one broadcast; a longer one takes a second."""
+_LENGTH = 8
+_PATIENCE = datetime.timedelta(days=365)
+"""Followers wait while rank 0 waits for other replicas. A rank that dies closes its connections, which ends the wait at
+once; the launcher ends the others."""
+
+
+class Do(enum.IntEnum):
+    """What rank 0 tells the others to do."""
+
+    BUILD = enum.auto()
+    PULL = enum.auto()
+    PUSH = enum.auto()
+    STEP = enum.auto()
+    EVALUATE = enum.auto()
+    ZERO_GRAD = enum.auto()
+    RESET_STATE = enum.auto()
+    SET_GROUPS = enum.auto()
+    GO_ON = enum.auto()
+    END = enum.auto()
+
+
+class Island:
+    """The ranks of one replica. Calls are collective, but for those of ``rank``, ``size``, `send` and `receive`.
+
+    Args:
+        ranks: their global ranks; the first one leads.
+
+    Attributes:
+        rank: this rank's place among them.
+        size: how many they are.
+        together: since the island has joined its job: rank 0 does something, and all ranks have the result.
+    """
+
+    together: Callable[[str, Callable[[], object]], Any] | None = None
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        import torch.distributed as dist
+
+        # A group of its own: over TCP whatever the model's ranks use, and with time enough to wait for other replicas.
+        made = dist.new_group(
+            list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=True, group_desc="ftopt island"
+        )
+        self._group: ProcessGroup = made
+        self._dist: Any = dist
+        self.rank, self.size = dist.get_rank(made), len(ranks)
+        self._row = torch.zeros(_MESSAGE, dtype=torch.uint8)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def _do(self, call: Callable[..., object], *arguments: object, **more: object) -> None:
+        try:
+            call(*arguments, group=self._group, **more)
+        except (RuntimeError, ValueError) as error:
+            raise FtoptError(
+                f"rank {self.rank} of {self.size}: another rank of this replica is gone, or torch.distributed was shut "
+                f"down before optimizer.close() ({error}); a replica is whole or not at all: start it again, as "
+                "torchrun --max-restarts does"
+            ) from error
+
+    def say(self, what: object) -> None:
+        """Rank 0: tells all others. FtoptError: a rank is gone, as of all calls."""
+        data = pickle.dumps(what)
+        row, length = self._row, len(data)
+        row[:_LENGTH] = torch.frombuffer(bytearray(length.to_bytes(_LENGTH, "little")), dtype=torch.uint8)
+        body, fits = torch.frombuffer(bytearray(data), dtype=torch.uint8), length <= _MESSAGE - _LENGTH
+        if fits:
+            row[_LENGTH : _LENGTH + length] = body
+        self._do(self._dist.broadcast, row, group_src=0)
+        if not fits:
+            self._do(self._dist.broadcast, body, group_src=0)
+
+    def hear(self) -> Any:
+        """The others: what rank 0 says. Raises RuntimeError: a rank is gone."""
+        row = self._row
+        self._do(self._dist.broadcast, row, group_src=0)
+        length = int.from_bytes(row[:_LENGTH].numpy().tobytes(), "little")
+        body = row[_LENGTH : _LENGTH + length]
+        if length > _MESSAGE - _LENGTH:
+            body = torch.empty(length, dtype=torch.uint8)
+            self._do(self._dist.broadcast, body, group_src=0)
+        return pickle.loads(body.numpy().tobytes())
+
+    def gather(self, what: object) -> list[Any]:
+        """What each rank gives, on rank 0; [] on the others."""
+        found: list[Any] | None = [None] * self.size if self.leads else None
+        self._do(self._dist.gather_object, what, found, group_dst=0)
+        return found or []
+
+    def share_units(self, units: Units | None) -> RankUnits:
+        """The replica's ``units``, on rank 0, as all ranks have them."""
+        return RankUnits(self, units)
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends a contiguous tensor on the CPU, unless it is empty."""
+        if tensor.numel():
+            self._do(self._dist.send, tensor, group_dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> None:
+        """Receives into a contiguous tensor on the CPU, unless it is empty."""
+        if tensor.numel():
+            self._do(self._dist.recv, tensor, group_src=rank)
+
+
+class RankUnits:
+    """The units of an island's loader, a `UnitSource`: rank 0 takes them, and all ranks load their share of each.
+
+    Args:
+        units: the replica's; None: this is another rank.
+    """
+
+    def __init__(self, island: Island, units: Units | None) -> None:
+        self._island, self._units = island, units
+        self.ended = False
+
+    def take(self, timeout_s: float | None = None) -> int | None:
+        """See `Units.take`."""
+
+        def take() -> tuple[int | None, bool]:
+            assert self._units is not None
+            return self._units.take(timeout_s), self._units.ended
+
+        found: tuple[int | None, bool] = self._together(take)
+        unit, self.ended = found
+        return unit
+
+    def draw(self, unit: int) -> bool:
+        """See `UnitQueue.draw`."""
+
+        def draw() -> bool:
+            assert self._units is not None
+            return self._units.draw(unit)
+
+        return bool(self._together(draw))
+
+    def _together(self, act: Callable[[], object]) -> Any:
+        if self._island.together is None:
+            raise UserError(
+                "a unit was asked for before this replica has joined its job, which hands the units out; put the "
+                "training loop inside `with optimizer:`"
+            )
+        return self._island.together("the loader's next batch", act)
+
+
+class Follower:
+    """The group of a rank other than 0: its membership in the job is its island's.
+
+    Attributes:
+        replica: the island's id.
+        island: its ranks.
+    """
+
+    units = None
+    global_batch = None
+
+    def __init__(self, replica: str, island: Island) -> None:
+        self.replica, self.island = replica, island
+
+    @property
+    def incarnation(self) -> int:
+        """0 before the island has joined its job."""
+        return int(self.island.together is not None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise FtoptError(
+            f"rank {self.island.rank} of replica {self.replica} asked its group for {name!r}, which rank 0 alone has"
+        )
+
+
+def ranks_of(mesh: DeviceMesh | ProcessGroup | bool | None) -> list[int] | None:
+    """The global ranks of this process' island; None: this process is the replica.
+
+    Raises:
+        UserError: ``mesh`` is something else, or it is not said whether this process is one rank of several.
+    """
+    dist: Any = sys.modules.get("torch.distributed")
+    initialized = dist is not None and dist.is_available() and dist.is_initialized()
+    if mesh is False:
+        return None
+    if mesh is None:
+        if initialized:
+            return list(range(dist.get_world_size())) if dist.get_world_size() > 1 else None
+        _check_not_one_of_several()
+        return None
+    if not initialized:
+        raise UserError(
+            f"mesh={mesh!r:.60} and no process group; call torch.distributed.init_process_group() before "
+            "ftopt.connect(), or leave mesh out for a replica of one process"
+        )
+    if isinstance(mesh, dist.ProcessGroup):
+        found = dist.get_process_group_ranks(mesh)
+    elif (inside := getattr(mesh, "mesh", None)) is not None and hasattr(mesh, "get_local_rank"):
+        found = [int(rank) for rank in inside.flatten().tolist()]
+    else:
+        raise UserError(
+            f"mesh={mesh!r:.60}; must be the DeviceMesh or the process group of this island's ranks, None for all "
+            "ranks of torch.distributed, or False for a replica of this process alone"
+        )
+    if dist.get_rank() not in found:
+        raise UserError(f"mesh={mesh!r:.60} is of other ranks; give the one that this process is in")
+    return found if len(found) > 1 else None
+
+
+def _check_not_one_of_several() -> None:
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+        raise UserError(
+            f"this process is rank {rank} of {size} (RANK, WORLD_SIZE), and torch.distributed is not initialized: if "
+            "the ranks share one model (DDP, FSDP, tensor parallel), call torch.distributed.init_process_group() "
+            "before ftopt.connect(), and they are one replica; if each is a replica of its own, give it an id of its "
+            "own and say ftopt.connect(..., mesh=False)"
+        )

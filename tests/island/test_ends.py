@@ -1,0 +1,88 @@
+"""What becomes of an island when a rank dies or does something else than the others, and of the islands beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from ftopt.telemetry.jsonl import read_lines
+from tests.island.running import Torchrun, coordinator
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@contextmanager
+def two(folder: Path, steps: int, how: str, *, restarts: int = 0) -> Iterator[list[Torchrun]]:
+    """Two islands of two ranks; ``how`` is for the first one."""
+    with coordinator(folder, "--folder", str(folder / "job")) as url, ExitStack() as ends:
+        runs = []
+        for i, each in enumerate((how, "")):
+            options = (f"--max-restarts={restarts}",) if restarts else ()
+            runs.append(
+                Torchrun(folder, url, f"r{i}", 2, "-m", "tests.island.dying", str(steps), each, options=options)
+            )
+            ends.callback(runs[-1].end)
+        yield runs
+
+
+def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        time.sleep(0.05)
+
+
+def committed(folder: Path, replica: str) -> int:
+    """Inner steps of a replica's first life that were committed."""
+    rows = [
+        row
+        for event in read_lines(folder / "job" / "events.jsonl")
+        if event["event"] == "decide"
+        for row in event["data"]["members"]
+    ]
+    return sum(steps for name, life, steps, _, _, counted in rows if (name, life) == (replica, 1) and counted)
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_dies_and_the_island_comes_back(tmp_path: Path, rank: int) -> None:
+    with two(tmp_path, 400, "", restarts=2) as (first, second):
+        until(lambda: "step 10 " in first.said())
+        pid = re.search(rf"rank {rank} pid (\d+)", first.said())
+        assert pid is not None
+        os.kill(int(pid[1]), signal.SIGKILL)
+        until(lambda: first.said().count("rank 0 pid") == 2)
+        assert (first.wait(), second.wait()) == (0, 0), first.said()
+        starts = [int(start) for start in re.findall(r"rank 0 pid \d+ starts at (\d+)", first.said())]
+        assert starts[0] == 0
+        assert "rank 1 ends at 400" in second.said()
+    assert committed(tmp_path, "r1") == 400  # the survivor's, all of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("rates", "parameter group 0 has lr=0.05 on rank 0 and 0.01 on rank 1; the ranks of a replica take each step"),
+        ("one-syncs", "rank 0 was in sync() while rank 1 called step(); all ranks of an island make the same calls"),
+        ("raises", "the batch of rank 1 is bad"),
+    ],
+)
+def test_an_island_whose_ranks_do_not_do_the_same_ends_and_says_why(tmp_path: Path, how: str, text: str) -> None:
+    with two(tmp_path, 40, how) as (first, second):
+        assert first.wait() == 1
+        assert text in first.said()
+        assert second.wait() == 0, second.said()
+    assert committed(tmp_path, "r1") == 40
+
+
+@pytest.mark.slow
+def test_ddp_ranks_that_have_drifted_apart_are_told_and_made_equal(tmp_path: Path) -> None:
+    with two(tmp_path, 20, "ddp-drift") as (first, second):
+        assert (first.wait(), second.wait()) == (0, 0), first.said()
+        assert "ranks that hold the same tensors do not hold them alike: " in first.said()
+        assert "alike True" in first.said()
