@@ -57,8 +57,10 @@ def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
     left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
     if any(left):
         where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
-        text = "replica %s has left with %d inner steps that no committed state contains%s: %s"
-        _log.warning(text, replica, max(left), where, reason)
+        undecided = any(outer.shared.group.outstanding(fragment.index) for fragment in outer.fragments)
+        unless = ", unless the round that it was in still counts them" if undecided else ""
+        text = "replica %s has left with %d inner steps that no committed state contains%s%s: %s"
+        _log.warning(text, replica, max(left), where, unless, reason)
 
 
 class Leaver(Protocol):

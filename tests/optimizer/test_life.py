@@ -160,6 +160,22 @@ def test_an_exception_leaves_at_once_and_hands_nothing_in(caplog: pytest.LogCapt
     assert "r0 has left with 1 inner steps that no committed state contains" in caplog.text
 
 
+def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    groups, models = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2)), [TASK.model(0), TASK.model(0)]
+    method = DiLoCo(sync_every=2)
+    first, second = (
+        wrap(TASK.inner(model.parameters()), model, method, group=group)
+        for model, group in zip(models, groups, strict=True)
+    )
+    together([first.__enter__, second.__enter__])
+    _step(first, models[0], 0)
+    first._core.started().propose_pending(0, lr=0.1)
+    first.close(flush=False)
+    second.close(flush=False)
+    text = "left with 1 inner steps that no committed state contains, unless the round that it was in still counts them"
+    assert text in caplog.text
+
+
 def test_leaving_waits_no_longer_than_it_was_told() -> None:
     groups = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2))
     models = [TASK.model(0), TASK.model(0)]

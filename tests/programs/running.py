@@ -53,6 +53,8 @@ class Job:
         self.failures: list[str] = []
         self.done = 0
         """Actions of the first life."""
+        self.undecided = 0
+        """Steps of those who left at once, of which a round may have counted some."""
         self.over = threading.Event()
         self.stands: dict[int, Any] = {}
         """What each that has stopped stands at: versions, and what is pending."""
@@ -272,6 +274,8 @@ class Running:
 
     def end(self, reason: str) -> None:
         data = {"reason": reason, "pending_by_fragment": list(self.optimizer.pending_by_fragment)}
+        if any(map(self.group.outstanding, range(len(data["pending_by_fragment"])))):  # its round may still count them
+            self.job.undecided += max(data["pending_by_fragment"])
         self.alive = False
         self.job.tell(
             {"event": "end", "replica": self.life.replica, "incarnation": self.group.incarnation, "data": data}
@@ -366,6 +370,8 @@ def check_books(job: Job) -> None:
     lost = found["survivor_inner_steps_lost"]
     if any(line["event"] == "rollback" for line in job.lines):
         lost = min(lost, 0)  # all who held them have died or left
+    if -job.undecided <= lost < 0:
+        lost = 0
     if lost or found["inner_steps_counted_twice"] or found["chain_conflicts"]:
         wanted = ("survivor_inner_steps_lost", "inner_steps_counted_twice", "chain_conflicts", "inner_steps_executed")
         more = ("inner_steps_committed", "inner_steps_pending", "dead_inner_steps_lost", "inner_steps_discarded")
