@@ -279,6 +279,8 @@ def _all(plans: Sequence[Plan], arguments: argparse.Namespace) -> Iterator[dict[
 
 def _one(plan: Plan, keep: Path | None, verbose: bool) -> dict[str, Any]:
     """Runs a campaign in a short temporary folder, which is kept if it went wrong."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=keep))
     say(f"{plan.name} ({plan.samples} samples) in {folder}")
     outcome, faults = campaign(plan, folder, verbose=verbose)
