@@ -144,7 +144,7 @@ class Processes:
 
     def end(self, run: Run, how: str) -> None:
         """``kill``, ``term`` or ``int``."""
-        if not run.alive:
+        if not run.alive or run.fate == "kill":  # one that is being killed may live for a moment
             return
         run.fate = how
         self.signal(run.pid, {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[how])
