@@ -130,7 +130,7 @@ def judge(facts: Facts) -> Outcome:
     outcome.events = dict(Counter(e["event"] for e in events))
     ends = {run.life.number: end for run in facts.runs if (end := _end(facts.folder, run)) is not None}
     wipes = _wipes(facts, events)
-    wiped = _wiped(events, wipes, facts.started)
+    wiped = _wiped(events, wipes, facts.started, [end["at"] for end in ends.values()])
     survivors = [
         run
         for run in facts.runs
@@ -171,9 +171,13 @@ def _end(folder: Path, run: Run) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _wiped(events: Sequence[Mapping[str, Any]], wipes: Sequence[float], started: float) -> float:
-    """When the state that the last outer step built on has come to be; 0: with the job."""
+def _wiped(
+    events: Sequence[Mapping[str, Any]], wipes: Sequence[float], started: float, ends: Sequence[float] = ()
+) -> float:
+    """When the state that the last outer step built on has come to be, or that somebody has ended with; 0: with the
+    job."""
     last = max((e["t_s"] for e in events if e["event"] == "decide"), default=0.0)
+    last = max(last, *(end - started for end in ends), 0.0)
     before = [t_s for t_s in wipes if t_s < last]
     return started + max(before) if len(before) > 1 else 0.0
 

@@ -222,3 +222,9 @@ def test_a_short_campaign_loses_nothing_and_leaves_no_process(tmp_path: Path) ->
     plan = chaos.Plan("DiLoCo", True, seed, seconds=20.0)
     outcome, faults = chaos.campaign(plan, tmp_path)
     assert outcome.bad == [], (seed, faults)
+
+
+def test_a_state_that_somebody_has_ended_with_counts_though_nobody_has_trained_on_it() -> None:
+    decided, wipes = [{"event": "decide", "t_s": 5.0}], [0.0, 10.0]
+    assert account._wiped(decided, wipes, 100.0, [104.0]) == 0.0
+    assert account._wiped(decided, wipes, 100.0, [104.0, 120.0]) == 110.0
