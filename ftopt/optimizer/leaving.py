@@ -38,12 +38,12 @@ def hand_in(
     while not group.closed:
         group.check()
         outer.apply()
-        waits = not group.catch_up(timeout_s=0.0)
+        waits = fetches = not group.catch_up(timeout_s=0.0)
         for index, fragment in enumerate(outer.fragments):
             # The newer state is there before the group says that nothing is outstanding.
             if group.outstanding(index) or fragment.state is not fragment.applied:
                 waits = True
-            elif not waits and offered.get(index) != (version := fragment.state.meta.version):
+            elif not fetches and offered.get(index) != (version := fragment.state.meta.version):
                 offered[index] = version
                 waits |= outer.propose_pending(index, lr=largest_lr())
         # Not group.wait(): that has no deadline, and a user who leaves has one.

@@ -176,6 +176,21 @@ def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(ca
     assert text in caplog.text
 
 
+def test_who_leaves_offers_all_fragments_at_once() -> None:
+    told = list[Event]()
+    groups, models = local_groups(2, sync=Sync(grace_s=60.0), on_event=told.append), [TASK.model(0), TASK.model(0)]
+    method = StreamingDiLoCo(sync_every=100, delay=1, fragments=Balanced(n=3))
+    first, second = (
+        wrap(TASK.inner(model.parameters()), model, method, group=group)
+        for model, group in zip(models, groups, strict=True)
+    )
+    together([first.__enter__, second.__enter__])
+    _step(first, models[0], 0)
+    first.close(timeout_s=0.1)  # the other one takes no part in a round
+    second.close(flush=False)
+    assert [event.fragment for event in told if event.event == "propose"] == [0, 1, 2]
+
+
 def test_leaving_waits_no_longer_than_it_was_told() -> None:
     groups = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2))
     models = [TASK.model(0), TASK.model(0)]
