@@ -277,12 +277,7 @@ class Core:
         if self.outer is None or self.outer.gradients is None or self.closed:
             self.inner.load_state_dict(state_dict)
             return
-        warnings.warn(
-            f"the inner optimizer's state is not loaded: the replicas of {self.method} have it alike, and take each "
-            "step together; load it before `with optimizer:`, on all replicas, or resume the job from its checkpoint "
-            "(ftopt.Checkpoints)",
-            stacklevel=5,
-        )
+        tell_not_loaded(self.method)
 
     def _before_load(self) -> bool:
         """User code is about to load weights into the model. False: the parameters there are not this replica's."""
@@ -492,3 +487,13 @@ class Core:
         if self._evaluated.there:
             self._evaluated.take_out()
             self.report("training")
+
+
+def tell_not_loaded(method: Method | None) -> None:
+    """The inner state that user code wants to load is not taken."""
+    warnings.warn(
+        f"the inner optimizer's state is not loaded: the replicas of {method} have it alike, and take each step "
+        "together; load it before `with optimizer:`, on all replicas, or resume the job from its checkpoint "
+        "(ftopt.Checkpoints)",
+        stacklevel=6,
+    )

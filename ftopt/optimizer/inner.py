@@ -141,13 +141,19 @@ class Inner:
         `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
         it: a warm-up from rate 0 has gradients.
         """
+        return self.only_sets_up() and not self.has_gradient()
+
+    def only_sets_up(self) -> bool:
+        """Whether there is no state yet, and every rate is 0."""
         for optimizer in self.optimizers:  # no any(): this runs before every step
             if optimizer.state:
                 return False
-        if any(group.get("lr", 1.0) != 0 for group in self.param_groups):
-            return False
+        return not any(group.get("lr", 1.0) != 0 for group in self.param_groups)
+
+    def has_gradient(self) -> bool:
+        """Whether a gradient is other than 0; of a DTensor, this rank's part of it."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return not any(bool(gradient.any()) for gradient in gradients)
+        return any(bool(gradient.any()) for gradient in gradients)
 
     def forget_nonfinite_state(self) -> None:
         """Resets the inner state of each parameter whose state holds a NaN or Inf."""

@@ -7,7 +7,9 @@ last that the call is over, with where training stands and what was raised.
 
 from __future__ import annotations
 
+import logging
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
-from ftopt.optimizer.core import Core, Standing
+from ftopt.optimizer.core import Core, Standing, tell_not_loaded
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
@@ -27,6 +29,8 @@ from ftopt.optimizer.recovery.restore import Fallback, Resume
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import Do, Island, Position, ReplicaGroup
+
+_log = logging.getLogger(__name__)
 
 
 class IslandCore:
@@ -76,6 +80,7 @@ class IslandCore:
     ) -> Any:
         """Rank 0: runs ``lead`` on the replica, and brings what it has changed to all ranks. The others: follow.
         ``tells``: they have its result, else their own."""
+        self.island.check()
         if not self.island.leads:
             return self._follow(call, closure)
         try:
@@ -84,7 +89,8 @@ class IslandCore:
             try:
                 result = lead(core, inner)
             finally:
-                inner.publish()
+                if self.island.broken is None:
+                    inner.publish()
         except BaseException as error:
             self._end(call, None, error)
             raise
@@ -93,30 +99,42 @@ class IslandCore:
 
     def _end(self, call: str, result: tuple[Any] | None, error: BaseException | None) -> None:
         if self.leader is not None:
-            where = self.leader.standing()
-            committed = None if where.committed is None else replace(where.committed, record=None)  # may be long
-            self._standing = replace(where, committed=committed)
+            self._standing = self.leader.standing()
+        where, island = self._standing, self.island
+        committed = None if where.committed is None else replace(where.committed, record=None)  # may be long
+        told = None if error is None else _portable(error)
         try:
-            self.island.say((Do.END, (call, self._standing, result, None if error is None else _portable(error))))
+            island.say((Do.END, (call, replace(where, committed=committed), result, told, island.broken is not None)))
         except FtoptError:
             if error is None:
                 raise
+        finally:
+            if island.broken is not None:
+                island.part()
 
     def _follow(self, call: str, closure: Callable[[], Any] | None) -> Any:
         loss: Any = None
-        while True:
-            do, what = self.island.hear()
-            if do is Do.END:
-                name, self._standing, result, error = what
+        island = self.island
+        try:
+            with island.whole():
+                do, what = island.hear()
+                while do is not Do.END:
+                    loss = self._obey(do, what, closure, loss)
+                    do, what = island.hear()
+                name, self._standing, result, error, broken = what
                 if name != call:
                     raise FtoptError(
-                        f"replica {self.group.replica}: rank 0 was in {name}() while rank {self.island.rank} called "
+                        f"replica {self.group.replica}: rank 0 was in {name}() while rank {island.rank} called "
                         f"{call}(); all ranks of an island make the same calls in the same order"
                     ) from error
-                if error is not None:
-                    raise error
-                return loss if result is None else result[0]
-            loss = self._obey(do, what, closure, loss)
+                if broken:
+                    raise error or FtoptError("rank 0 has parted from the others")
+        finally:
+            if island.broken is not None:
+                island.part()
+        if error is not None:
+            raise error
+        return loss if result is None else result[0]
 
     def _obey(self, do: Do, what: Any, closure: Callable[[], Any] | None, loss: Any) -> Any:
         inner = self.inner
@@ -137,6 +155,8 @@ class IslandCore:
             self._ranks.push(what, None)
         elif do is Do.ZERO_GRAD:
             inner.zero_grad(set_to_none=what)
+        elif do is Do.TELL_GRADIENT:
+            self.island.gather(inner.has_gradient())
         elif do is Do.RESET_STATE:
             inner.reset_state()
         elif do is Do.SET_GROUPS:
@@ -177,7 +197,7 @@ class IslandCore:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `OuterOptimizer.step`."""
-        if self.suspended or (not self._standing.started and self.inner.is_empty_step()):
+        if self.suspended or (not self._standing.started and self._is_empty_step()):
             if self._mirrored is not None:
                 self._mirrored.mark()
             return self.inner.step(closure)
@@ -187,6 +207,16 @@ class IslandCore:
             return core.step(closure)
 
         return self._together("step", lead, closure, tells=False)
+
+    def _is_empty_step(self) -> bool:
+        """See `Inner.is_empty_step`. Before the start: the ranks are nothing to each other yet, but in this."""
+        if not self.inner.only_sets_up():
+            return False
+        gradients = self.island.gather(self.inner.has_gradient())
+        if self.island.leads:
+            self.island.say(any(gradients))
+            return not any(gradients)
+        return not self.island.hear()
 
     def _begin(self, core: Core, inner: MirrorInner) -> bool:
         """Joins the job unless that is done."""
@@ -249,11 +279,18 @@ class IslandCore:
 
     def exit_outer(self) -> None:
         """See `Core.exit_outer`."""
+        if (error := sys.exc_info()[1]) is not None:
+            _log.error(
+                "rank %d of replica %s: outer_parameters() is left by an error, and waits for the other ranks: %r",
+                self.island.rank,
+                self.group.replica,
+                error,
+            )
         self._together("outer_parameters", lambda core, inner: core.exit_outer())
 
     def close(self, *, flush: bool, timeout_s: float) -> None:
         """Leaves the job; see `OuterOptimizer.close`. Without ``flush`` this rank alone, at once: the others may be in
-        other calls."""
+        other calls, and are told that it is gone."""
         if self.closed:
             return
         self.closed, self.island.together = True, None
@@ -264,18 +301,23 @@ class IslandCore:
                 inner.refresh(anew=True)
             core.close(flush=True, timeout_s=timeout_s)
 
-        if flush and (self._ranks is not None):
-            self._together("close", lead)
-        elif self.leader is not None:
-            self.leader.close(flush=False, timeout_s=0.0)
-        elif self.island.leads:
-            self.group.close()
+        try:
+            if flush and self._ranks is not None and self.island.broken is None:
+                self._together("close", lead)
+            else:
+                self.island.part()
+        finally:
+            if self.leader is not None:
+                self.leader.close(flush=False, timeout_s=0.0)  # unless it has left
+            elif self.island.leads:
+                self.group.close()
 
     # Of this rank alone.
 
     def standing(self) -> Standing:
-        """Where the island stands, as of the end of the last call."""
-        return self._standing if self.leader is None else self.leader.standing()
+        """Where the island stands, as of the end of the last call: what loops go by must be alike on all ranks, and on
+        rank 0 a result may come at any time."""
+        return self._standing
 
     def anchor_digest(self) -> str:
         """See `OuterOptimizer.anchor_digest`."""
@@ -298,7 +340,10 @@ class IslandCore:
             self.leader.report(state)
 
     def load_inner(self, state_dict: dict[str, Any]) -> None:
-        """Loads this rank's inner state."""
+        """Loads this rank's inner state, unless the replicas have agreed on it."""
+        if self._standing.started and not self.closed and self.method.gradients is not None:
+            tell_not_loaded(self.method)
+            return
         self.inner.load_state_dict(state_dict)
         if self._mirrored is not None:
             self._mirrored.mark()
@@ -324,7 +369,7 @@ class IslandCore:
 
     def cut(self) -> Cut | None:
         """See `Core.cut`; on all ranks."""
-        return self._standing.cut if self.leader is None else self.leader.cut()
+        return self._standing.cut
 
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
         """Rank 0 does ``act``, for which it may `capture`; its result, on all ranks."""

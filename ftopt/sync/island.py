@@ -11,7 +11,8 @@ import enum
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ _LENGTH = 8
 _PATIENCE = datetime.timedelta(days=365)
 """Followers wait while rank 0 waits for other replicas. A rank that dies closes its connections, which ends the wait at
 once; the launcher ends the others."""
+_parted: set[tuple[int, ...]] = set()
+"""Islands of this process whose connections were closed."""
 
 
 class Do(enum.IntEnum):
@@ -42,6 +45,7 @@ class Do(enum.IntEnum):
     STEP = enum.auto()
     EVALUATE = enum.auto()
     ZERO_GRAD = enum.auto()
+    TELL_GRADIENT = enum.auto()
     RESET_STATE = enum.auto()
     SET_GROUPS = enum.auto()
     GO_ON = enum.auto()
@@ -58,18 +62,26 @@ class Island:
         rank: this rank's place among them.
         size: how many they are.
         together: since the island has joined its job: rank 0 does something, and all ranks have the result.
+        broken: what has ended a call in its middle, on this rank: its ranks need not be alike any more.
     """
 
     together: Callable[[str, Callable[[], object]], Any] | None = None
+    broken: BaseException | None = None
 
     def __init__(self, ranks: Sequence[int]) -> None:
         import torch.distributed as dist
 
+        some = len(ranks) < dist.get_world_size()  # then the other ranks make no call
+        if some and tuple(ranks) in _parted:  # torch would name the new group as the former one
+            raise FtoptError(
+                f"ranks {list(ranks)} were a replica in this process before, and have left it at once; start them again"
+            )
         # A group of its own: over TCP whatever the model's ranks use, and with time enough to wait for other replicas.
         made = dist.new_group(
-            list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=True, group_desc="ftopt island"
+            list(ranks), timeout=_PATIENCE, backend="gloo", use_local_synchronization=some, group_desc="ftopt island"
         )
-        self._group: ProcessGroup = made
+        self._ranks = tuple(ranks)
+        self._group: ProcessGroup | None = made
         self._dist: Any = dist
         self.rank, self.size = dist.get_rank(made), len(ranks)
         self._row = torch.zeros(_MESSAGE, dtype=torch.uint8)
@@ -79,10 +91,40 @@ class Island:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """What all ranks do, or none: after an error inside, also Ctrl-C, this rank does nothing more with the others.
+        A step that one rank has taken and another has not cannot be told from one that all have taken."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = self.broken or error
+            raise
+
+    def part(self) -> None:
+        """This rank leaves the others, whose next call, or the one they wait in, raises FtoptError."""
+        self.broken = self.broken or FtoptError("this rank has left the job at once")
+        group, self._group = self._group, None
+        if group is not None and self._dist.is_initialized():
+            _parted.add(self._ranks)
+            self._dist.destroy_process_group(group)  # with the last reference its connections are closed
+
+    def check(self) -> None:
+        """FtoptError: this rank has parted from the others."""
+        if self._group is None:
+            raise FtoptError(
+                f"rank {self.rank} of {self.size}: an earlier call of the optimizer ended in its middle, on this rank "
+                f"or on rank 0 ({type(self.broken).__name__}: {self.broken}), and the ranks of this replica need not "
+                "be alike any more; start it again, as torchrun --max-restarts does; an error after which the loop "
+                "shall go on must not leave the closure"
+            ) from self.broken
+
     def _do(self, call: Callable[..., object], *arguments: object, **more: object) -> None:
+        self.check()
         try:
             call(*arguments, group=self._group, **more)
         except (RuntimeError, ValueError) as error:
+            self.broken = self.broken or error
             raise FtoptError(
                 f"rank {self.rank} of {self.size}: another rank of this replica is gone, or torch.distributed was shut "
                 f"down before optimizer.close() ({error}); a replica is whole or not at all: start it again, as "

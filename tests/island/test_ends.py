@@ -86,3 +86,11 @@ def test_ddp_ranks_that_have_drifted_apart_are_told_and_made_equal(tmp_path: Pat
         assert (first.wait(), second.wait()) == (0, 0), first.said()
         assert "ranks that hold the same tensors do not hold them alike: " in first.said()
         assert "alike True" in first.said()
+
+
+@pytest.mark.slow
+def test_calls_in_one_island_are_alike_on_all_ranks_and_errors_in_them_end_it(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as url, ExitStack() as ends:
+        run = Torchrun(tmp_path, url, "r0", 2, "-m", "tests.island.lasting")
+        ends.callback(run.end)
+        assert run.wait(120.0) == 0, run.said()

@@ -61,17 +61,19 @@ class MirrorInner(Inner):
         self._ranks.check_trained()
         for name, parameter in self._mirror.trained.items():
             parameter.requires_grad_(self._ranks.trained[name].requires_grad)
-        self._all(Do.PULL, kinds)
-        self._ranks.pull(kinds, self._mirror)
-        self._count(sum(tokens for tokens, _ in self._check_groups()))
+        with self._ranks.island.whole():
+            self._all(Do.PULL, kinds)
+            self._ranks.pull(kinds, self._mirror)
+            told = self._ranks.island.gather((0, groups_of(self._real)))
+        self._check_groups([groups for _, groups in told])
+        self._count(sum(tokens for tokens, _ in told))
         self._seen |= {kind: self._mirror.state(kind) for kind in kinds}
         self._stale &= not kinds >= self._kinds
 
-    def _check_groups(self) -> list[tuple[int, Any]]:
-        """Each rank's tokens. UserError: it has other rates than rank 0."""
-        mine = groups_of(self._real)
-        found: list[tuple[int, Any]] = self._ranks.island.gather((0, mine))
-        for rank, (_, groups) in enumerate(found):
+    def _check_groups(self, found: Sequence[list[list[dict[str, Any]]]]) -> None:
+        """UserError: a rank has other rates than rank 0."""
+        mine = found[0]
+        for rank, groups in enumerate(found):
             pairs = zip(itertools.chain(*mine), itertools.chain(*groups), strict=True)
             for i, (own, theirs) in enumerate(pairs):
                 for key in own.keys() | theirs.keys():
@@ -81,7 +83,6 @@ class MirrorInner(Inner):
                             f"{theirs.get(key)!r:.40} on rank {rank}; the ranks of a replica take each step alike: "
                             "make and step the same schedulers on all of them"
                         )
-        return found
 
     def publish(self) -> None:
         """The ranks are as the mirror is: what the outer step has changed reaches them."""
@@ -96,8 +97,9 @@ class MirrorInner(Inner):
         self._seen = {kind: [] for kind in PARAMS | INNER | BUFFERS}
 
     def _push(self, kinds: Kinds) -> None:
-        self._all(Do.PUSH, kinds)
-        self._ranks.push(kinds, self._mirror)
+        with self._ranks.island.whole():
+            self._all(Do.PUSH, kinds)
+            self._ranks.push(kinds, self._mirror)
         self._seen |= {kind: self._mirror.state(kind) for kind in kinds}
 
     def follow_groups(self) -> None:
@@ -119,9 +121,10 @@ class MirrorInner(Inner):
         self.publish()
         if self._together:
             self._push(GRADS)
-        self._all(Do.STEP, closure is not None)
         self._stale = True
-        loss = self._real.step(closure)
+        with self._ranks.island.whole():
+            self._all(Do.STEP, closure is not None)
+            loss = self._real.step(closure)
         if self._together:
             self.refresh()
             if before != groups_of(self._real):  # those of a fetched gradient, for this step
@@ -130,8 +133,9 @@ class MirrorInner(Inner):
         return loss
 
     def evaluate(self, closure: Callable[[], Any] | None) -> Any:
-        self._all(Do.EVALUATE)
-        loss = self._real.evaluate(closure)
+        with self._ranks.island.whole():
+            self._all(Do.EVALUATE)
+            loss = self._real.evaluate(closure)
         self.pull(GRADS)
         return loss
 
@@ -149,8 +153,13 @@ class MirrorInner(Inner):
         """Resets all of it: one rank alone cannot tell whether another's part is finite."""
         self.reset_state()
 
-    def is_empty_step(self) -> bool:
-        return self._real.is_empty_step()
+    def only_sets_up(self) -> bool:
+        return self._real.only_sets_up()
+
+    def has_gradient(self) -> bool:
+        with self._ranks.island.whole():
+            self._all(Do.TELL_GRADIENT)
+            return any(self._ranks.island.gather(self._real.has_gradient()))
 
 
 def groups_of(inner: Inner) -> list[list[dict[str, Any]]]:

@@ -52,10 +52,11 @@ class Ranks:
     def __init__(self, island: Island, model: nn.Module, inner: Inner, replica: str) -> None:
         self.island, self.model, self.inner = island, model, inner
         self._replica, self._said_apart = replica, False
+        self._reshard()
         self.trained = dict(trainable(model))
         if not self.trained:
             raise UserError("the model has no parameter that trains; nothing to wrap")
-        names = island.gather(list(self.trained))
+        names = island.gather(self._layout())
         wrong = [rank for rank, each in enumerate(names) if each != names[0]]
         if island.leads:
             island.say(wrong)
@@ -63,8 +64,9 @@ class Ranks:
             pass
         if wrong:
             raise UserError(
-                f"rank {wrong[0]} of replica {replica} trains other parameters than its rank 0; all ranks of an island "
-                "must have the same model (pipeline stages on ranks of their own are not supported)"
+                f"rank {wrong[0]} of replica {replica} trains other parameters than its rank 0, or has them in other "
+                "groups; all ranks of an island must have the same model (pipeline stages on ranks of their own are "
+                "not supported) and make their optimizers alike"
             )
         self.parts = Parts(island, self.trained)
         self._owners = {
@@ -74,6 +76,15 @@ class Ranks:
             for group in optimizer.param_groups
             if any(p is each for each in group["params"])
         }
+
+    def _layout(self) -> object:
+        """What trains, and in which groups: by name."""
+        names = {id(p): name for name, p in self.trained.items()}
+        groups = [
+            [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.inner.optimizers
+        ]
+        return list(names.values()), groups
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's buffers."""
@@ -85,6 +96,7 @@ class Ranks:
 
     def check_trained(self) -> None:
         """UserError: other parameters train than at the start."""
+        self._reshard()
         now = dict(trainable(self.model))
         if new := [name for name, p in now.items() if self.trained.get(name) is not p]:
             raise UserError(
@@ -203,7 +215,8 @@ class Ranks:
             )
 
     def _reshard(self) -> None:
-        """FSDP2 may hold gathered parameters, which are old now."""
+        """FSDP2 may hold gathered parameters, as it does after a forward pass without a backward one: in the place of
+        those that train; and when these have been written, they are old."""
         for module in self.model.modules():
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):

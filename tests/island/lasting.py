@@ -1,0 +1,157 @@
+"""Ranks of one island alone in its jobs, for tests of single calls; by torchrun: ``python -m tests.island.lasting``.
+
+Each function is a job of its own; what rank 0 and the others found is compared here.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import ftopt
+from ftopt.errors import FtoptError, UserError
+
+
+def sharded() -> nn.Module:
+    """A model whose root module holds its parameters: FSDP2 keeps them gathered after a forward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3))
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def wrapped(name: str, model: nn.Module, inner: torch.optim.Optimizer, method: ftopt.Method) -> ftopt.OuterOptimizer:
+    """A job of this island alone."""
+    sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0)
+    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync))
+
+
+def train(called: nn.Module, optimizer: ftopt.OuterOptimizer, steps: int) -> None:
+    """Inner steps."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        called(torch.ones(2, 7)).square().mean().backward()
+        optimizer.step()
+
+
+def all_alike(value: object) -> bool:
+    """Whether all ranks give the same."""
+    found: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(each == found[0] for each in found)
+
+
+def evaluates() -> None:
+    """A forward pass without a backward one, before the start and before calls of the optimizer."""
+    model = sharded()
+    optimizer = wrapped("evaluates", model, torch.optim.SGD(model.parameters(), lr=0.1), ftopt.DiLoCo(sync_every=4))
+    with torch.no_grad():
+        model(torch.zeros(1, 7))
+    with optimizer:
+        train(model, optimizer, 5)
+        with torch.no_grad():
+            model(torch.zeros(1, 7))
+        assert optimizer.sync()
+        with optimizer.outer_parameters(), torch.no_grad():
+            outer = model(torch.ones(1, 7))
+        with torch.no_grad():
+            assert torch.equal(outer, model(torch.ones(1, 7)))
+        train(model, optimizer, 1)
+
+
+def stands() -> None:
+    """What loops go by changes within calls alone."""
+    model = sharded()
+    method = ftopt.StreamingDiLoCo(sync_every=4, fragments=ftopt.fragments.Balanced(n=2), delay=2)
+    optimizer = wrapped("stands", model, torch.optim.SGD(model.parameters(), lr=0.1), method)
+    with optimizer:
+        for _ in range(30):
+            train(model, optimizer, 1)
+            for _ in range(3):
+                dist.barrier()
+                assert all_alike((optimizer.versions, optimizer.inner_step, optimizer.pending_by_fragment))
+
+
+def loads_alike() -> None:
+    """The replicas of a method that exchanges gradients have the inner state alike."""
+    model = sharded()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = wrapped("loads", model, inner, ftopt.SyncSGD())
+    with optimizer:
+        train(model, optimizer, 1)
+        former = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, 1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            optimizer.load_state_dict(former)
+        assert any("the inner optimizer's state is not loaded" in str(each.message) for each in told)
+        assert inner.state[next(iter(model.parameters()))]["step"] == 2
+
+
+def groups_differ() -> None:
+    """Groups are the same on all ranks."""
+    model = nn.Linear(3, 3)
+    parameters = list(model.parameters())
+    groups = [{"params": parameters}] if dist.get_rank() == 0 else [{"params": [p]} for p in parameters]
+    optimizer = wrapped("groups", model, torch.optim.SGD(groups, lr=0.1), ftopt.DiLoCo(sync_every=4))
+    with pytest.raises(UserError, match="or has them in other groups"), optimizer:
+        pass
+
+
+def sets_up_without_gradient() -> None:
+    """A warm-up from rate 0 is a step on all ranks, or on none, also where one rank's part of the gradient is 0."""
+    model = nn.Linear(3, 3)
+    optimizer = wrapped("warm_up", model, torch.optim.SGD(model.parameters(), lr=0.0), ftopt.DiLoCo(sync_every=4))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(dist.get_rank() == 0))
+    optimizer.step()
+    assert optimizer.local_steps == 1
+    optimizer.close()
+
+
+def closure_raises(who: str) -> None:
+    """After an error that has left a closure, the ranks need not be alike: nothing goes on, and nobody waits."""
+    rank = dist.get_rank()
+    model = nn.Linear(3, 3)
+    optimizer = wrapped(f"raises-{who}", model, torch.optim.SGD(model.parameters(), lr=0.1), ftopt.DiLoCo(sync_every=9))
+
+    def bad() -> float:
+        if who in ("all", str(rank)):
+            raise FloatingPointError("a bad batch")
+        return 0.0
+
+    optimizer.step(lambda: 0.0)
+    with pytest.raises(FtoptError, match=r"an earlier call .* \(FloatingPointError: a bad|another rank of this"):
+        for _ in range(3):
+            try:
+                optimizer.step(bad)
+            except FloatingPointError:
+                continue
+    optimizer.close()
+
+
+CASES: list[Callable[[], None]] = [
+    evaluates, stands, loads_alike, groups_differ, sets_up_without_gradient,
+    lambda: closure_raises("all"), lambda: closure_raises("0"), lambda: closure_raises("1"),
+]  # fmt: skip
+
+
+def main() -> None:
+    """One rank."""
+    dist.init_process_group("gloo")
+    dist.new_group([0])  # a user's, which only one rank is in
+    for case in CASES:
+        case()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
