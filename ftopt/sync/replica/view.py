@@ -92,11 +92,11 @@ class View:
         ``let_in``: whether nothing else keeps training from starting, if the machine does not.
         """
         with self.changed.lock:
-            if arrived is not None:
-                self._add(arrived, -1)
             for index, (f, old) in enumerate(zip(machine.fragments, self.fragments, strict=True)):
+                proposed = max(0, old.proposed - (index == arrived))
+                # At once: the training thread reads without the lock, and a proposal is on its way or offered.
                 self.fragments[index] = FragmentView(
-                    old.proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
+                    proposed, f.outstanding, f.released, f.called_in, f.means, old.stopped
                 )
             self.incarnation = machine.incarnation or self.incarnation
             self._welcomed |= machine.welcomed  # a resumed one holds a state before it is let in
