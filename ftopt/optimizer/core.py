@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
@@ -363,6 +364,7 @@ class Core:
         """Does ``act``; of an island rank 0 alone does."""
         return act()
 
+    @torch.inference_mode(False)
     def capture(self, copies: CopyPool) -> SavedReplica:
         """Captures this replica between two inner steps. What training changes is copied into ``copies``."""
         outer = self.started()

@@ -137,7 +137,7 @@ class _Hook:
 
     def __call__(self, *_: Any) -> None:
         if (loads := self._loads()) is not None:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 loads.note()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -3,6 +3,9 @@
 It is an `Optimizer` in every way that schedulers, GradScaler, checkpointing, deepcopy and trainers test:
 groups, state and defaults are the inner optimizer's own objects, looked up each time; hooks fire once; its
 state dict is the inner one's with one key more.
+
+Where user code is in `torch.inference_mode`, as around an evaluation, tensors made for later use would be unusable
+outside of it: what makes some leaves that mode.
 """
 
 from __future__ import annotations
@@ -163,6 +166,9 @@ class OuterOptimizer(Optimizer):
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
                 `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.step(closure)
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             return hooks.step_with(self, self._core.step, closure)
         return self._core.step(closure)
@@ -298,6 +304,7 @@ class OuterOptimizer(Optimizer):
 
     # For training loops.
 
+    @torch.inference_mode(False)
     def sync(self) -> bool:
         """Proposes a round now, with the steps at hand, and waits for it.
 
@@ -307,6 +314,7 @@ class OuterOptimizer(Optimizer):
         """
         return self._core.sync()
 
+    @torch.inference_mode(False)
     def settle(self) -> bool:
         """Waits until what this replica has proposed is decided, and applies it at once, whatever the ``delay``.
 
@@ -370,7 +378,8 @@ class OuterOptimizer(Optimizer):
         Raises:
             RuntimeError: it is there already.
         """
-        self._core.enter_outer()
+        with torch.inference_mode(False):
+            self._core.enter_outer()
         try:
             yield
         finally:
@@ -378,6 +387,7 @@ class OuterOptimizer(Optimizer):
 
     # Joining and leaving.
 
+    @torch.inference_mode(False)
     def close(self, *, flush: bool = True, timeout_s: float = 30.0) -> None:
         """Leaves the job in good order. Idempotent.
 
@@ -388,11 +398,13 @@ class OuterOptimizer(Optimizer):
         check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
         self._core.close(flush=flush, timeout_s=timeout_s)
 
+    @torch.inference_mode(False)
     def __enter__(self) -> OuterOptimizer:
         """Joins the job: afterwards the parameters are the committed ones."""
         self._core.start()
         return self
 
+    @torch.inference_mode(False)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

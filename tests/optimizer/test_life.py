@@ -14,7 +14,7 @@ from ftopt.connect import local_groups, solo
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.fragments import Balanced
-from ftopt.methods import DiLoCo, LocalSGD, StreamingDiLoCo
+from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.outer import SGD, OuterOptimizerRule, Torch
 from ftopt.sync.group import ReplicaGroup
@@ -115,6 +115,37 @@ def test_outer_parameters_show_the_anchor_and_come_back_bit_for_bit() -> None:
         assert optimizer.versions == (2,)
     with optimizer.outer_parameters():
         pass  # After the end too: for a last evaluation.
+
+
+@pytest.mark.parametrize(
+    "method",
+    [DiLoCo(sync_every=4), StreamingDiLoCo(sync_every=4, delay=2, fragments=Balanced(n=2))],
+    ids=lambda m: m.name,
+)
+def test_what_is_called_in_inference_mode_does_what_it_does_elsewhere(method: Method) -> None:
+    def run(*, inference: bool) -> tuple[str, torch.Tensor]:
+        model = TASK.model(0)
+        optimizer = wrap(TASK.inner(model.parameters()), model, method, group=solo())
+        with torch.inference_mode(inference):
+            optimizer.__enter__()
+        for step in range(20):
+            optimizer.zero_grad()
+            TASK.backward(model, 0, step)
+            with torch.inference_mode(inference):
+                optimizer.step()
+                optimizer.settle()
+                if step % 5 == 0:
+                    optimizer.sync()
+                with optimizer.outer_parameters():
+                    assert torch.is_inference_mode_enabled() == inference
+        with torch.inference_mode(inference):
+            optimizer.close()
+        assert optimizer.pending_steps == 0
+        return optimizer.anchor_digest(), flat(model)
+
+    (digest, params), (usual, usual_params) = run(inference=True), run(inference=False)
+    assert digest == usual
+    assert torch.equal(params, usual_params)
 
 
 def test_leaving_hands_the_pending_steps_in() -> None:

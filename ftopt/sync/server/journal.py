@@ -54,6 +54,8 @@ class Journal:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                if path.exists() and not path.is_file():  # a pipe or a device may be read for ever
+                    raise UserError(f"journal {path}: it is no regular file; give a file that can be written")
                 self._fd = _locked(path)
                 self._read(path)
             except OSError as error:
@@ -218,11 +220,20 @@ def _body(job: str, entries: Sequence[e.Journalled]) -> bytes:
 
 
 def _parsed(body: bytes) -> tuple[str, list[e.Journalled]]:
-    job, entries = parse(body.decode())
-    for kind, _ in entries:
-        if kind not in _KINDS:
+    match parse(body.decode()):
+        case [str(job), [*entries]]:
+            return job, [_entry(entry) for entry in entries]
+    raise MessageError(f"row {body[:40]!r}")
+
+
+def _entry(entry: object) -> e.Journalled:
+    match entry:
+        case [str(kind), value] if kind in _KINDS:
+            found: e.Journalled = build_value(_KINDS[kind], value, kind)
+            return found
+        case [str(kind), _]:
             raise MessageError(f"unknown entry {kind!r}")
-    return job, [build_value(_KINDS[kind], value, kind) for kind, value in entries]
+    raise MessageError(f"row entry {str(entry)[:40]}")
 
 
 def _damaged(path: Path, data: bytes, where: str) -> str:

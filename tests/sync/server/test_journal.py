@@ -149,13 +149,39 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes)
     assert path.read_bytes() == content
 
 
-def test_a_journal_of_a_later_version_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        (b'["j", [["Unheard", {}]]]', "unknown entry 'Unheard'"),
+        (b'["j", [["Known", {"heard": 1}]]]', "Known: unknown field 'heard'"),
+        (b'["j"]', "row .*"),
+        (b'{"job": "j"}', "row .*"),
+        (b'["j", [5]]', "row .*"),
+        (b'["j", [["Known", {}, 1]]]', "row .*"),
+        (b'["j", [[["Known"], {}]]]', "row .*"),
+        (b"[5, []]", "row .*"),
+    ],
+)
+def test_a_journal_of_a_later_version_is_refused(tmp_path: Path, body: bytes, wrong: str) -> None:
     path, last, data = tmp_path / "journal", b"", b""
-    for body in (b'"ftopt journal 1"', b'["j", [["Unheard", {}]]]'):
-        row, last = rows.encode(last, body)
+    for each in (b'"ftopt journal 1"', body):
+        row, last = rows.encode(last, each)
         data += row
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"of another version of ftopt \(unknown entry 'Unheard'\)"):
+    with pytest.raises(UserError, match=rf"of another version of ftopt \({wrong}\)"):
+        Journal(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_regular_file_is_refused_without_reading_it(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "journal"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)  # a read would wait for ever
+    else:
+        path.symlink_to("/dev/full")  # and would have no end
+    with pytest.raises(UserError, match=r"journal .*: it is no regular file; give a file that can be written"):
         Journal(path)
 
 
