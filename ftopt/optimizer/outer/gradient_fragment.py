@@ -45,6 +45,7 @@ class GradientFragment(Fragment):
 
     Attributes:
         stepped: the state whose gradient the inner optimizers have used; written under the lock of ``live``.
+        in_step: what is applied now is applied in a ``step()`` of the user's.
     """
 
     view: GradientView
@@ -65,6 +66,7 @@ class GradientFragment(Fragment):
     ) -> None:
         super().__init__(view, method, state, counters)
         self.carries_over = group.global_batch is None
+        self.in_step = False
         self.live, self.stepped, self._verify_every = live, state, verify_every
         self._inner, self._group, self._trained = inner, group, trained
         clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
@@ -114,10 +116,16 @@ class GradientFragment(Fragment):
             if state.live is not None:
                 self.live.put(state.live)
             if GRADIENT in agreed:
-                self.view.give(agreed)
-                self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
-                self._check_copy(agreed)
-                self._take_step(state, agreed)
+                # In a step() the user's are added up already. Else they are not, or are none that a loop would clear.
+                own = None if self.in_step else self.view.take_gradients()
+                try:
+                    self.view.give(agreed)
+                    self._group.emit("aggregated", fragment=self.index, inner_step=self.inner_step())
+                    self._check_copy(agreed)
+                    self._take_step(state, agreed)
+                finally:
+                    if own is not None:
+                        self.view.put_gradients(own)
             self.stepped = state
             publish(self.view.device)  # where the model is copied for a peer
 

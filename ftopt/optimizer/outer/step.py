@@ -235,6 +235,8 @@ class OuterStep:
         fragments; by default of all."""
         acted = False
         step, called_in = self.counters.local_steps, self._group.called_in
+        if self.gradients is not None:
+            self.gradients.in_step = True
         try:
             for fragments in self._turns if turns is None else turns:
                 wait: list[tuple[Fragment, float | None]] = []
@@ -253,21 +255,29 @@ class OuterStep:
                     self._wait(fragment.index, timeout_s)
                     self.freezer.release(fragment)
                     acted = True
-                if self.gradients is not None and not self._in_step():
+                if self.gradients is not None and not self._with_others():
                     break
         except BaseException:
             self.freezer.thaw()
             raise
+        finally:
+            if self.gradients is not None:
+                self.gradients.in_step = False
         return acted
 
     def take_whole(self, largest_lr: Callable[[], float]) -> None:
         """Takes the step with the gradient of a global batch that is whole, and does what is due after it."""
+        assert self.gradients is not None
         self.freezer.join()
-        self._applier.apply(self.fragments[0], early=True)
-        if self._in_step():
+        self.gradients.in_step = True
+        try:
+            self._applier.apply(self.gradients, early=True)
+        finally:
+            self.gradients.in_step = False
+        if self._with_others():
             self.boundary(largest_lr, self._turns[1:])
 
-    def _in_step(self) -> bool:
+    def _with_others(self) -> bool:
         """Whether the last step with an agreed gradient was taken with the others. One that joins or was cut off may
         still be behind when it has fetched; its parameters are averaged with theirs from its first common step on."""
         first = self.gradients
@@ -358,7 +368,7 @@ class OuterStep:
 
     def _propose_pending(self, fragment: Fragment, lr: float, *, spent: bool = False, waits: bool = False) -> bool:
         index, units = fragment.index, self._group.units
-        if not fragment.carries_over or self._group.outstanding(index) or (index and not self._in_step()):
+        if not fragment.carries_over or self._group.outstanding(index) or (index and not self._with_others()):
             return False
         rest = spent and index == 0 and units is not None and bool(units.offer())
         if not (fragment.pending_steps or self._group.called_in(index) or rest):

@@ -69,6 +69,18 @@ class GradientView(FlatView):
                 parameter.grad = torch.empty_like(parameter)
             local(parameter.grad).copy_(part)
 
+    def take_gradients(self) -> list[Tensor | None]:
+        """The gradients at hand, which the parameters have no more."""
+        found = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return found
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """The reverse."""
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
     def gradients(self) -> list[tuple[Tensor, int] | None]:
         """What the parameters have at present, and how often each was changed in place."""
         return [None if p.grad is None else (p.grad, local(p.grad)._version) for p in self._parameters]
