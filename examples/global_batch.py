@@ -1,6 +1,6 @@
 """A global batch in a plain loop: each step is of the same 48 samples, whichever replicas are there to compute them.
 
-Start `ftopt coordinator` in one terminal and three replicas in others::
+Start `ftopt coordinator --new` in one terminal and three replicas in others::
 
     FTOPT_REPLICA=r0 python examples/global_batch.py
     FTOPT_REPLICA=r1 python examples/global_batch.py

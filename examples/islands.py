@@ -1,6 +1,6 @@
 """Two islands of GPUs, or of processes on a laptop: FSDP2 within each, DiLoCo between them.
 
-Start `ftopt coordinator` in one terminal and an island in each of two others::
+Start `ftopt coordinator --new` in one terminal and an island in each of two others::
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     FTOPT_REPLICA=r0 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/islands.py
@@ -63,7 +63,7 @@ def main(url: str = "http://127.0.0.1:29400") -> None:
             loss.backward()
             optimizer.step()
             if dist.get_rank() == 0 and optimizer.inner_step % 20 == 0:
-                print(f"{group.replica}: step {optimizer.inner_step}, loss {float(loss):.4f}", flush=True)
+                print(f"{group.replica}: step {optimizer.inner_step}, loss {float(loss.detach()):.4f}", flush=True)
             time.sleep(STEP_S)
     if dist.get_rank() == 0:
         print(f"{group.replica}: digest {optimizer.anchor_digest()[:12]}", flush=True)

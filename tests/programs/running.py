@@ -192,6 +192,8 @@ class Running:
         except ftopt.FtoptError as error:
             if self.broken_off and "was broken off" in str(error):
                 self.die()
+            elif self.doing == "joins" and "the job of this group is over" in str(error):
+                pass  # all others have left
             else:
                 self._failed(error)
         except BaseException as error:
