@@ -18,7 +18,7 @@ from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.reader import Checkpoint, find, whole, with_offer
 from ftopt.checkpoint.writer import Writer
-from ftopt.errors import UserError, check_whole
+from ftopt.errors import UserError, check_whole, names_arguments
 from ftopt.optimizer.inner_state import restore_groups
 from ftopt.optimizer.recovery.capture import CommittedVersion, Cut, SavedReplica
 from ftopt.optimizer.recovery.layout import layout
@@ -71,6 +71,7 @@ class Checkpoints:
         UserError: ``folder`` is a file; an argument is of another kind, or out of range.
     """
 
+    @names_arguments("ftopt.Checkpoints(folder, optimizer, every=5)")
     def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
         if every is not None:
             check_whole("every", every, 1, of="outer steps", hint="use every=5, or None for no checkpoints")

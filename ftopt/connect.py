@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from ftopt.errors import UserError, check_number, check_whole
+from ftopt.errors import UserError, check_number, check_whole, names_arguments
 from ftopt.events import Event, OnEvent, ignore
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+@names_arguments("ftopt.connect(url, sync=ftopt.Sync(start_replicas=4))")
 def connect(
     url: str | None = None,
     replica: str | None = None,
@@ -129,11 +130,13 @@ def connect(
     return client
 
 
+@names_arguments("ftopt.solo()")
 def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:
     """A group of one: every method runs, nothing is sent."""
     return local_groups(1, on_event=on_event)[0]
 
 
+@names_arguments("ftopt.local_groups(2, sync=ftopt.Sync())")
 def local_groups(
     n: int, *, sync: Sync | None = None, on_event: OnEvent = ignore, names: Sequence[str] | None = None
 ) -> list[ReplicaGroup]:

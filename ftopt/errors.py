@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FtoptError(Exception):
@@ -38,6 +43,27 @@ def thread_failed(replica: str, where: str, error: BaseException) -> FtoptError:
     )
     failed.__cause__ = error
     return failed
+
+
+def names_arguments(example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A call without an argument that there must be, or with one that there is not, is a UserError that shows one."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        name = function.__qualname__.removesuffix(".__init__")
+        known = ", ".join(parameter for parameter in signature.parameters if parameter != "self")
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise UserError(f"{name}(): {error}; call it as in {example}; it has {known}") from None
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 class Settings:

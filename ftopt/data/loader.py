@@ -25,7 +25,7 @@ from ftopt.data.states import OTHER_DATA, StatefulDataset, check_same
 from ftopt.data.streams import Stream, StreamSettings
 from ftopt.data.units import Group, OwnUnits, RankIsland, UnitSource
 from ftopt.data.workers import PoolSettings
-from ftopt.errors import UserError, check_choice, check_whole
+from ftopt.errors import UserError, check_choice, check_whole, names_arguments
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -76,6 +76,7 @@ class DataLoader:
         UserError: an argument is out of range, or does not apply to this kind of data set.
     """
 
+    @names_arguments("ftopt.DataLoader(dataset, batch_size=16, group=group, seed=0), which draws the order itself")
     def __init__(
         self,
         dataset: MapStyle | Iterable[Any],
@@ -375,5 +376,5 @@ def _tell_sharded(group: Group, index: int, count: int) -> None:
         f"the data set is iterable and has no positions, so this replica reads all of it and keeps shard {index} of "
         f"{count}; the job does not account for its samples: those of a dead replica are missing from this epoch"
     )
-    warnings.warn(text, stacklevel=3)
+    warnings.warn(text, stacklevel=4)
     group.emit("sharded", data={"shard": index, "shards": count, "text": text})

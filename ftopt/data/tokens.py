@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ftopt.data.files import files_at, unreadable
-from ftopt.errors import UserError
+from ftopt.errors import UserError, names_arguments
 
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -45,6 +45,7 @@ class TokenWindows(Dataset[tuple[Tensor, Tensor]]):
 
     random = False
 
+    @names_arguments("ftopt.TokenWindows(source, 1024)")
     def __init__(
         self, source: TokenSource, length: int, *, dtype: str = "uint16", skip_bytes: int = 0, vocab: int | None = None
     ) -> None:

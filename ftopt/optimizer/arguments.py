@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,34 +19,13 @@ if TYPE_CHECKING:
 _METHODS: tuple[type[Method], ...] = (
     DiLoCo, StreamingDiLoCo, DecoupledDiLoCo, LocalSGD, SlowMo, SyncSGD, PAFT,
 )  # fmt: skip
-_CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=group)"
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """A call without an argument that there must be, or with one that there is not, is a UserError that shows one."""
-    signature = inspect.signature(function)
-
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise UserError(
-                f"{function.__name__}(): {error}; call it as in {_CALL}; it has {', '.join(signature.parameters)}"
-            ) from None
-        return function(*args, **kwargs)
-
-    return call
+CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=group)"
 
 
 def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrapped: type[Optimizer]) -> list[Optimizer]:
     """The inner optimizers as a list. UserError: they are none, or ``wrapped`` already."""
     if isinstance(inner, nn.Module) and isinstance(model, Optimizer):
-        raise UserError(f"inner is a {type(inner).__name__} and model a {type(model).__name__}; swap them: {_CALL}")
+        raise UserError(f"inner is a {type(inner).__name__} and model a {type(model).__name__}; swap them: {CALL}")
     several = isinstance(inner, Iterable) and not isinstance(inner, nn.Module)
     optimizers: list[Optimizer] = list(inner) if several else [inner]  # type: ignore[arg-type, list-item]
     if not optimizers:
@@ -58,7 +35,7 @@ def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrappe
             raise UserError("inner is wrapped already; wrap the inner optimizer once")
         if not isinstance(optimizer, Optimizer):
             raise UserError(
-                f"inner is a {_kind(optimizer)}; must be a torch.optim.Optimizer or a list of them, as in {_CALL}"
+                f"inner is a {_kind(optimizer)}; must be a torch.optim.Optimizer or a list of them, as in {CALL}"
             )
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise UserError("inner names an optimizer twice, which would then step twice; name each once")
@@ -68,7 +45,7 @@ def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrappe
 def check_rest(model: object, method: object, group: object, state_dir: object, undo: object) -> None:
     """UserError: one of them is of another kind."""
     if not isinstance(model, nn.Module):
-        raise UserError(f"model is a {_kind(model)}; must be the torch.nn.Module that inner trains, as in {_CALL}")
+        raise UserError(f"model is a {_kind(model)}; must be the torch.nn.Module that inner trains, as in {CALL}")
     if not isinstance(method, Method):
         raise UserError(f"method={method!r:.80}; must be a method of ftopt; {_meant(method)}")
     if not isinstance(getattr(group, "replica", None), str):

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_number
+from ftopt.errors import UserError, check_number, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer import hooks
 from ftopt.optimizer.arguments import (
+    CALL,
     check_dense,
     check_for_island,
     check_inner,
     check_rest,
     check_whole_tensors,
-    names_arguments,
 )
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import one_number, whole
@@ -47,7 +47,7 @@ STATE_KEY = "ftopt"
 _FORMAT = 1
 
 
-@names_arguments
+@names_arguments(CALL)
 def wrap(
     inner: Optimizer | Sequence[Optimizer],
     model: nn.Module,

@@ -442,5 +442,30 @@ def test_settings_can_be_copied_and_pickled(settings: object) -> None:
     assert copy.deepcopy(settings) == settings == pickle.loads(pickle.dumps(settings)) == copy.copy(settings)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: ftopt.DataLoader([1], 2, shuffle=True),
+            r"DataLoader\(\): .*'shuffle'; .*draws the order",
+        ),
+        (lambda: ftopt.DataLoader(), r"DataLoader\(\): missing .*'dataset'; call it as in ftopt.DataLoader\("),
+        (lambda: ftopt.Checkpoints("folder"), r"Checkpoints\(\): missing .*'optimizer'; .*; it has folder, optimizer"),
+        (lambda: ftopt.TokenWindows(b"", window=3), r"TokenWindows\(\): .*; it has source, length"),
+        (
+            lambda: ftopt.connect("http://a:1", replicas=3),
+            r"connect\(\): .*'replicas'; .*start_replicas=4",
+        ),
+        (lambda: ftopt.local_groups(2, start_replicas=2), r"local_groups\(\): .*; it has n, sync"),
+        (lambda: ftopt.solo("r0"), r"solo\(\): too many positional arguments; .*; it has on_event"),
+    ],
+)
+def test_a_call_with_arguments_that_there_are_not_is_answered_with_those_that_there_are(
+    make: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(ftopt.UserError, match=said):
+        make()
+
+
 def test_an_outer_optimizer_may_be_given_by_its_class() -> None:
     assert ftopt.outer.Torch(cls=torch.optim.RMSprop) == ftopt.outer.Torch(cls="torch.optim.RMSprop")  # type: ignore[arg-type]
