@@ -222,6 +222,17 @@ def test_who_leaves_offers_all_fragments_at_once() -> None:
     assert [event.fragment for event in told if event.event == "propose"] == [0, 1, 2]
 
 
+def test_connections_that_close_slowly_are_no_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftopt.sync.replica.client._END_S", 0.0)
+    model = TASK.model(0)
+    with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=1), group=solo()) as optimizer:
+        _step(optimizer, model, 0)
+    assert optimizer.versions == (1,)
+    assert "r0: its connections are not closed after 0 s, which goes on" in caplog.text
+
+
 def test_leaving_waits_no_longer_than_it_was_told() -> None:
     groups = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2))
     models = [TASK.model(0), TASK.model(0)]

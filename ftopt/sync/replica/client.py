@@ -33,6 +33,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_END_S = 10.0
+"""For closing connections and threads, which is a matter of milliseconds unless the machine is very busy."""
+
 
 class Client:
     """A `ReplicaGroup` over ``session``."""
@@ -244,7 +247,9 @@ class Client:
             return
         self.session.reducer.stop()
         try:
-            self._on_network(self.session.end(), timeout_s=10.0)
+            self._on_network(self.session.end(), timeout_s=_END_S)
+        except TimeoutError:
+            _log.warning("replica %s: its connections are not closed after %g s, which goes on", self.replica, _END_S)
         except FtoptError as error:
             if self._view.failure is None:  # else it has been told, and this may follow from it
                 raise
