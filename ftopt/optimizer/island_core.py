@@ -153,6 +153,10 @@ class IslandCore:
             self.island.gather((self._taken_tokens(), groups_of(inner)))
         elif do is Do.PUSH:
             self._ranks.push(what, None)
+        elif do is Do.KEEP_GRADIENTS:
+            self._ranks.keep_gradients()
+        elif do is Do.PUT_GRADIENTS:
+            self._ranks.put_gradients()
         elif do is Do.ZERO_GRAD:
             inner.zero_grad(set_to_none=what)
         elif do is Do.TELL_GRADIENT:
@@ -204,7 +208,11 @@ class IslandCore:
 
         def lead(core: Core, inner: MirrorInner) -> Any:
             self._begin(core, inner)
-            return core.step(closure)
+            inner.in_step = True
+            try:
+                return core.step(closure)
+            finally:
+                inner.in_step = False
 
         return self._together("step", lead, closure, tells=False)
 

@@ -43,6 +43,8 @@ class Do(enum.IntEnum):
     PULL = enum.auto()
     PUSH = enum.auto()
     STEP = enum.auto()
+    KEEP_GRADIENTS = enum.auto()
+    PUT_GRADIENTS = enum.auto()
     EVALUATE = enum.auto()
     ZERO_GRAD = enum.auto()
     TELL_GRADIENT = enum.auto()

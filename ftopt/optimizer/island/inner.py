@@ -23,6 +23,9 @@ class MirrorInner(Inner):
             as the ranks are.
         moments: the outer step reads and writes the inner state; ``buffers``: and the buffers.
         count: called with the tokens that the other ranks have counted.
+
+    Attributes:
+        in_step: a ``step()`` of the user's is under way.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class MirrorInner(Inner):
         self._together, self._count = together, count
         self._kinds = PARAMS | (INNER if together or moments else NOTHING) | (BUFFERS if buffers else NOTHING)
         self._stale = True
+        self.in_step = False
         self._seen: dict[str, list[int]] = {}
 
     def _all(self, do: Do, what: object = None) -> None:
@@ -118,13 +122,20 @@ class MirrorInner(Inner):
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         before = groups_of(self._real)
+        aside = self._together and not self.in_step  # as `GradientFragment.follow` does with the mirror's
         self.publish()
+        if aside:
+            self._all(Do.KEEP_GRADIENTS)
+            self._ranks.keep_gradients()
         if self._together:
             self._push(GRADS)
         self._stale = True
         with self._ranks.island.whole():
             self._all(Do.STEP, closure is not None)
             loss = self._real.step(closure)
+        if aside:
+            self._all(Do.PUT_GRADIENTS)
+            self._ranks.put_gradients()
         if self._together:
             self.refresh()
             if before != groups_of(self._real):  # those of a fetched gradient, for this step

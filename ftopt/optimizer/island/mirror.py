@@ -52,6 +52,7 @@ class Ranks:
     def __init__(self, island: Island, model: nn.Module, inner: Inner, replica: str) -> None:
         self.island, self.model, self.inner = island, model, inner
         self._replica, self._said_apart = replica, False
+        self._kept: dict[str, Tensor] = {}
         self._reshard()
         self.trained = dict(trainable(model))
         if not self.trained:
@@ -93,6 +94,18 @@ class Ranks:
     def gradients(self) -> dict[str, Tensor]:
         """This rank's gradients, of parameters that have one."""
         return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def keep_gradients(self) -> None:
+        """Keeps the gradients at hand aside, until `put_gradients`."""
+        self._kept = self.gradients()
+        for parameter in self.trained.values():
+            parameter.grad = None
+
+    def put_gradients(self) -> None:
+        """Puts them back."""
+        for name, parameter in self.trained.items():
+            parameter.grad = self._kept.get(name)
+        self._kept = {}
 
     def check_trained(self) -> None:
         """UserError: other parameters train than at the start."""
