@@ -134,14 +134,6 @@ class Checks:
             line[known.version], chain = chain, known.parent
         return line
 
-    def parted(self, replica: str) -> None:
-        """A coordinator takes a replica's state from it, as one of another branch. One that holds a part of a state
-        cannot tell what the truth is."""
-        process = self.world.processes[replica]
-        whole = self.counts(process) and all(shard.record is not None for shard in process.shards)
-        if whole and not self.excused:
-            raise Violation("I1", f"{replica} is taken to hold another branch, and no coordinator could make one")
-
     # ------------------------------------------------------------ I2
 
     def standing(self, process: Process) -> None:

@@ -168,8 +168,6 @@ class CoordinatorProcess(Server):
                 self.world.coverage["decided with a dead member's work"] += 1
         if tell.event in ("recover", "start"):
             self.checks.opened(self, list(self.heard.values()), anew=tell.event == "start")
-        if tell.event == "fork":
-            self.checks.parted(tell.replica)
         if tell.event == "gone" and tell.data["reason"] == "superseded by a newcomer":
             self.checks.superseded((tell.replica, tell.incarnation), self.heard.values())
 

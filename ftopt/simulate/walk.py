@@ -196,11 +196,7 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
         world.at(chooser.uniform(5, length_s), _replace, world, chooser)
     if world.knobs.save_every:
         length_s += chooser.uniform(2, 10)
-        doom_s, copies = chooser.uniform(0.6, 0.9) * length_s, random.Random(world.seed * 7919 + 10)
-        if copies.random() < 0.3:
-            length_s += copies.uniform(2, 10)
-            world.at(doom_s, _copy_from_before, world, copies.uniform(0.4, 0.9) * (length_s - doom_s))
-        world.at(doom_s, all_die, world, chooser)
+        world.at(chooser.uniform(0.6, 0.9) * length_s, all_die, world, chooser)
     world.run(start_s + length_s)
     _quiet(world)
 
@@ -219,18 +215,6 @@ def _replace(world: Simulation, chooser: random.Random) -> None:
     world.incidents += 1
     process.crash()
     world.at(chooser.uniform(0.2, 2.0), process.spawn)
-
-
-def _copy_from_before(world: Simulation, after_s: float) -> None:
-    """What the journal has now comes back later: a coordinator is started with this copy of it."""
-    keep = len(world.server.journal)
-
-    def comes_back() -> None:
-        world.incidents += 1
-        world.server.crash()
-        world.server.start(keep=keep)
-
-    world.at(after_s, comes_back)
 
 
 def _fault(world: Simulation, chooser: random.Random) -> None:

@@ -9,7 +9,6 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import admission
 from ftopt.sync.protocol.coordinator.admission import Contenders
-from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.protocol.settings import Sync
@@ -40,8 +39,3 @@ def restored_without_a_cursor(patch: Patch) -> None:
         self.lease.cursor = 0
 
     patch.setattr(Replica, "_put_in", mutant)
-
-
-def void_journal(patch: Patch) -> None:
-    """A journal from before a rollback outvotes replicas that know a later epoch"""
-    patch.setattr(Startup, "_is_of_another_branch", lambda self: False)
