@@ -103,6 +103,9 @@ def guarded(on_event: OnEvent) -> OnEvent:
                 event,
                 error=True,
             )
+        except BaseException as error:
+            error._ftopt_told = True  # type: ignore[attr-defined]
+            raise
         finally:
             _telling.event = outer
             if (took_s := time.monotonic() - began_s) > _SLOW_S:
@@ -115,6 +118,11 @@ def guarded(on_event: OnEvent) -> OnEvent:
                 )
 
     return tell
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether it came out of an ``on_event``, which had then heard of the event."""
+    return getattr(error, "_ftopt_told", False)
 
 
 def check_not_telling(what: str) -> None:

@@ -141,13 +141,15 @@ class Inner:
         `torch.distributed.checkpoint.state_dict` does that to a fresh optimizer. No training step looks like
         it: a warm-up from rate 0 has gradients.
         """
+        for optimizer in self.optimizers:  # no any(), and no call: this runs before every step
+            if optimizer.state:
+                return False
         return self.only_sets_up() and not self.has_gradient()
 
     def only_sets_up(self) -> bool:
         """Whether there is no state yet, and every rate is 0."""
-        for optimizer in self.optimizers:  # no any(): this runs before every step
-            if optimizer.state:
-                return False
+        if any(optimizer.state for optimizer in self.optimizers):
+            return False
         return not any(group.get("lr", 1.0) != 0 for group in self.param_groups)
 
     def has_gradient(self) -> bool:

@@ -65,6 +65,7 @@ class Scripted:
     def __init__(self, chance: random.Random, size: int) -> None:
         self.chance = chance
         self.replica = "r0"
+        self.island = None
         self.sync = Sync()
         self.codec = FP32()
         self.tells_steps = True

@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
+from ftopt.events import was_told
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.rebase import Rebase, mix_
 from ftopt.optimizer.outer.schedule import SyncSchedule
@@ -139,7 +140,12 @@ class Applier:
         while move.done < len(move.tasks):
             move.done += (move.tasks[move.done](), 1)[1]  # at once: a task that has been done is not begun again
         while move.news:
-            move.news.pop(0)()
+            try:
+                _ = move.news[0](), move.news.pop(0)  # at once: what has been told is not told again
+            except BaseException as error:
+                if was_told(error):
+                    move.news.pop(0)
+                raise
         self.moves.pop(fragment, None)
 
     def _apply_newest(self, fragment: Fragment, tau: int, early: bool) -> bool:
