@@ -53,7 +53,8 @@ class Watched:
 @contextmanager
 def lives(names: Sequence[str], events: list[Event], samples: Samples | None = None) -> Iterator[list[ReplicaGroup]]:
     """Groups of one job, whose coordinator lives: two lives of each replica."""
-    sync = replace(PATIENT, start_replicas=len(names), grace_s=60.0 if samples is None else 1.0)
+    # While the job recovers, a second process of an id waits so long for the first one, which may not be gone.
+    sync = replace(PATIENT, start_replicas=len(names), grace_s=60.0 if samples is None else 1.0, dead_after_s=10.0)
     groups = local_groups(2 * len(names), sync=sync, names=[*names, *names], on_event=events.append)
     with_ledger(groups, samples)
     network: LoopThread = groups[0]._network  # type: ignore[attr-defined]
