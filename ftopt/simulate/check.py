@@ -153,9 +153,20 @@ class Checks:
             what = "committed and pending" if inside > shard.base_step else "neither committed nor pending"
             raise Violation("I2", f"{process.name}'s inner steps {low + 1}..{high} of fragment {fragment} are {what}")
 
+    def let_in(self, conn: Conn, incarnation: int, here: frozenset[int]) -> None:
+        """A process is welcomed; ``here``: the connections that the coordinator had until now. STICKY."""
+        first = self.world.processes[conn.process.name]
+        own = first.conn
+        if conn.process is first or not first.alive or not first.machine.welcomed or own is None or not own.works:
+            return
+        if self.world.now < first.frozen_until_s + 1.0:  # it was silent for too long, and is not heard again yet
+            return
+        if own.server is conn.server and own.number in here and first.machine.incarnation == incarnation:
+            raise Violation("I2", f"two processes are let in as {first.name}#{incarnation}")
+
     def superseded(self, incarnation_id: m.IncarnationId, heard: Iterable[m.Hello]) -> None:
         """A newcomer has taken a replica's place; ``heard``: the hellos of open connections. STICKY."""
-        if incarnation_id in {(h.replica, h.incarnation) for h in heard}:
+        if incarnation_id in {(h.replica, h.incarnation) for h in heard if h.was_let_in}:
             raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
 
     def was_reset(self, process: Process, reason: str) -> None:

@@ -8,12 +8,14 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.identity import Identity
 from ftopt.sync.protocol.replica.machine import Replica
+from ftopt.sync.protocol.replica.resumed import Held
 
 
 class SecondProcess(Process):
-    """It comes as a newcomer under the id of ``first``, and waits for a while. Let in, it leaves at once."""
+    """It comes under the id of ``first``, and waits for a while: as a newcomer, which leaves at once when it is let in,
+    or from a checkpoint of what ``first`` holds, with its incarnation; let in, it ends."""
 
-    def __init__(self, world: World, first: Process, *, stays_s: float) -> None:
+    def __init__(self, world: World, first: Process, *, stays_s: float, resumes: bool) -> None:
         super().__init__(world, first.name, initial=first.initial, step_s=first.step_s)
         self._ends_s = world.now + stays_s
         self.alive, self.life = True, 1
@@ -35,6 +37,9 @@ class SecondProcess(Process):
         self.machine = Replica(identity)
         world.note(self.name, "a second process starts")
         world.coverage["a second process of an id"] += 1
+        if resumes and (held := _held(first)) is not None:
+            world.coverage["a second process resumes"] += 1
+            self.machine.resume(held)
         self.later(0.0, self._connect)
         world.at(stays_s, self._end)
 
@@ -76,8 +81,11 @@ class SecondProcess(Process):
             self.later(self.world.between(0.01, 0.5), self._connect)
         elif not self.machine.welcomed:
             self.world.note(self.name, f"second process <- {message}")
+            resumed = self.machine.resumed
             self.act(self.machine.receive(message))
-            if self.machine.welcomed:
+            if self.machine.welcomed and resumed:
+                self._end()
+            elif self.machine.welcomed:
                 self.goodbye()
 
     def drop(self, conn: Conn | None = None) -> None:
@@ -94,3 +102,24 @@ class SecondProcess(Process):
 
     def check_offered(self, start: int, contribution: m.Contribution) -> None:
         pass
+
+
+def _held(first: Process) -> Held | None:
+    """What a checkpoint of it says that was written a moment ago; None while it holds no state."""
+    if not first.alive:
+        return None
+    machine = first.machine
+    records = tuple(f.record for f in machine.fragments if f.record is not None and not f.reset)
+    if not machine.welcomed or len(records) < len(machine.fragments):
+        return None
+    return Held(
+        first.name,
+        machine.incarnation,
+        machine.epoch,
+        dict(machine.gone),
+        dict(machine.roster),
+        records=records,
+        samples=first.world.knobs.samples,
+        cursor=machine.lease.cursor,
+        queue=machine.lease.held,
+    )

@@ -114,6 +114,7 @@ class CoordinatorProcess(Server):
 
     def act(self, effects: list[e.CoordinatorEffect]) -> None:
         """Does what the machine asks, in order; a crash may come between any two."""
+        here = frozenset(self.conns)
         for index, effect in enumerate(effects):
             match effect:
                 case e.SendTo(message=m.Commit()) if self.schism and len(told := self._told_of(effects[index:])) > 1:
@@ -125,6 +126,8 @@ class CoordinatorProcess(Server):
                             self.checks.quorum(conn, message, self.machine)
                         if isinstance(message, m.Grant | m.Inherit) and message.ranges:
                             self.checks.granted(conn, message.ranges, self.machine)
+                        if isinstance(message, m.Welcome):
+                            self.checks.let_in(conn, message.incarnation, here)
                         conn.down(message)
                         if isinstance(message, m.Commit | m.Quorum | m.Grant) and self.world.strike():
                             conn.cut(told=self.world.chance(0.5))

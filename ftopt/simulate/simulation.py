@@ -26,9 +26,9 @@ class Simulation(World):
         self.processes[name] = process
         return process
 
-    def second(self, first: ReplicaProcess, *, stays_s: float) -> None:
-        """A second process under the id of ``first``, for a while."""
-        SecondProcess(self, first, stays_s=stays_s)
+    def second(self, first: ReplicaProcess, *, stays_s: float, resumes: bool) -> None:
+        """A second process under the id of ``first``, for a while; see `SecondProcess`."""
+        SecondProcess(self, first, stays_s=stays_s, resumes=resumes)
 
     def rival(self) -> None:
         """A second coordinator is started on another host, without a journal, while the first one lives."""

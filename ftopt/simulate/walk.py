@@ -203,7 +203,8 @@ def _walk(world: Simulation, chooser: random.Random) -> None:
 
 def _second(world: Simulation, chooser: random.Random) -> None:
     """A second process of one id is started; half of the time the coordinator restarts while it waits."""
-    world.second(chooser.choice(list(world.processes.values())), stays_s=chooser.uniform(1, 8))
+    first, stays_s = chooser.choice(list(world.processes.values())), chooser.uniform(1, 8)
+    world.second(first, stays_s=stays_s, resumes=chooser.random() < 0.5)
     if world.server.up and chooser.random() < 0.5:
         world.server.crash()
         world.at(chooser.uniform(0.1, 1.0), lambda: world.server.start(keep=chooser.choice((None, 0))))

@@ -39,7 +39,7 @@ class Hello:
     resumes from a checkpoint: replica that does not come back -> replica that takes over its pending units (ADOPT).
     ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; "" elsewhere.
     ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
-    cannot be read.
+    cannot be read. ``resumed``: its incarnation is a checkpoint's, and this process has not been let in with it yet.
     """
 
     protocol: int
@@ -70,6 +70,12 @@ class Hello:
     checkpoint: Position | None = None
     adopted_by: Annotated[tuple[tuple[Name, Name], ...], at_most(limits.MAX_REPLICAS)] = ()
     arithmetic: Word = ""
+    resumed: bool = False
+
+    @property
+    def was_let_in(self) -> bool:
+        """Whether this process has been a member."""
+        return self.incarnation > 0 and not self.resumed
 
 
 @dataclass(frozen=True, slots=True)

@@ -507,6 +507,7 @@ BUGS = (
     Bug(
         "SUPERSEDE", coming.refused_for_itself, "that it waits anew when another one has been let in", seed=410_011_680
     ),
+    Bug("SUPERSEDE", coming.resumed_in_its_place),
     Bug("TAIL", resumed_without_the_end, slow=True),
     Bug("OWN", plans.own_off),
     Bug("TIE", plans.tie_off, slow=True),

@@ -12,6 +12,7 @@ from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.resumed import Held, returning
 from ftopt.sync.protocol.samples import Samples
 from tests.sync.protocol.table import Seat, Table
+from tests.sync.protocol.test_startup import let_pass
 
 
 def held(seat: Seat) -> Held:
@@ -44,6 +45,8 @@ def resume(table: Table, there: Sequence[Held], *present: str) -> list[Seat]:
         seat.open()
     for seat in seats:
         seat.take()
+    if not table.coordinator.running:  # with a journal: those whose incarnations they claim might live
+        let_pass(table, 3, *seats)
     return seats
 
 
@@ -236,3 +239,136 @@ def test_who_comes_back_is_alike_whoever_computes_it() -> None:
     assert others.adopted_by == {"b": "a", "c": "a"}
     strangers = returning(there, ["p", "q"], [record])
     assert strangers.adopted_by == {"a": "p", "b": "q", "c": "p"}
+
+
+def twin_of(table: Table, name: str, there: Sequence[Held], *present: str) -> Seat:
+    """Another process of a replica that lives goes on from the checkpoint: a supervisor was too quick."""
+    newest = max((each.records[0] for each in there), key=lambda record: record.version)
+    back = returning(there, present, [newest])
+    was = next(each for each in there if each.replica == name)
+    twin = Seat(table, name, address="elsewhere")
+    now = Held(name, back.incarnation_ids[name], back.epoch, back.gone, back.incarnation_ids)
+    twin.machine.resume(replace(now, records=was.records, contributions=was.contributions))
+    return twin
+
+
+@pytest.mark.parametrize("coordinator", COORDINATORS)
+@pytest.mark.parametrize("first", [True, False])
+def test_who_resumes_under_the_id_of_a_living_replica_waits_and_is_refused(coordinator: str, first: bool) -> None:
+    """STICKY: a checkpoint names an incarnation, but another process has it, with steps that are in no checkpoint."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    round_of((a, b), 10)
+    a.propose(15)
+    if coordinator != "lives":
+        table.restart(journal=coordinator == "journal")
+    twin = twin_of(table, "a", there, "a", "b")
+    if first:
+        twin.connect()
+    if coordinator != "lives":
+        a.connect()
+    if not first:
+        twin.connect()
+    if coordinator != "lives":
+        b.connect()
+    let_pass(table, 8, a, b, twin)
+    assert a.machine.welcomed and not twin.machine.welcomed
+    assert (a.machine.incarnation, a.record.version) == (1, 2)
+    assert a.machine.fragments[0].outstanding, "its pending steps are still on offer"
+    assert not table.events("gone")
+    assert "end the other process" in twin.pop(r.GiveUp).reason
+
+
+@pytest.mark.parametrize("coordinator", COORDINATORS)
+def test_who_resumes_while_its_predecessor_leaves_joins_when_that_has_left(coordinator: str) -> None:
+    """What its predecessor had is handed over, so that it is a newcomer."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    if coordinator != "lives":
+        table.restart(journal=coordinator == "journal")
+        a.connect()
+        b.connect()
+        let_pass(table, 1, a, b)
+    a.do(a.machine.leave())
+    twin = twin_of(table, "a", there, "a", "b")
+    twin.connect()
+    let_pass(table, 5, a, b, twin)
+    assert a.machine.welcomed and not twin.machine.welcomed
+    a.say(m.Bye())
+    let_pass(table, 2, b, twin)
+    if twin.conn is None:
+        twin.connect()
+    let_pass(table, 2, b, twin)
+    assert (twin.machine.welcomed, twin.machine.incarnation) == (True, 2)
+
+
+def test_of_two_processes_of_one_incarnation_one_ends() -> None:
+    """The second one was let in while the first one's link was down: they do not throw each other out for ever."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    a.cut()
+    twin = twin_of(table, "a", there, "a", "b")
+    twin.connect()
+    let_pass(table, 1, b, twin)
+    assert twin.machine.welcomed
+    a.connect()
+    let_pass(table, 8, a, b, twin)
+    assert twin.machine.welcomed
+    assert "end the other process" in a.pop(r.GiveUp).reason
+    assert len(table.events("return")) == 1
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_checkpoint_puts_nobody_out_who_lives(restarted: bool) -> None:
+    """One resumes with fewer replicas than the checkpoint has, while all the others live: it is a newcomer."""
+    table, (a, b, c) = at_version_1("a", "b", "c")
+    there = [held(a), held(b), held(c)]
+    a.cut()
+    c.propose(10)
+    if restarted:
+        table.restart(journal=True)
+        b.connect()
+        c.connect()
+    twin = twin_of(table, "a", there, "a", "b")
+    twin.connect()
+    let_pass(table, 2, b, c, twin)
+    if twin.conn is None:
+        twin.connect()
+    let_pass(table, 8, b, c, twin)
+    assert c.machine.welcomed and c.machine.incarnation == 1 and c.machine.fragments[0].outstanding
+    assert (twin.machine.welcomed, twin.machine.incarnation) == (True, 2)
+    assert "c" in twin.pop(r.Reset).reason
+
+
+def test_of_a_newcomer_and_one_that_resumes_the_latter_has_the_id() -> None:
+    """All have died; it brings steps that are pending."""
+    table, (a, b) = at_version_1("a", "b")
+    offered = a.propose(10)
+    there = [held(a), held(b)]
+    lose_all(table, (a, b), "new")
+    newcomer = Seat(table, "a", address="elsewhere")
+    newcomer.connect()
+    a, b = resume(table, there, "a", "b")
+    let_pass(table, 1, a, b, newcomer)
+    assert a.machine.welcomed and a.machine.fragments[0].contribution == offered
+    assert not newcomer.machine.welcomed
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_back_in_time(journal: bool) -> None:
+    """It is the first to come, and all the others are there before the living one."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    round_of((a, b), 10)
+    a.propose(15)
+    table.restart(journal=journal)
+    twin = twin_of(table, "a", there, "a", "b")
+    twin.connect()
+    b.connect()
+    let_pass(table, 2, b, twin)
+    assert "for the process that was a before" in [x.text for x in twin.asked if isinstance(x, r.Notice)][-1]
+    a.connect()
+    let_pass(table, 8, a, b, twin)
+    assert a.machine.welcomed and not twin.machine.welcomed
+    assert (a.machine.incarnation, a.record.version) == (1, 2)
+    assert a.machine.fragments[0].outstanding

@@ -28,12 +28,12 @@ def id_in_use(hello: m.Hello) -> m.Hold:
 
 def one_process(a: m.Hello, b: m.Hello) -> bool:
     """Whether two hellos of one id are of one process, or of one that has come after the other's end: an address is one
-    process'. An incarnation is one process', too."""
-    return a.replica == b.replica and (a.address == b.address or (a.incarnation > 0 and b.incarnation > 0))
+    process'. An incarnation need not be: two may resume from one checkpoint."""
+    return a.replica == b.replica and a.address == b.address
 
 
 class Contenders:
-    """Newcomers under the id of a member that was connected, until it is known which of the two processes lives."""
+    """Processes under the id of a member that was connected, until it is known which of the two lives."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster

@@ -182,12 +182,39 @@ class Coordinator:
             return [Emit("halt", data={"reason": reason}), Halt(reason)]
         elif not self._journalled_epoch:
             effects += self._new_epoch(self.epoch)
+        if self._waits(hello):
+            return [*effects, *self._contenders.add(now, conn, hello)]
+        return effects + self._let_in(now, conn, hello)
+
+    def _waits(self, hello: m.Hello) -> bool:
+        """Whether another process is connected as the replica. One of an earlier incarnation is told at once that it
+        was superseded; one that was let in with a later one supersedes."""
+        rival = self.roster.members.get(hello.replica)
+        if rival is None or rival.conn is None or (hello.incarnation and hello.address == rival.address):
+            return False
+        if hello.was_let_in:
+            return hello.incarnation == rival.incarnation
+        return not hello.incarnation or hello.incarnation >= rival.incarnation
+
+    def _let_in(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """No other process of its id is here."""
+        if hello.resumed and (living := self._living(hello.gone)):
+            reason = f"its checkpoint is resumed without {', '.join(living)}, but the job goes on, with them"
+            return refuse(conn, hello, "gone", reason)
+        effects: Effects = []
         for incarnation_id in hello.gone:
             if not self.roster.is_gone(incarnation_id):
                 effects += self._learn_gone(now, hello, incarnation_id)
         for incarnation_id in hello.roster:
             effects += self.members.know(now, incarnation_id)
-        return effects + self._identify(now, conn, hello)
+        return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
+
+    def _living(self, gone: tuple[m.IncarnationId, ...]) -> list[str]:
+        """Replicas that are here as one of these incarnations."""
+        here = {x.incarnation_id for x in self.roster.connected()}
+        if self.startup is not None:
+            here |= {(h.replica, h.incarnation) for h in self.startup.hellos.values() if h.was_let_in}
+        return sorted(replica for replica, _ in here.intersection(gone))
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
         """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
@@ -206,12 +233,8 @@ class Coordinator:
         self.roster.members[incarnation_id[0]].in_doubt = True
         return effects
 
-    def _identify(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        if not hello.incarnation:
-            rival = self.roster.members.get(hello.replica)
-            if rival is None or rival.conn is None:
-                return self._newcomer(now, conn, hello)
-            return self._contenders.add(now, conn, hello)
+    def _return(self, now: float, conn: int, hello: m.Hello) -> Effects:
+        """A replica comes back as the incarnation that it was; during startup it is heard."""
         incarnation_id = (hello.replica, hello.incarnation)
         effects = self.members.know(now, incarnation_id)
         member = self.roster.members.get(hello.replica)
@@ -302,7 +325,7 @@ class Coordinator:
         self.looks += 1
         effects = self.members.see_off(now)
         for conn, hello, refusal in self._contenders.settle(now, self.sync):
-            effects += refuse(conn, hello, "final", refusal) if refusal else self._newcomer(now, conn, hello)
+            effects += refuse(conn, hello, "final", refusal) if refusal else self._let_in(now, conn, hello)
         if self.startup is not None:
             if superseded := self.startup.superseded(now):
                 for member in superseded:

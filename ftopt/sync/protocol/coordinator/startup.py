@@ -52,7 +52,7 @@ class Startup:
         self.hellos: dict[int, m.Hello] = {}
         """One of each replica."""
         self.rivals: dict[int, m.Hello] = {}
-        """Newcomers under the id of a process that is here."""
+        """Processes under the id of one that is here."""
         self.sync = Sync()
         self.sent: set[str] = set()
         """RESTORE: replicas that were asked to restore a checkpoint."""
@@ -66,25 +66,29 @@ class Startup:
         self._reachable_s = reachable_s
         self._conns: dict[str, int] = {}
         self._came_s: dict[int, float] = {}
-        """When each newcomer came; of a rival that moves up, when its rival was lost."""
+        """When each process came that was not let in yet; of a rival that moves up, when its rival was lost."""
+        self._members = {*roster.incarnation_ids(), *(saved.roster if saved else ())}
+        """Incarnations that were let in, as the journal says, and processes that were."""
 
     # ------------------------------------------------------------ hellos
 
     def hear(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """Keeps a hello. The newest of a process counts; of two processes, the one that was let in before, then the one
-        that came first: the other one waits."""
+        """Keeps a hello. The newest of a process counts; of two processes, the one that was let in before, then one that
+        resumes, then the one that came first: the other one waits."""
         self._first_s = now if self._first_s is None else self._first_s
         effects: Effects = []
         former = self._conns.get(hello.replica)
         if former is not None:
             other = self.hellos[former]
             same = one_process(other, hello)
-            if not same and not hello.incarnation:
+            if not (same or hello.was_let_in or (hello.resumed and not other.incarnation)):
                 return [self._waits(conn, hello)]
             del self.hellos[former]
             self._came_s.pop(former, None)
             effects.append(Close(former) if same else self._waits(former, other))
         self._keep(now, conn, hello)
+        if hello.was_let_in:
+            self._members.update(hello.roster)
         count = len(self.hellos)
         return effects + self.tell(now, *([] if count % max(1, count // _NEWS) == 0 else [conn]))
 
@@ -95,7 +99,7 @@ class Startup:
 
     def _keep(self, now: float, conn: int, hello: m.Hello) -> None:
         self.hellos[conn], self._conns[hello.replica] = hello, conn
-        if not hello.incarnation:
+        if not hello.was_let_in:
             self._came_s[conn] = now
 
     def _waits(self, conn: int, hello: m.Hello) -> SendTo:
@@ -131,8 +135,15 @@ class Startup:
 
     def _contested(self) -> list[tuple[Member, float]]:
         """Members that are not heard, and since when a newcomer under their id is here."""
-        newcomers = [(self._roster.members.get(self.hellos[conn].replica), s) for conn, s in self._came_s.items()]
+        came = [(self.hellos[conn], s) for conn, s in self._came_s.items()]
+        newcomers = [(self._roster.members.get(hello.replica), s) for hello, s in came if not hello.incarnation]
         return [(x, since_s) for x, since_s in newcomers if x is not None]
+
+    def _doubtful(self) -> list[tuple[str, float]]:
+        """Replicas of which a process is here that resumes, while the one that had its incarnation may live; and since
+        when."""
+        came = [(self.hellos[conn], s) for conn, s in self._came_s.items()]
+        return [(h.replica, s) for h, s in came if (h.replica, h.incarnation) in self._members]
 
     def absent(self) -> list[Member]:
         """Members whose current incarnation is not here: they may hold what no hello reports."""
@@ -193,7 +204,8 @@ class Startup:
         if not self.hellos:
             return False
         unheard = self.absent()
-        if self._indispensable(unheard):
+        doubtful = any(now < since_s + self.sync.dead_after_s for _, since_s in self._doubtful())
+        if doubtful or self._indispensable(unheard):
             return False
         if state_holders := self.state_holders():
             unknown = [x for x in unheard if len(x.held) < len(state_holders[0].positions)]
@@ -221,7 +233,8 @@ class Startup:
 
     def next_s(self, after: float) -> float:
         """When time alone changes something next, after the last look at ``after``."""
-        due = [self.deadline_s(), *(since_s + self.sync.dead_after_s for _, since_s in self._contested())]
+        contested = [*self._contested(), *self._doubtful()]
+        due = [self.deadline_s(), *(since_s + self.sync.dead_after_s for _, since_s in contested)]
         if self._first_s is not None:
             due.append(self._known_new_s())
         return min((s for s in due if s > after), default=math.inf)
@@ -236,8 +249,8 @@ class Startup:
         left_s = max(0.0, self.deadline_s() - now)
         before = [x for x, _ in self._contested()]
         unheard = [x for x in self.absent() if x not in before]
-        if before and not unheard:
-            return f"waiting {self.sync.dead_after_s:g} s at most for the process that was {_names(before)} before"
+        if not unheard and (names := [*(x.replica for x in before), *(replica for replica, _ in self._doubtful())]):
+            return f"waiting {self.sync.dead_after_s:g} s at most for the process that was {_first(names)} before"
         if awaited := self._indispensable(unheard):
             newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
             return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
@@ -319,4 +332,8 @@ class Startup:
 
 
 def _names(members: list[Member]) -> str:
-    return ", ".join(sorted(x.replica for x in members)[:5])
+    return _first([x.replica for x in members])
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:5])

@@ -29,6 +29,8 @@ class Replica:
     epoch: int = 0
     connected: bool = False
     welcomed: bool = False
+    resumed: bool = False
+    """Whether its incarnation is a checkpoint's, and it was not let in yet."""
     leaving: bool = False
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Replica:
     def resume(self, held: Held) -> None:
         """Before the first connection: goes on where a checkpoint has left this replica, which was away since."""
         assert self.incarnation == 0
-        self.incarnation, self.epoch = held.incarnation, held.epoch
+        self.incarnation, self.epoch, self.resumed = held.incarnation, held.epoch, True
         self.roster, self.gone, self._adopted_by = dict(held.roster), dict(held.gone), dict(held.adopted_by)
         self._put_in(held)
         for contribution in held.contributions:
@@ -133,6 +135,7 @@ class Replica:
             units=lease.share(first).units,
             checkpoint=None if self.complete else self.checkpoint,
             arithmetic=me.arithmetic,
+            resumed=self.resumed,
         )
 
     def connect(self) -> list[e.ReplicaEffect]:
@@ -328,7 +331,7 @@ class Replica:
     def _welcome(self, message: m.Welcome) -> list[e.ReplicaEffect]:
         if message.epoch < self.epoch:
             return [e.Disconnect(f"a coordinator of epoch {message.epoch} answers, the job is at {self.epoch}")]
-        self.epoch, self.incarnation, self.welcomed = message.epoch, message.incarnation, True
+        self.epoch, self.incarnation, self.welcomed, self.resumed = message.epoch, message.incarnation, True, False
         self._learn(message.roster, message.gone)
         for f in self.fragments:
             f.hush()
@@ -350,7 +353,9 @@ class Replica:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def _die(self, reason: str) -> list[e.ReplicaEffect]:
-        self.incarnation, self.welcomed, self._copy = 0, False, None
+        if self.resumed:  # who is gone is what the checkpoint's readers have agreed on, not what a coordinator has said
+            self.roster, self.gone, self._adopted_by = {}, {}, {}
+        self.incarnation, self.welcomed, self.resumed, self._copy = 0, False, False, None
         self.lease.reset()
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 
