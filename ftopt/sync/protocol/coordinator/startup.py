@@ -73,8 +73,8 @@ class Startup:
     # ------------------------------------------------------------ hellos
 
     def hear(self, now: float, conn: int, hello: m.Hello) -> Effects:
-        """Keeps a hello. The newest of a process counts; of two processes, the one that was let in before, then one that
-        resumes, then the one that came first: the other one waits."""
+        """Keeps a hello. The newest of a process counts; of two processes, the one that was let in before, then one
+        that resumes, then the one that came first: the other one waits."""
         self._first_s = now if self._first_s is None else self._first_s
         effects: Effects = []
         former = self._conns.get(hello.replica)
