@@ -145,24 +145,40 @@ def judge(facts: Facts) -> Outcome:
     _judge_anchors(facts, outcome, wiped)
     _judge_logs(facts, outcome)
     _judge_growth(facts, outcome)
-    _judge_events(outcome, events, wipes)
+    _judge_events(facts, outcome, events, wipes)
     _judge_progress(facts, outcome, events)
     return outcome
 
 
 def _wipes(facts: Facts, events: Sequence[Mapping[str, Any]]) -> list[float]:
-    """When the state has become another one, in the events' time."""
-    told = [e["t_s"] for e in events if e["event"] in WIPES]
+    """When the state has become another one, in the events' time; also when replicas that have resumed brought an older
+    one than was committed."""
+    told, newest = list[float](), dict[int, int]()
+    for e in events:
+        if e["event"] == "decide":
+            newest[e.get("fragment", 0)] = e["version"]
+        elif e["event"] in ("start", "recover"):
+            versions = dict(enumerate(e["data"]["versions"]))
+            if e["event"] in WIPES or any(versions[f] < version for f, version in newest.items()):
+                told.append(e["t_s"])
+            newest = versions
+        elif e["event"] in WIPES:
+            told.append(e["t_s"])
     return sorted(told + [fault["at"] - facts.started for fault in facts.faults if fault["kind"] == WIPED])
 
 
-def _judge_events(outcome: Outcome, events: Sequence[Mapping[str, Any]], wipes: Sequence[float]) -> None:
-    """Where all state has died, who had taken up the old one before that was known is on another branch."""
-    odd = Counter(
-        e["event"]
-        for e in events
-        if e["event"] in BAD_EVENTS and not any(0 <= e["t_s"] - wiped < _AT_WORK_S for wiped in wipes)
-    )
+def _judge_events(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, Any]], wipes: Sequence[float]) -> None:
+    """Where all state has died, who had taken up the old one before that was known is on another branch: until it says
+    so, which one that was stopped does when it goes on."""
+
+    def is_of_before(e: Mapping[str, Any]) -> bool:
+        if any(0 <= e["t_s"] - wiped < _AT_WORK_S for wiped in wipes):
+            return True
+        lives = [run for run in facts.runs if run.life.replica == e["replica"]]
+        began = [run.began - facts.started for run in lives if not run.ended or run.ended - facts.started > e["t_s"]]
+        return e["event"] == "fork" and any(t < wiped < e["t_s"] for t in began for wiped in wipes)
+
+    odd = Counter(e["event"] for e in events if e["event"] in BAD_EVENTS and not is_of_before(e))
     outcome.bad += [f"{count} events {event}" for event, count in odd.items()]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.chaos.jobs import Processes, Run
 from benchmarks.chaos.relay import CUTS, Link
+from ftopt.checkpoint.manifest import order
 
 MOST = 8
 """Replicas, at most."""
@@ -206,7 +207,8 @@ class Striker:
             while first.alive and time.monotonic() < until:
                 self._pause(0.2)
             log = (self._job.folder / f"{first.life.name}.log").read_text()
-            if first.process.exitcode != 2 or found[-1].name not in log:
+            refused = first.process.exitcode == 2 and found[-1].name in log
+            if not refused and "nobody has asked to resume it" not in log:  # it is not this job's, and not read
                 self.complaints.append(f"{first.life.name} did not refuse the damaged {path}")
             first.fate = "refused"
             self._job.end(first, "kill")
@@ -370,5 +372,5 @@ class Striker:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, the oldest first."""
-    return sorted(path.parent for path in folder.glob("*/manifest.json"))
+    """Complete checkpoints, the oldest first: versions begin anew with each new start of the job."""
+    return sorted((path.parent for path in folder.glob("*/manifest.json")), key=lambda path: order(path.name) or ())

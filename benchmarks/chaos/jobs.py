@@ -143,10 +143,10 @@ class Processes:
         return [run for run in self.runs if run.alive]
 
     def end(self, run: Run, how: str) -> None:
-        """``kill``, ``term`` or ``int``."""
+        """``kill``, ``term`` or ``int``; of two the first is its fate, unless it is killed."""
         if not run.alive or run.fate == "kill":  # one that is being killed may live for a moment
             return
-        run.fate = how
+        run.fate = how if how == "kill" else run.fate or how
         self.signal(run.pid, {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[how])
 
     def stop(self, run: Run) -> None:

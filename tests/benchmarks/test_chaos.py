@@ -68,7 +68,9 @@ class Ended:
 def facts(folder: Path, *, steps: list[float], samples: list[float] | None = None, **more: Any) -> account.Facts:
     """Of a campaign of two lives with 10 steps each, of which the first came to its end."""
     (folder / "run").mkdir()
-    (folder / "run" / "events.jsonl").write_text(json.dumps({"t_s": 0.0, "event": "start"}) + "\n")
+    (folder / "run" / "events.jsonl").write_text(
+        json.dumps({"t_s": 0.0, "event": "start", "data": {"versions": [0]}}) + "\n"
+    )
     runs = []
     for number, code in enumerate((0, -9)):
         life = Life("", f"r{number}", number, "DiLoCo", len(samples or ()), 0.0, str(folder), chaos.SYNC)
@@ -123,7 +125,7 @@ def test_who_ended_before_the_state_died_has_no_claim_to_it(tmp_path: Path) -> N
     found = facts(tmp_path, steps=[10.0, 7.0])
     with (tmp_path / "run" / "events.jsonl").open("a") as lines:
         lines.write(json.dumps({"t_s": 30.0, "event": "restore"}) + "\n")
-        lines.write(json.dumps({"t_s": 31.0, "event": "decide"}) + "\n")
+        lines.write(json.dumps({"t_s": 31.0, "event": "decide", "version": 1}) + "\n")
     assert account.judge(found).bad == ["nobody has come to the end"]
 
 
@@ -228,3 +230,33 @@ def test_a_state_that_somebody_has_ended_with_counts_though_nobody_has_trained_o
     decided, wipes = [{"event": "decide", "t_s": 5.0}], [0.0, 10.0]
     assert account._wiped(decided, wipes, 100.0, [104.0]) == 0.0
     assert account._wiped(decided, wipes, 100.0, [104.0, 120.0]) == 110.0
+
+
+def events(folder: Path, *found: dict[str, Any]) -> None:
+    """More of the coordinator's."""
+    with (folder / "run" / "events.jsonl").open("a") as lines:
+        lines.writelines(json.dumps({"replica": "coordinator", "fragment": 0, **event}) + "\n" for event in found)
+
+
+def recovered(version: int, t_s: float) -> dict[str, Any]:
+    return {"event": "recover", "t_s": t_s, "version": version, "data": {"versions": [version]}}
+
+
+@pytest.mark.parametrize(("version", "bad"), [(2, "nobody has come to the end"), (3, None)])
+def test_replicas_that_resume_with_an_older_state_make_it_another_one(
+    tmp_path: Path, version: int, bad: str | None
+) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    decided = {"event": "decide", "t_s": 5.0, "version": 3}
+    events(tmp_path, decided, recovered(version, 30.0), decided | {"t_s": 31.0, "version": version + 1})
+    assert account.judge(found).bad == ([bad] if bad else [])
+
+
+@pytest.mark.parametrize(("began", "bad"), [(1.0, []), (9.0, ["1 events fork"])])
+def test_who_has_lived_through_a_new_start_may_say_so_late(tmp_path: Path, began: float, bad: list[str]) -> None:
+    """It was stopped meanwhile."""
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    found.runs[1].began = began
+    start = {"event": "start", "t_s": 8.0, "version": 0, "data": {"versions": [0]}}
+    events(tmp_path, start, {"event": "fork", "replica": "r1", "t_s": 15.0, "version": 9})
+    assert account.judge(found).bad == bad
