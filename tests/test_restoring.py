@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 from ftopt import Checkpoints, Event, LocalSGD, StreamingDiLoCo, UserError, local_groups, wrap
 from ftopt.checkpoint.reader import Checkpoint, whole
+from ftopt.errors import FtoptError
 from ftopt.fragments import Strided
 from ftopt.methods import Method
 from ftopt.sync.group import ReplicaGroup
@@ -208,3 +210,42 @@ def test_who_says_resume_at_each_start_is_a_newcomer_where_others_live(tmp_path:
         for replica, life, steps, last_step, *_ in event.data["members"]:
             assert steps == last_step - last.get((replica, life), 0)
             last[replica, life] = last_step
+
+
+def test_who_resumes_under_the_id_of_a_living_replica_is_refused_and_costs_it_nothing(tmp_path: Path) -> None:
+    """A supervisor has started a second process of it, whose script says resume."""
+    events = list[Event]()
+    sync = replace(PATIENT, start_replicas=1, dead_after_s=0.6, heartbeat_s=0.1)
+    groups = local_groups(2, sync=sync, names=["a", "a"], on_event=events.append)
+    saved, refused = threading.Event(), threading.Event()
+
+    def replica(group: ReplicaGroup, *, second: bool) -> tuple[int, int]:
+        model = TASK.model(0)
+        optimizer = wrap(TASK.inner(model.parameters()), model, LOCAL, group=group)
+        checkpoints = Checkpoints(tmp_path, optimizer, every=1)
+        if second:
+            assert saved.wait(60)
+            checkpoints.resume()
+        with optimizer:
+            while second or not refused.wait(0.002):
+                optimizer.zero_grad()
+                TASK.backward(model, 0, optimizer.local_steps)
+                optimizer.step()
+                checkpoints.step()
+                if list(tmp_path.glob("*/manifest.json")):
+                    saved.set()
+        return optimizer.local_steps, optimizer.committed.counted_step
+
+    def refusal() -> str:
+        try:
+            with pytest.raises(FtoptError) as raised:
+                replica(groups[1], second=True)
+        finally:
+            refused.set()
+        return str(raised.value)
+
+    (steps, counted), error = together([lambda: replica(groups[0], second=False), refusal])
+    assert "end the other process" in error
+    assert steps == counted, "close() has handed in what was pending"
+    assert [(event.replica, event.incarnation) for event in events if event.event in ("join", "return")] == [("a", 1)]
+    assert not [event for event in events if event.event == "lost"]
