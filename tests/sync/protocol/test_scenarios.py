@@ -577,6 +577,27 @@ def test_a_leaver_that_alone_holds_the_newest_version_stays_until_another_one_ha
     assert not table.events("rollback")
 
 
+def test_a_leaver_that_is_kept_for_what_it_holds_and_connects_anew_has_left() -> None:
+    """That the first connection has ended is not known yet; a process that resumes at its address is no other case."""
+    table = Table()
+    a, b = table.start("a", "b")
+    a.propose(5)
+    table.tick(3.0)
+    a.reduce()
+    a.take()
+    a.say(m.Bye())
+    assert a.conn is not None, "b does not hold that version yet"
+    a.do(a.machine.disconnect())
+    a.open()
+    assert "has left" in a.pop(r.Reset).reason
+    assert table.coordinator.roster.gone == {"a": 1}
+    assert [x.replica for x in table.events("leave")] == ["a"]
+    b.take()
+    b.do(b.machine.fetch_failed(0))
+    b.connect()
+    assert b.machine.welcomed and b.record.version == 0
+
+
 def test_a_decision_that_was_journalled_and_told_to_nobody_stands() -> None:
     table = Table()
     a, b = table.start("a", "b")

@@ -237,12 +237,13 @@ class Coordinator:
         """A replica comes back as the incarnation that it was; during startup it is heard."""
         incarnation_id = (hello.replica, hello.incarnation)
         effects = self.members.know(now, incarnation_id)
-        member = self.roster.members.get(hello.replica)
-        if member is None or member.incarnation_id != incarnation_id:
-            reason = "this incarnation was given up, or superseded"
-            return [*effects, *refuse(conn, hello, "gone", reason)]
-        if member.conn is not None and member.conn != conn:
+        member = self.roster.current(incarnation_id)
+        if member is not None and member.conn is not None and member.conn != conn:
             effects += self.members.away(now, member, close=True)
+            member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and has left with that connection
+        if member is None:
+            reason = "this incarnation has left, was given up, or superseded"
+            return [*effects, *refuse(conn, hello, "gone", reason)]
         if self.startup is not None:
             return effects + self.startup.hear(now, conn, hello)
         return effects + self.members.admit(now, conn, hello, epoch=self.epoch)
