@@ -312,6 +312,7 @@ class Core:
         if self.closed:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() with a new group to join anew")
         check_covered(self.model, self.inner.param_groups)
+        at_exit.check_alone(self.model)
         if self.group.global_batch is not None:
             check_averages_gradients(self.method)
         views = views_of(self.model, self.method, self.inner, self.group.codec)
@@ -453,6 +454,11 @@ class Core:
         """Tells the job that this replica leaves: no round waits for it."""
         if self.outer is not None and not self.closed:
             self.outer.report("leaving")
+
+    @property
+    def trains(self) -> tuple[nn.Module | None, str]:
+        """Its model, and the replica that it is."""
+        return self.model, "" if self.group is None else self.group.replica
 
     def unfinished(self) -> str:
         """Whose steps are pending, and how many; "": none."""

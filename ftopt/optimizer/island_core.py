@@ -230,6 +230,7 @@ class IslandCore:
         """Joins the job unless that is done."""
         if core.outer is not None or core.closed:
             return False
+        at_exit.check_alone(self.model)
         core.resume, core.fallback = self.resume, None if self.fallback is None else self
         self.resume = None
         fetched = core.start()
@@ -360,6 +361,11 @@ class IslandCore:
         """See `Core.announce`."""
         if self.leader is not None:
             self.leader.announce()
+
+    @property
+    def trains(self) -> tuple[nn.Module | None, str]:
+        """See `Core.trains`."""
+        return self.model, self.group.replica
 
     def unfinished(self) -> str:
         """See `Core.unfinished`."""

@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from torch import nn
+
+from ftopt.errors import UserError
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
@@ -66,6 +69,10 @@ def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
 class Leaver(Protocol):
     """An optimizer that has joined a job and not left it."""
 
+    @property
+    def trains(self) -> tuple[nn.Module | None, str]:
+        """Its model, and the replica that it is."""
+
     def announce(self) -> None:
         """Tells the job that this replica leaves."""
 
@@ -93,6 +100,19 @@ class AtExit:
     def remove(self, leaver: Leaver) -> None:
         """``leaver`` has left, or could not join."""
         self._open.pop(id(leaver), None)
+
+    def check_alone(self, model: nn.Module) -> None:
+        """UserError: another optimizer of this process takes part in a job with parameters of this model."""
+        if self._process != os.getpid():
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        for leaver, _ in list(self._open.values()):
+            other, replica = leaver.trains
+            if other is not None and any(id(parameter) in own for parameter in other.parameters()):
+                raise UserError(
+                    f"this model is trained as replica {replica!r} already, which has not left: each step would count "
+                    "twice; close() that optimizer first, or give each replica a model of its own"
+                )
 
     def leave(self) -> None:
         """The main thread has ended. Threads that still train are waited for, but for daemons, which are not: the

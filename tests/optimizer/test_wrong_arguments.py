@@ -469,3 +469,22 @@ def test_a_call_with_arguments_that_there_are_not_is_answered_with_those_that_th
 
 def test_an_outer_optimizer_may_be_given_by_its_class() -> None:
     assert ftopt.outer.Torch(cls=torch.optim.RMSprop) == ftopt.outer.Torch(cls="torch.optim.RMSprop")  # type: ignore[arg-type]
+
+
+def test_a_model_is_trained_as_one_replica_at_a_time() -> None:
+    """Two optimizers of one model, each with a group of its own: each step would count twice."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+
+    def wrapped(part: nn.Module) -> ftopt.OuterOptimizer:
+        return _wrapped(model=part, inner=torch.optim.SGD(part.parameters(), lr=0.1))
+
+    first, second, third = wrapped(model), wrapped(model), wrapped(model[1])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    first.step()
+    for other in (second, third):
+        with pytest.raises(ftopt.UserError, match=r"trained as replica '.*' already, which has not left"):
+            other.step()
+    first.close()
+    second.step()
+    second.close()
