@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ftopt.simulate.reduction import WORD_S
 from ftopt.simulate.world import Process, Violation
 
 _IN_TURN = 4
@@ -33,9 +34,10 @@ class Patience:
 
     def _limit_s(self) -> float:
         """What one incident may cost: the others come late, then one of them is silent in the reduction, or has what
-        is to be fetched."""
+        is to be fetched. Where a link was cut and works again when a member's time is over, that one finds nobody to
+        name, and complains `WORD_S` later, as the real transport does."""
         world, knobs = self._world, self._world.knobs
         load_s = max(p.step_s for p in world.processes.values()) * max(1, knobs.global_batch)
         called_in_s = max(0.5, 2 * load_s)
-        network_s = 2 * knobs.reduce_s + _IN_TURN * 10 * knobs.delay_s
+        network_s = 2 * knobs.reduce_s + WORD_S + _IN_TURN * 10 * knobs.delay_s
         return float(knobs.settings["grace_s"] or 0) + called_in_s + knobs.dead_after_s + network_s
