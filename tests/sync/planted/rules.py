@@ -133,10 +133,10 @@ def commit_early(patch: Patch) -> None:
             return RoundOutcome(next(iter(self.prepared.values())).digest)
         return verdict(self)
 
-    def commit(self: Decide, a: Attempt, digest: str) -> Any:
+    def commit(self: Decide, now: float, a: Attempt, digest: str) -> Any:
         for replica, _ in a.members:
             a.prepared.setdefault(replica, m.Prepared(self._fragment, a.attempt, ""))
-        return _commit(self, a, digest)
+        return _commit(self, now, a, digest)
 
     patch.setattr(Attempt, "verdict", mutant)
     patch.setattr(Decide, "_commit", commit)
@@ -172,9 +172,9 @@ def commit_early_count_off(patch: Patch) -> None:
 def any_digest(patch: Patch) -> None:
     """A decision names no digest: each member applies what it has prepared."""
 
-    def commit(self: Decide, a: Attempt, digest: str) -> Any:
+    def commit(self: Decide, now: float, a: Attempt, digest: str) -> Any:
         a.prepared = {replica: replace(report, digest=digest) for replica, report in a.prepared.items()}
-        return _commit(self, a, digest)
+        return _commit(self, now, a, digest)
 
     patch.setattr(Decide, "_commit", commit)
 
@@ -191,7 +191,7 @@ def any_digest(patch: Patch) -> None:
 
 def sent_first(patch: Patch) -> None:
     """A decision is sent before it is journalled."""
-    patch.setattr(Decide, "_commit", lambda self, a, digest: _commit(self, a, digest)[::-1])
+    patch.setattr(Decide, "_commit", lambda self, now, a, digest: _commit(self, now, a, digest)[::-1])
 
 
 def no_deadline(patch: Patch) -> None:

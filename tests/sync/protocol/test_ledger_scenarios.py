@@ -309,6 +309,32 @@ def test_at_the_end_of_the_data_the_rest_of_one_who_is_away_is_waited_for_and_th
     assert len(table.events("data_ended")) == 1
 
 
+def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_what_it_does_not_do() -> None:
+    samples = Samples(samples=4, batch_size=1, epochs=1)
+    table = Table(2, samples=samples, wants=2, tail_s=5.0, grace_s=8.0)
+    a, b = table.start("a", "b")
+    a.use(1)
+    b.use(2)
+    a.propose(1)
+    b.propose(2)
+    for seat in (a, b):
+        seat.reduce()
+    for seat in (a, b):
+        seat.take()
+    b.do(b.machine.ask())
+    b.take()
+    assert (a.machine.lease.held, b.machine.lease.held) == (((1, 2),), ())
+    a.propose(1, fragment=1)
+    table.tick(8.0)
+    assert not a.got(m.Quorum) and not table.events("gone"), "B comes late"
+    table.tick(1.0)
+    a.reduce()
+    table.tick(5.0)
+    assert not table.events("gone")
+    table.tick(2.0)  # nobody keeps it from training
+    assert [x.replica for x in table.events("gone")] == ["a"]
+
+
 def test_the_last_unit_goes_to_who_was_given_up_least_often() -> None:
     """Two that hang come back each time, and do not pass it to each other past one that hung once, long ago."""
     table, (a, b, c) = job("a", "b", "c", samples=Samples(samples=1, batch_size=1, epochs=1), tail_s=5.0)

@@ -146,7 +146,7 @@ class Decide:
         if isinstance(verdict, Failure):
             return self._abort(now, a, verdict.reason)
         if isinstance(verdict, RoundOutcome):
-            return self._commit(a, verdict.digest)
+            return self._commit(now, a, verdict.digest)
         digests = {replica: a.prepared[replica].digest for replica, _ in a.members}
         effects = [self._event("mismatch", a, digests=digests, votes=dict(Counter(digests.values())))]
         if verdict.majority:
@@ -155,7 +155,7 @@ class Decide:
         self._gather.ties += 1
         if self._gather.ties < 2:
             return effects + self._abort(now, a, "the digests differ")
-        return effects + self._commit(a, chosen(digests, a.prepared, a.alive()))
+        return effects + self._commit(now, a, chosen(digests, a.prepared, a.alive()))
 
     def deadline_s(self, stepped_s: float) -> float:
         """When `step` is to be called at the latest, if nothing happens before; ``stepped_s``: when it last was."""
@@ -235,7 +235,7 @@ class Decide:
         abort = send(self._roster.present(a.members), m.Abort(self._fragment, a.attempt, reason))
         return [self._event("abort", a, reason=reason), *abort]
 
-    def _commit(self, a: Attempt, digest: str) -> Effects:
+    def _commit(self, now: float, a: Attempt, digest: str) -> Effects:
         counted = self._assignment.commit(a)
         versions = self._versions
         d = a.decided(versions.at, digest, versions.last.inner_step, counted.done)
@@ -257,7 +257,7 @@ class Decide:
         if a.lost:
             self._group_key = None
         self._gather.partitions.met(a.members)
-        self._gather.commit(a.incarnation_ids, took_s=self._usual_s)
+        self._gather.commit(now, a.incarnation_ids, took_s=self._usual_s)
         data: dict[str, Any] = {"inner_step": d.inner_step, "members": [list(x) for x in d.members], "digest": digest}
         data |= {"chain": d.chain, "away": sorted(a.lost), **counted.data}
         commit = send(holders, m.Commit(self._fragment, a.version, a.attempt, digest, d.chain))

@@ -70,7 +70,8 @@ class Gather:
         self._late: set[str] = set()
         self._notified_train_on: set[str] = set()
 
-    def commit(self, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
+    def commit(self, now: float, members: frozenset[m.IncarnationId], *, took_s: float) -> None:
+        self._end_waits(now, self.proposals)
         if not self.retry:
             self._pace.learn(self._waiting.quorum_s, took_s)
         self._membership.taken(members, self.proposals)
@@ -80,6 +81,12 @@ class Gather:
         """An attempt has failed; the next one forms at ``retry_s`` at the earliest."""
         self.retry = True
         self._retry_s = self._retry_s if retry_s is None else retry_s
+
+    def _end_waits(self, now: float, replicas: Container[str]) -> None:
+        """They no longer wait for their peers: nobody has expected inner steps of them meanwhile (TAIL)."""
+        for x in self.roster.connected():
+            if x.replica in replicas and x.busy_since_s is None:
+                x.moved_s = now
 
     @property
     def _next(self) -> int:
@@ -222,7 +229,7 @@ class Gather:
         odd = {} if self.assignment.whole_batch else outliers(chosen, self.sync.outlier_ratio)
         chosen |= {replica: excluded(chosen[replica]) for replica in odd}
         if not any(c.weight > 0 for c in chosen.values()) and not self.assignment.counts_without_weight(chosen):
-            effects += self._void(members, odd)
+            effects += self._void(now, members, odd)
             rest = [x for x in proposers if x.replica in self.proposals]
             return effects + (self._wait(now, rest) or [] if rest else []), None
         return effects, Formed(members, chosen, odd, older, self.retry)
@@ -233,7 +240,7 @@ class Gather:
         data = {"reason": reason, "norm": c.norm, "peak": c.peak}
         return Emit("outlier", *member.incarnation_id, self._fragment, self._next, attempt, data=data)
 
-    def _void(self, members: list[Member], odd: Mapping[str, str]) -> Effects:
+    def _void(self, now: float, members: list[Member], odd: Mapping[str, str]) -> Effects:
         """Nobody has any weight: these contributions will be in no attempt."""
         effects: Effects = []
         for x in members:
@@ -241,6 +248,7 @@ class Gather:
                 effects.append(self.excluded(x, reason))
             effects += send([x], m.Void(self._fragment, odd.get(x.replica, "")))
         self._membership.taken({x.incarnation_id for x in members}, self.proposals)
+        self._end_waits(now, {x.replica for x in members})
         for x in members:
             x.newcomer.discard(self._fragment)  # once is enough: it would be called in again at once
             del self.proposals[x.replica]

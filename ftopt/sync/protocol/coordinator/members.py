@@ -154,11 +154,11 @@ class Members:
         """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
         joiner that is lost before its first step has nothing to lose but its units."""
         quiet_since_s = max(since_s, member.moved_s)
-        top = self.rounds[0]
-        if member.replica in top.gather.proposals and member.busy_since_s is None:  # its peers keep it waiting
-            if top.attempt is None:
+        waits = (r for r in self.rounds if member.replica in r.gather.proposals and member.busy_since_s is None)
+        for r in waits:  # its peers keep it waiting
+            if r.attempt is None:
                 return math.inf
-            quiet_since_s = max(quiet_since_s, top.attempt.started_s + sync.gone_after_s)
+            quiet_since_s = max(quiet_since_s, r.attempt.started_s + sync.gone_after_s)
         if member.conn is None and member.untrained:
             return quiet_since_s + sync.dead_after_s
         tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
