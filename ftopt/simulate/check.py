@@ -285,7 +285,9 @@ class Checks:
             waited_s = self.world.now - server.first_hello_s
             knobs = self.world.knobs
             patience_s = knobs.dead_after_s if server.has_journal else knobs.recovery_s
+            # One that this coordinator has given up it need not hear, whatever another one may do with it.
             waits = incarnation_id in told and process.name not in fresh
+            waits &= not server.machine.roster.is_gone(incarnation_id)
             if state_holders and not again and not knows and waits and waited_s < patience_s - 1e-6:
                 raise Violation("I6", f"the coordinator has not waited for {process.name}")
             if anew and not again and self.world.now < server.reachable_s + knobs.recovery_s - 1e-6:

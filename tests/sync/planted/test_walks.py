@@ -13,8 +13,12 @@ import pytest
 from ftopt.simulate.check import Checks, SimVersion
 from ftopt.simulate.host import Content
 from ftopt.simulate.knobs import Knobs
+from ftopt.simulate.simulation import Simulation
 from ftopt.simulate.walk import Coverage, run
-from ftopt.simulate.world import World
+from ftopt.simulate.world import Violation, World
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica.effects import Send
+from ftopt.sync.protocol.replica.resumed import Held
 from tests.sync.planted.rules import BUGS, LIMIT, Bug, find
 
 FEW, MANY = 300, int(os.environ.get("FTOPT_WALK_HISTORIES", "1100"))
@@ -91,6 +95,26 @@ def test_a_fork_is_excused_where_an_excused_coordinator_has_made_it_and_nowhere_
     assert not checks.one_history(0, "bc", "bd")
     checks.excuse((1, 1), "another reason")
     assert not checks.one_history(0, "a", "a twice")
+
+
+def test_a_coordinator_must_wait_for_a_living_holder_that_it_hears_of_unless_it_has_given_that_one_up() -> None:
+    """It may have, while another coordinator lets the same incarnation in: a job is resumed with both of them."""
+    world = Simulation(0, Knobs(settings={"dead_after_s": 3.0, "recovery_s": 8.0}))
+    for name in ("a", "b"):
+        process = world.add_process(name, initial="init", step_s=0.1)
+        process.spawn()
+        record = process.shards[0].record = m.Record(0, 3, "chain", 3)
+        process.machine.resume(Held(name, 1, 1, roster={"a": 1, "b": 1}, records=(record,)))
+    heard = [x.message for x in process.machine.connect() if isinstance(x, Send) and isinstance(x.message, m.Hello)]
+    server = world.server
+    server.start()
+    assert server.machine is not None
+    world.contested, server.first_hello_s = True, world.now
+    with pytest.raises(Violation, match="has not waited for a"):
+        world.checks.opened(server, heard, anew=False)
+    server.machine.roster.forget(("a", 1))
+    server.opened = False
+    world.checks.opened(server, heard, anew=False)
 
 
 @pytest.mark.timeout(600)
