@@ -335,6 +335,29 @@ def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_
     assert [x.replica for x in table.events("gone")] == ["a"]
 
 
+def test_who_was_in_an_attempt_that_has_failed_is_not_given_up_before_its_reducer_can_be_free() -> None:
+    table, (a, b, c) = job("a", "b", "c", samples=Samples(samples=3, batch_size=1, epochs=1), wants=1, tail_s=3.0)
+    for seat in (a, b, c):
+        seat.use(1)
+    c.propose(1)
+    table.tick(3.0)
+    c.reduce()
+    c.take()
+    for seat in (a, b):
+        seat.fetch(c)
+        seat.propose(1)
+    c.propose(1)
+    c.do(c.machine.ask())
+    table.tick(6.0)  # nothing moves
+    a.take()
+    a.do(a.machine.reduce_failed(0, a.pop(r.StartReduce).quorum.attempt, reason="time-out"))
+    table.tick(1.0)
+    assert not table.events("gone")
+    for seat in (b, c, a):
+        seat.reduce()
+    assert len(table.events("data_ended")) == 1
+
+
 def test_the_last_unit_goes_to_who_was_given_up_least_often() -> None:
     """Two that hang come back each time, and do not pass it to each other past one that hung once, long ago."""
     table, (a, b, c) = job("a", "b", "c", samples=Samples(samples=1, batch_size=1, epochs=1), tail_s=5.0)

@@ -208,9 +208,10 @@ class Decide:
             reason = f"no heartbeat for {now - min(x.heard_s for x in out):.2f} s, and no result"
         else:
             return []
+        effects = self._abort(now, a, f"{', '.join(x.replica for x in out)}: {reason}")
         for x in out:
             x.busy_since_s = -math.inf
-        return self._abort(now, a, f"{', '.join(x.replica for x in out)}: {reason}")
+        return effects
 
     def _evict(self, a: Attempt, majority: str) -> Effects:
         """A member that disagrees twice with the majority fetches before it takes part again."""
@@ -226,11 +227,11 @@ class Decide:
         return effects
 
     def _abort(self, now: float, a: Attempt, reason: str, *, retry_s: float | None = None) -> Effects:
+        self._gather.abort(now, a.contributions, retry_s=retry_s)
         for x in a.silent(self._roster):
             x.busy_since_s = now if x.busy_since_s is None else x.busy_since_s
         self.attempt = self._group_key = None
         self.aborted += 1
-        self._gather.abort(retry_s=retry_s)
         self._assignment.abort()
         abort = send(self._roster.present(a.members), m.Abort(self._fragment, a.attempt, reason))
         return [self._event("abort", a, reason=reason), *abort]

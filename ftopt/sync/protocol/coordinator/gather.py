@@ -77,13 +77,14 @@ class Gather:
         self._membership.taken(members, self.proposals)
         self.restart()
 
-    def abort(self, *, retry_s: float | None = None) -> None:
+    def abort(self, now: float, members: Container[str], *, retry_s: float | None = None) -> None:
         """An attempt has failed; the next one forms at ``retry_s`` at the earliest."""
+        self._end_waits(now, members)
         self.retry = True
         self._retry_s = self._retry_s if retry_s is None else retry_s
 
     def _end_waits(self, now: float, replicas: Container[str]) -> None:
-        """They no longer wait for their peers: nobody has expected inner steps of them meanwhile (TAIL)."""
+        """They have waited for their peers: nobody has expected inner steps of them meanwhile (TAIL)."""
         for x in self.roster.connected():
             if x.replica in replicas and x.busy_since_s is None:
                 x.moved_s = now
