@@ -169,6 +169,16 @@ class Checks:
         if incarnation_id in {(h.replica, h.incarnation) for h in heard if h.was_let_in}:
             raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
 
+    def given_up(self, process: Process, incarnation: int) -> None:
+        """Of a replica that has done nothing with the last units it must not be that others kept it waiting. TAIL."""
+        conn, settings = process.conn, self.world.knobs.settings
+        here = process.alive and process.machine.incarnation == incarnation
+        if not here or conn is None or not conn.works:
+            return
+        tail_s = float(settings.get("tail_s") or settings["gone_after_s"] or 0)
+        if (waited_s := process.still_s()) > tail_s:
+            raise Violation("I2", f"{process.name} is given up, and has waited for its peers for {waited_s:.1f} s")
+
     def was_reset(self, process: Process, reason: str) -> None:
         """A replica resets itself; only a fork can have brought it there."""
         if reason.startswith("another process") and not self.excused:

@@ -24,13 +24,19 @@ class Patience:
             self._since = None
             return
         world = self._world
-        since_s, before = self._since = self._since or (world.now, world.incidents)
-        own_s = max(self._process.frozen_until_s, self._process.jammed_until_s)  # it waits for itself
-        still_s = world.now - max(since_s, own_s)
+        _, before = self._since = self._since or (world.now, world.incidents)
+        still_s = self.still_s()
         incidents = world.incidents - before + world.jams  # who comes late again has twice as long
         if still_s > self._limit_s() * (1 + incidents):
             text = f"{self._process.name} stands still for {still_s:.1f} s, with {incidents} incidents meanwhile"
             raise Violation("I4", text)
+
+    def still_s(self) -> float:
+        """How long it has waited for others."""
+        if self._since is None:
+            return 0.0
+        own_s = max(self._process.frozen_until_s, self._process.jammed_until_s)  # it waits for itself
+        return self._world.now - max(self._since[0], own_s)
 
     def _limit_s(self) -> float:
         """What one incident may cost: the others come late, then one of them is silent in the reduction, or has what

@@ -53,6 +53,9 @@ class ReplicaProcess(Process):
     def returning(self) -> m.IncarnationId | None:
         return self.coming.held.incarnation_id if self.coming is not None else None
 
+    def still_s(self) -> float:
+        return self.patience.still_s()
+
     # ------------------------------------------------------------ life
 
     def spawn(self) -> None:

@@ -62,6 +62,9 @@ class SecondProcess(Process):
             self.alive = False
             self.drop()
 
+    def still_s(self) -> float:
+        return 0.0
+
     def goodbye(self) -> None:
         assert self.conn is not None
         self.world.note(self.name, "the second process is let in, and leaves")

@@ -258,6 +258,10 @@ class Process(ABC):
     def check_offered(self, start: int, contribution: m.Contribution) -> None:
         """I3: a contribution of the steps from ``start`` on names their units."""
 
+    @abstractmethod
+    def still_s(self) -> float:
+        """For how long its training thread has waited for the fate of a contribution, through no fault of its own."""
+
     @property
     @abstractmethod
     def returning(self) -> m.IncarnationId | None:

@@ -500,6 +500,7 @@ BUGS = (
     Bug("TAIL", tail_off),
     Bug("TAIL", asks_once),
     Bug("TAIL", given_up_again, slow=True, seed=77_020_830),
+    Bug("TAIL", waits.waited_for_nothing),
     Bug("COUNT", left_out_is_another, seed=90_008_480),
     Bug("step 5", lost_is_hung, seed=91_000_000),
     Bug("RESTORE", life_again, slow=True),

@@ -33,3 +33,8 @@ def late_for_ever(patch: Patch) -> None:
 def waits_outside(patch: Patch) -> None:
     """Who is in no attempt stands still for one whose members' reducers all hang"""
     patch.setattr(Decide, "_release", lambda self, now, a: [])
+
+
+def waited_for_nothing(patch: Patch) -> None:
+    """At the end of the data it counts against a replica that its peers have kept it waiting"""
+    patch.setattr(Gather, "_end_waits", lambda self, now, replicas: None)
