@@ -42,7 +42,9 @@ def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrappe
     return optimizers
 
 
-def check_rest(model: object, method: object, group: object, state_dir: object, undo: object) -> None:
+def check_rest(
+    model: object, method: object, group: object, state_dir: object, undo: object, leave_on_signals: object
+) -> None:
     """UserError: one of them is of another kind."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {_kind(model)}; must be the torch.nn.Module that inner trains, as in {CALL}")
@@ -56,6 +58,7 @@ def check_rest(model: object, method: object, group: object, state_dir: object, 
     if state_dir is not None and not isinstance(state_dir, str | os.PathLike):
         raise UserError(f"state_dir={state_dir!r:.80}; must be the path of a folder on a local disk, or None for RAM")
     check_choice("undo", undo, (True, False))
+    check_choice("leave_on_signals", leave_on_signals, (True, False))
     if undo and method.gradients is not None:
         raise UserError(
             f"wrap(undo=True) with method {method.name}: its replicas take each inner step together, and one alone "

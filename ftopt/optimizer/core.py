@@ -10,6 +10,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ftopt.errors import UserError
 from ftopt.events import check_not_telling
 from ftopt.methods import Method
+from ftopt.optimizer.asked import Asked, leave
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
@@ -62,6 +64,7 @@ class Core:
         clock: seconds, monotonic.
         memory: where committed states lie. Default: in RAM.
         undo: record each step, for `undo_step`.
+        asked: whether this process is to leave. Default: never.
 
     Attributes:
         last: the last step, if steps are recorded.
@@ -78,6 +81,7 @@ class Core:
         clock: Callable[[], float] = time.perf_counter,
         memory: Memory | None = None,
         undo: bool = False,
+        asked: Asked | None = None,
     ) -> None:
         self.inner, self.model, self.method, self.group = inner, model, method, group
         self.outer: OuterStep | None = None
@@ -90,6 +94,7 @@ class Core:
         self._evaluated = OuterParameters()
         self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
         self._ended_at: float | None = None
+        self._asked = asked if asked is not None and asked.watches else None
         self.last = LastStep(inner.optimizers) if undo else None
         self.replays: Replays | None = None
         self._spent_at = -math.inf
@@ -161,7 +166,13 @@ class Core:
             self._ended_at = self._clock() - (emitted - ended)  # the outer step is not part of the next step's time
         if outer.doing != "training":
             outer.report("training")
+        if self._asked is not None:
+            self._leave_if_asked()
         return loss
+
+    def _leave_if_asked(self) -> None:
+        if self._asked is not None and self.group is not None and (why := self._asked.why()):
+            leave(self.group.replica, why)
 
     def undo_step(self) -> Undone:
         """Takes the last inner step back; see `ftopt.undo_step`."""
@@ -203,6 +214,7 @@ class Core:
         stall_s = batch.waited_s + self._clock() - began
         outer.report("training")
         group.emit("stall", inner_step=outer.inner_step(), data={"stall_s": stall_s})
+        self._leave_if_asked()
 
     def _step_detached(self, closure: Callable[[], Any] | None) -> Any:
         if not self._said_detached:
@@ -321,7 +333,8 @@ class Core:
         if self.group.sync.recover == "replay":
             self.replays = Replays(self.inner, self.model, self.group, self.method, clock=self._clock)
         resume, self.resume = self.resume, None
-        fetched = start_or_resume(outer, self.inner, self.model, self.group, resume, self.fallback)
+        with self._asked.joining() if self._asked is not None else nullcontext():
+            fetched = start_or_resume(outer, self.inner, self.model, self.group, resume, self.fallback)
         self._rounds_applied = outer.counters.rounds_applied
         self.outer = outer
         if self.replays is not None:
@@ -329,6 +342,8 @@ class Core:
         self.start_step = outer.fragments[0].state.meta.inner_step
         if self.group.units is not None:
             self.group.units.when_out_of_units(self.offer_rest)
+            if self._asked is not None:
+                self.group.units.while_waiting(self._leave_if_asked)
         if self.group.global_batch is not None:
             self._micro_batches = MicroBatches(
                 outer, self.inner, self.group, self._next.take, self._next.take_loss, self._set_back
@@ -444,6 +459,8 @@ class Core:
             tell_left(self.outer, self.group.replica, reason)
         finally:
             at_exit.remove(self)
+            if self._asked is not None:
+                self._asked.left()
             self.group.close()
             if self.outer is not None:
                 self.outer.freezer.thread.end()

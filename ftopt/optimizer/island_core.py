@@ -8,17 +8,20 @@ last that the call is over, with where training stands and what was raised.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
+from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import Core, Standing, tell_not_loaded
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
@@ -31,6 +34,8 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import Do, Island, Position, ReplicaGroup
 
 _log = logging.getLogger(__name__)
+
+_ASK_S = 1.0
 
 
 class IslandCore:
@@ -52,6 +57,7 @@ class IslandCore:
         group: ReplicaGroup,
         island: Island,
         memory: Memory | None,
+        asked: Asked,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):  # replicas of other layouts have other names
             model = model.module
@@ -67,6 +73,8 @@ class IslandCore:
         self._ranks: Ranks | None = None
         self._mirrored: MirrorInner | None = None
         self._standing, self._tokens = Standing(), 0
+        self._asked, self._leaves = asked, ""
+        self._ask_at = -math.inf
 
     # Calls.
 
@@ -104,7 +112,8 @@ class IslandCore:
         committed = None if where.committed is None else replace(where.committed, record=None)  # may be long
         told = None if error is None else _portable(error)
         try:
-            island.say((Do.END, (call, replace(where, committed=committed), result, told, island.broken is not None)))
+            standing, broken = replace(where, committed=committed), island.broken is not None
+            island.say((Do.END, (call, standing, result, told, broken, self._leaves)))
         except FtoptError:
             if error is None:
                 raise
@@ -121,7 +130,10 @@ class IslandCore:
                 while do is not Do.END:
                     loss = self._obey(do, what, closure, loss)
                     do, what = island.hear()
-                name, self._standing, result, error, broken = what
+                started = self._standing.started
+                name, self._standing, result, error, broken, self._leaves = what
+                if self._standing.started and not started:
+                    self._asked.joined()
                 if name != call:
                     raise FtoptError(
                         f"replica {self.group.replica}: rank 0 was in {name}() while rank {island.rank} called "
@@ -159,6 +171,8 @@ class IslandCore:
             self._ranks.put_gradients()
         elif do is Do.ZERO_GRAD:
             inner.zero_grad(set_to_none=what)
+        elif do is Do.TELL_ASKED:
+            self.island.gather(self._asked.why())
         elif do is Do.TELL_GRADIENT:
             self.island.gather(inner.has_gradient())
         elif do is Do.RESET_STATE:
@@ -210,11 +224,33 @@ class IslandCore:
             self._begin(core, inner)
             inner.in_step = True
             try:
-                return core.step(closure)
+                found = core.step(closure)
             finally:
                 inner.in_step = False
+            self._leaves = self._why()
+            return found
 
-        return self._together("step", lead, closure, tells=False)
+        found = self._together("step", lead, closure, tells=False)
+        if self._leaves:
+            self._leave()
+        return found
+
+    def _why(self) -> str:
+        """Why this replica is asked to leave, on rank 0. A signal may come to one rank alone, or to each in a step of
+        its own, and launchers are of one host: once a second the other ranks are asked."""
+        why, now_s = self._asked.why(), time.monotonic()
+        if why or now_s < self._ask_at:
+            return why
+        self._ask_at = now_s + _ASK_S
+        with self.island.whole():
+            self.island.say((Do.TELL_ASKED, None))
+            found = self.island.gather("")
+        return next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
+
+    def _leave(self) -> NoReturn:
+        if self.island.leads:
+            leave(self.group.replica, self._leaves)
+        raise Leave(0)
 
     def _is_empty_step(self) -> bool:
         """See `Inner.is_empty_step`. Before the start: the ranks are nothing to each other yet, but in this."""
@@ -233,14 +269,22 @@ class IslandCore:
         at_exit.check_alone(self.model)
         core.resume, core.fallback = self.resume, None if self.fallback is None else self
         self.resume = None
-        fetched = core.start()
+        with self._asked.joining():
+            fetched = core.start()
         at_exit.remove(core)
         at_exit.add(self)
         if core.started().counters.resumed:
             inner.restored()
         if self.group.units is not None:
             self.group.units.when_out_of_units(partial(self._offer_rest, core, inner))
+            self.group.units.while_waiting(self._leave_if_asked)
         return fetched
+
+    def _leave_if_asked(self) -> None:
+        """Rank 0 waits for units, and the others for it: they are told what this raises."""
+        self._leaves = self._why()
+        if self._leaves:
+            self._leave()
 
     def _offer_rest(self, core: Core, inner: MirrorInner) -> None:
         """The loader waits for units that others hold; see `Core.offer_rest`."""
@@ -316,6 +360,7 @@ class IslandCore:
             else:
                 self.island.part()
         finally:
+            self._asked.left()
             if self.leader is not None:
                 self.leader.close(flush=False, timeout_s=0.0)  # unless it has left
             elif self.island.leads:

@@ -19,13 +19,11 @@ from typing import Protocol
 from torch import nn
 
 from ftopt.errors import UserError
+from ftopt.optimizer.asked import left_s
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import ReplicaGroup
 
 _log = logging.getLogger(__name__)
-
-TIMEOUT_S = 30.0
-"""How long leaving in good order takes at most, unless the user says otherwise."""
 
 _POLL_S = 0.005
 
@@ -127,7 +125,7 @@ class AtExit:
         able = [leaver for leaver, thread in rest if not (failed or thread.daemon)]
         for leaver in able:  # first all, so that none waits for a round of another
             leaver.announce()
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + (timeout_s := left_s())
         for leaver, _ in rest:
             flush = leaver in able
             if (text := leaver.unfinished()) and flush:
@@ -135,7 +133,7 @@ class AtExit:
                     "%s, and the script ends without close(): they are handed in now, %g s at most; use `with "
                     "optimizer:`, or call optimizer.close() at the end",
                     text,
-                    TIMEOUT_S,
+                    timeout_s,
                 )
             try:
                 leaver.close(flush=flush, timeout_s=max(0.0, deadline - time.monotonic()))

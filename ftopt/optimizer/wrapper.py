@@ -33,6 +33,7 @@ from ftopt.optimizer.arguments import (
     check_rest,
     check_whole_tensors,
 )
+from ftopt.optimizer.asked import Asked, Leave, left_s
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.counts import one_number, whole
 from ftopt.optimizer.inner import Inner
@@ -56,6 +57,7 @@ def wrap(
     group: ReplicaGroup,
     state_dir: str | Path | None = None,
     undo: bool = False,
+    leave_on_signals: bool = False,
 ) -> OuterOptimizer:
     """Makes one replica's optimizer take part in a job.
 
@@ -72,6 +74,10 @@ def wrap(
             setting; for models on the CPU. Default None: in RAM.
         undo: record each step, so that `ftopt.undo_step` can take the last one back (``docs/undo.md``). Every step
             then takes about 1.5 microseconds longer for each tensor. Default False.
+        leave_on_signals: from the start to the end of its membership, SIGTERM and the first Ctrl-C end this process in
+            good order: the step under way, or the next one, raises SystemExit(0) when it is done, and the end of
+            ``with optimizer:`` hands the pending steps in (``docs/operations.md``). Default False: they do what they
+            do in any process.
 
     Returns:
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
@@ -84,21 +90,22 @@ def wrap(
             cannot be used. When training starts: it has too little room, or the model is not on the CPU.
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
-    check_rest(model, method, group, state_dir, undo)
+    check_rest(model, method, group, state_dir, undo, leave_on_signals)
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     check_dense(model, method)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
     leads = group.island is None or group.island.leads
     memory = Mapped(Path(state_dir)) if state_dir is not None and leads else None
+    asked = Asked(on_signals=leave_on_signals)
     if group.island is None:
         check_whole_tensors(model)
-        wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo))
+        wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked))
         return wrapper
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
     check_for_island(group, undo)
-    wrapper._set_up(IslandCore(joined, model, method, group=group, island=group.island, memory=memory))
+    wrapper._set_up(IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked))
     return wrapper
 
 
@@ -163,6 +170,8 @@ class OuterOptimizer(Optimizer):
             RuntimeError: after `close`, or while the outer parameters are in the model.
             ftopt.errors.UserError: what trains is not what the replicas agreed on at the start (``docs/methods.md``).
             ftopt.errors.Refused: the job has refused this replica.
+            SystemExit: this process is to leave (``leave_on_signals``), or the torchrun that has started it is gone.
+                The step is done.
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
                 `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
         """
@@ -409,7 +418,7 @@ class OuterOptimizer(Optimizer):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leaves in good order; on an exception at once, without waiting for a round."""
-        self._core.close(flush=kind is None, timeout_s=30.0)
+        self._core.close(flush=kind is None or issubclass(kind, Leave), timeout_s=left_s())
 
 
 @cache

@@ -48,6 +48,7 @@ class Do(enum.IntEnum):
     EVALUATE = enum.auto()
     ZERO_GRAD = enum.auto()
     TELL_GRADIENT = enum.auto()
+    TELL_ASKED = enum.auto()
     RESET_STATE = enum.auto()
     SET_GROUPS = enum.auto()
     GO_ON = enum.auto()

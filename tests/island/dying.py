@@ -32,7 +32,13 @@ def main(steps: int, how: str) -> None:
         called = fully_shard(model, mesh=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0)
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=4), group=ftopt.connect(sync=sync, mesh=mesh))
+    optimizer = ftopt.wrap(
+        inner,
+        model,
+        ftopt.DiLoCo(sync_every=4),
+        group=ftopt.connect(sync=sync, mesh=mesh),
+        leave_on_signals=how == "leaves",
+    )
     with optimizer:
         start = optimizer.start_step
         print(f"rank {rank} pid {os.getpid()} starts at {start}", flush=True)  # noqa: T201

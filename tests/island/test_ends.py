@@ -94,3 +94,42 @@ def test_calls_in_one_island_are_alike_on_all_ranks_and_errors_in_them_end_it(tm
         run = Torchrun(tmp_path, url, "r0", 2, "-m", "tests.island.lasting")
         ends.callback(run.end)
         assert run.wait(120.0) == 0, run.said()
+
+
+@pytest.mark.parametrize(
+    ("how", "whom", "number", "said"),
+    [
+        pytest.param("leaves", "torchrun", signal.SIGTERM, "replica r0 leaves its job: SIGTERM", id="sigterm"),
+        pytest.param(
+            "leaves", "rank 1", signal.SIGTERM, "rank 1: SIGTERM", id="sigterm-to-one", marks=pytest.mark.slow
+        ),
+        pytest.param("", "torchrun", signal.SIGKILL, r"torchrun, is gone", id="sigkill"),
+    ],
+)
+def test_an_island_that_is_ended_hands_its_steps_in(
+    tmp_path: Path, how: str, whom: str, number: signal.Signals, said: str
+) -> None:
+    with two(tmp_path, 200, how, restarts=1) as (first, second):
+        until(lambda: "step 10 " in first.said())
+        pids = [int(pid) for pid in re.findall(r"rank \d pid (\d+)", first.said())]
+        rank = re.search(r"rank 1 pid (\d+)", first.said())
+        assert rank is not None
+        os.kill(first.process.pid if whom == "torchrun" else int(rank[1]), number)
+        until(lambda: not any(map(alive, pids)))
+        status = first.wait()
+        assert (status == 0) == (whom == "rank 1"), first.said()  # torchrun itself always dies of its own signal
+        text = first.out.read_text()
+        assert said in text, text
+        assert second.wait() == 0, second.said()
+    done = max(int(steps) for steps in re.findall(r"step \d+ \(\d+,\) (\d+)", text))
+    assert text.count("rank 0 pid") == 1  # it was not started again
+    assert committed(tmp_path, "r0") in (done, done + 1)  # the last step ends the loop before its line
+    assert committed(tmp_path, "r1") == 200
+
+
+def alive(pid: int) -> bool:
+    """Whether the process lives."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -53,6 +53,7 @@ class Units(UnitQueue):
         self._ask: Callable[[], None] | None = None
         self._check: Callable[[], None] = lambda: None
         self._idle: tuple[threading.Thread, Callable[[], None]] | None = None
+        self._look: tuple[threading.Thread, Callable[[], None]] | None = None
 
     draw = _locked(UnitQueue.draw)
     use = _locked(UnitQueue.use)
@@ -102,6 +103,8 @@ class Units(UnitQueue):
             out_of_units = self.out_of_units
             if out_of_units and self._idle is not None and self._idle[0] is threading.current_thread():
                 self._idle[1]()
+            if self._look is not None and self._look[0] is threading.current_thread():
+                self._look[1]()
         if low:
             ask()
         return unit
@@ -129,6 +132,11 @@ class Units(UnitQueue):
         At the end of the data a replica waits for its peers: what it has left must be offered, or none could finish.
         """
         self._idle = (threading.current_thread(), idle)
+
+    def while_waiting(self, look: Callable[[], None]) -> None:
+        """While this thread waits in `take` for whatever reason, ``look`` is called now and then; what it raises ends
+        the wait."""
+        self._look = (threading.current_thread(), look)
 
     # ------------------------------------------------------------ the client
 

@@ -1,0 +1,167 @@
+"""What asks a process to leave its jobs in good order: a signal, or the end of the torchrun that has started it.
+
+A signal handler only notes the signal. The loop ends at the end of a step, when the parameters are whole, by
+`Leave`, and `with optimizer:` then hands in what is pending.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from ftopt.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+TIMEOUT_S = 30.0
+"""How long leaving in good order takes at most, unless the user says otherwise."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_KILLED_S = 25.0
+"""torchrun, Kubernetes and Slurm kill a process 30 s after its SIGTERM: by then it has left."""
+_LEAST_S = 5.0
+
+
+class Leave(SystemExit):
+    """Ends the user's loop; the exit status is 0, for which no launcher starts the process again."""
+
+
+class Signals:
+    """SIGTERM and Ctrl-C, as long as some optimizer of this process listens to them.
+
+    The first one is noted. SIGTERM again is the same one: schedulers send it to all processes, and launchers pass it on
+    to them. Anything else is what it was without this object: a second Ctrl-C ends the process at once, and so does
+    SIGTERM after Ctrl-C, which is how torchrun passes a second Ctrl-C on.
+
+    Attributes:
+        got: the first signal; None: none yet.
+        at_s: when it came, by the monotonic clock.
+    """
+
+    def __init__(self) -> None:
+        self.got: signal.Signals | None = None
+        self.at_s = 0.0
+        self._listeners: set[int] = set()
+        self._joining: set[int] = set()
+        self._before: dict[int, object] = {}
+        self._process = 0
+
+    def listen(self, who: object, *, joining: bool = False) -> None:
+        """Notes signals from now on, for ``who``. While ``joining``, one ends the process at once: there is nothing to
+        leave. Signals that the process ignores stay ignored.
+
+        Raises:
+            UserError: this is not the main thread, where alone Python handles signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                "leave_on_signals=True on a thread that is not the main one, where alone Python handles signals; leave "
+                "it out there, and let the main thread tell this one when to end its loop"
+            )
+        if self._process != os.getpid():
+            self._process, self._listeners, self._joining, self.got = os.getpid(), set(), set(), None
+        if not self._listeners:
+            found = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+            for number in self._before:
+                signal.signal(number, self._note)
+        self._listeners.add(id(who))
+        (self._joining.add if joining else self._joining.discard)(id(who))
+
+    def end(self, who: object) -> None:
+        """``who`` has left: after the last one, signals are handled as before."""
+        if self._process != os.getpid() or id(who) not in self._listeners:
+            return
+        self._listeners.discard(id(who))
+        self._joining.discard(id(who))
+        if not self._listeners:
+            self._restore()
+            self.got = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        got = signal.Signals(number)
+        if self._process != os.getpid() or (self.got is not None and {got, self.got} != {signal.SIGTERM}):
+            self._restore()  # of a forked child, too: its signals are its own
+            os.kill(os.getpid(), number)
+        elif self.got is None:
+            self.got, self.at_s = got, time.monotonic()
+            if self._joining:
+                raise Leave(0)
+
+    def _restore(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:  # else user code has set another one since
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+
+
+signals = Signals()
+"""This process'."""
+
+
+class Asked:
+    """Whether a replica, or a rank of one, is asked to leave.
+
+    Args:
+        on_signals: SIGTERM and Ctrl-C ask it. The end of a torchrun does in any case: nobody would start its ranks
+            again, and nobody else could take their id.
+
+    Attributes:
+        watches: whether anything can ask it.
+    """
+
+    def __init__(self, *, on_signals: bool = False) -> None:
+        self._on_signals = on_signals
+        self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_RUN_ID") else None
+        self.watches = on_signals or self._launcher is not None
+
+    def why(self) -> str:
+        """The reason; "": it is not."""
+        if self._on_signals and (got := signals.got) is not None:
+            return "Ctrl-C" if got is signal.SIGINT else got.name
+        if self._launcher is not None and os.getppid() != self._launcher:
+            return f"the process that has started it, pid {self._launcher}, torchrun, is gone"
+        return ""
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """The block joins the job."""
+        if not self._on_signals:
+            yield
+            return
+        signals.listen(self, joining=True)
+        try:
+            yield
+            signals.listen(self)
+        except BaseException:
+            signals.end(self)
+            raise
+
+    def joined(self) -> None:
+        """Listens from now on."""
+        if self._on_signals:
+            signals.listen(self)
+
+    def left(self) -> None:
+        """Nothing is left to leave."""
+        signals.end(self)
+
+
+def leave(replica: str, why: str) -> NoReturn:
+    """Ends the user's loop."""
+    _log.warning("replica %s leaves its job: %s", replica, why)
+    raise Leave(0)
+
+
+def left_s() -> float:
+    """How long leaving may take."""
+    if signals.got is None:
+        return TIMEOUT_S
+    return max(_LEAST_S, _KILLED_S - (time.monotonic() - signals.at_s))

@@ -1,0 +1,206 @@
+"""A script that is told to end by a signal hands its steps in, without a line of its own for that."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.errors import UserError
+from ftopt.events import Event
+from tests.optimizer.running import together
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Each test leaves the process' handlers as they were."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
+def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = True) -> ftopt.OuterOptimizer:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=100), group=group, leave_on_signals=leave)
+
+
+def step(optimizer: ftopt.OuterOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def tell(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_step_that_a_signal_comes_in_is_the_last_one_and_all_are_handed_in(number: int) -> None:
+    optimizer, steps = wrapped(ftopt.solo()), 0
+    with pytest.raises(SystemExit) as ended, optimizer:
+        for steps in range(1, 10):
+            if steps == 3:
+                tell(number)
+            step(optimizer)
+    assert (ended.value.code, steps, optimizer.local_steps, optimizer.pending_steps) == (0, 3, 3, 0)
+    assert optimizer.committed.inner_step == 3
+
+
+def test_without_with_the_steps_are_handed_in_by_close() -> None:
+    optimizer = wrapped(ftopt.solo())
+    step(optimizer)
+    tell(signal.SIGTERM)
+    for _ in range(2):  # who goes on is told again
+        with pytest.raises(SystemExit):
+            step(optimizer)
+    optimizer.close()
+    assert (optimizer.local_steps, optimizer.pending_steps) == (3, 0)
+
+
+def test_sigterm_again_is_the_same_one() -> None:
+    optimizer = wrapped(ftopt.solo())
+    with pytest.raises(SystemExit), optimizer:
+        tell(signal.SIGTERM)
+        tell(signal.SIGTERM)
+        step(optimizer)
+    assert optimizer.pending_steps == 0
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_ctrl_c_is_what_it_always_was(first: int) -> None:
+    optimizer = wrapped(ftopt.solo())
+    with pytest.raises(KeyboardInterrupt), optimizer:
+        step(optimizer)
+        tell(first)
+        tell(signal.SIGINT)
+        step(optimizer)
+    assert optimizer.pending_steps == 1
+
+
+def test_who_waits_for_the_first_replicas_has_nothing_to_leave() -> None:
+    asked = threading.Event()
+
+    def on_event(event: Event) -> None:
+        if event.event == "connect" and not asked.is_set():
+            asked.set()
+            tell(signal.SIGTERM)
+
+    optimizer = wrapped(ftopt.local_groups(2, on_event=on_event)[0])
+    threading.Timer(1.0, on_event, (Event("connect", "r0", 1, fragment=0, version=0, inner_step=0, data={}),)).start()
+    with pytest.raises(SystemExit) as ended, optimizer:
+        pass
+    assert ended.value.code == 0
+
+
+def test_signals_are_left_alone_unless_asked_for_and_where_they_are_ignored() -> None:
+    mine: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: mine.append(number))
+    before, interrupt = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with wrapped(ftopt.solo(), leave=False) as optimizer:
+            tell(signal.SIGTERM)
+            step(optimizer)
+        assert mine == [signal.SIGTERM]
+        with wrapped(ftopt.solo()) as optimizer:
+            tell(signal.SIGINT)  # as of a script in the background
+            step(optimizer)
+            assert signal.getsignal(signal.SIGTERM) is not before
+        assert signal.getsignal(signal.SIGTERM) is before
+        with wrapped(ftopt.solo()):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # user code's own, which stays
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def test_two_jobs_of_one_process_are_both_left_with_all_steps() -> None:
+    first, second = wrapped(ftopt.solo()), wrapped(ftopt.solo())
+    with pytest.raises(SystemExit), first, second:
+        step(first)
+        step(second)
+        tell(signal.SIGTERM)
+        step(first)
+    assert (first.pending_steps, second.pending_steps, second.local_steps) == (0, 0, 1)
+    with wrapped(ftopt.solo()) as third:  # the signal was for those
+        step(third)
+
+
+def _sleeps(ready: Any) -> None:
+    ready.set()
+    signal.pause()
+
+
+def test_a_child_of_the_process_ends_as_ever() -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    with wrapped(ftopt.solo()) as optimizer:
+        step(optimizer)
+        child = context.Process(target=_sleeps, args=(ready,))
+        child.start()
+        ready.wait(30.0)
+        child.terminate()
+        child.join(30.0)
+        assert child.exitcode == -signal.SIGTERM
+        step(optimizer)
+
+
+def test_another_thread_than_the_main_one_is_refused() -> None:
+    def run() -> None:
+        with pytest.raises(UserError, match="leave_on_signals=True on a thread that is not the main one"):
+            wrapped(ftopt.solo()).__enter__()
+
+    together([run])
+
+
+def test_a_loop_that_waits_for_samples_is_ended_too() -> None:
+    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=2, grace_s=0.1, tail_s=60.0))
+    loaders = [ftopt.DataLoader(list(torch.arange(640.0)), batch_size=1, group=group) for group in groups]
+    drawn, ended = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with wrapped(groups[1], leave=False) as optimizer:
+            next(iter(loaders[1]))  # which this replica keeps
+            drawn.set()
+            ended.wait(60.0)
+            step(optimizer)
+
+    def asks() -> None:
+        while groups[0].session.state != "out_of_units":  # type: ignore[attr-defined]
+            ended.wait(0.01)
+        tell(signal.SIGTERM)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (other, asks)]
+    optimizer, steps = wrapped(groups[0]), 0
+    threads[0].start()
+    with pytest.raises(SystemExit), optimizer:
+        drawn.wait(60.0)
+        threads[1].start()
+        for _ in loaders[0]:
+            step(optimizer)
+            steps += 1
+        pytest.fail("the data ended")
+    ended.set()
+    for thread in threads:
+        thread.join(60.0)
+    assert steps > 0
+    assert (optimizer.local_steps, optimizer.pending_steps) == (steps, 0)
+
+
+@pytest.mark.parametrize("wrong", [None, "yes", 15])
+def test_it_is_true_or_false(wrong: Any) -> None:
+    with pytest.raises(UserError, match="leave_on_signals"):
+        wrapped(ftopt.solo(), leave=wrong)
