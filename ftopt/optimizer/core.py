@@ -503,8 +503,11 @@ class Core:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
         self.start()
         self._set_back()
-        self._join(self.started())
-        self._evaluated.put(self.started().fragments)
+        outer = self.started()
+        self._join(outer)
+        # Of a method that averages parameters, too: else the model itself is the committed state.
+        live = outer.gradients.live if outer.gradients is not None and len(outer.fragments) > 1 else None
+        self._evaluated.put(outer.fragments, live)
         self.report("evaluating")
 
     def exit_outer(self) -> None:

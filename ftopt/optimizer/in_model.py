@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.live import Live
 from ftopt.streams import used_here
 
 _INSTEAD = (
@@ -40,9 +41,13 @@ class OuterParameters:
     def __init__(self) -> None:
         self.there = False
         self._own: list[tuple[FlatView, list[Tensor]]] = []
+        self._live: Live | None = None
 
-    def put(self, fragments: Sequence[Fragment]) -> None:
-        """Puts it into the model; the replica's parameters are kept aside."""
+    def put(self, fragments: Sequence[Fragment], live: Live | None) -> None:
+        """Puts it into the model; the replica's parameters are kept aside. ``live``: what peers fetch of the model."""
+        if live is not None:
+            live.set_aside(live.view.clones())
+        self._live = live
         self._own, self.there = [(fragment.view, fragment.view.clones()) for fragment in fragments], True
         for fragment in fragments:
             anchor = fragment.state.anchor
@@ -54,6 +59,8 @@ class OuterParameters:
         for view, clones in self._own:
             view.restore(clones)
         self._own, self.there = [], False
+        if self._live is not None:
+            self._live.are_back()
 
 
 class Loads:
@@ -69,10 +76,8 @@ class Loads:
     def __init__(self, model: nn.Module, outer: OuterStep, before: Callable[[], bool]) -> None:
         self.own: list[list[Tensor]] | None = None
         self._outer, self._before = outer, before
-        first = outer.gradients
-        self._views: list[FlatView] = (
-            [fragment.view for fragment in outer.fragments] if first is None else [first.live.view]
-        )
+        live = self._live = None if outer.gradients is None else outer.gradients.live
+        self._views: list[FlatView] = [f.view for f in outer.fragments] if live is None else [live.view]
         hook = _Hook(self)
         modules: list[Any] = list(model.modules())
         self._handles = [module.register_load_state_dict_pre_hook(hook) for module in modules]
@@ -81,6 +86,8 @@ class Loads:
         """Weights are about to be loaded."""
         if self.own is None and self._before():
             self.own = [view.clones() for view in self._views]
+            if self._live is not None:
+                self._live.set_aside(self.own[0])
 
     def loaded(self) -> bool:
         """Whether the parameters are others than before the load."""
@@ -88,7 +95,8 @@ class Loads:
         if own is None:
             return False
         if all(view.equals(clones) for view, clones in zip(self._views, own, strict=True)):
-            self.own = own = None
+            own = None
+            self._are_back()
         return own is not None
 
     def set_back(self, *, closing: bool) -> None:
@@ -101,7 +109,7 @@ class Loads:
             steps = outer.drop_loaded()
         else:
             self._write(self.own)
-        self.own = None
+        self._are_back()
         dropped = f"; {steps} pending inner steps are dropped" if steps else ""
         now = (
             "what is handed in now are the replica's own, and then the loaded ones are in the model again"
@@ -122,6 +130,11 @@ class Loads:
         if not self.loaded():
             return None
         return partial(self._write, [view.clones() for view in self._views])
+
+    def _are_back(self) -> None:
+        self.own = None
+        if self._live is not None:
+            self._live.are_back()
 
     def _write(self, clones: Sequence[Sequence[Tensor]]) -> None:
         for view, each in zip(self._views, clones, strict=True):

@@ -261,3 +261,38 @@ def test_units_of_steps_that_a_load_has_dropped_are_used_again() -> None:
             if used == 6:
                 model.load_state_dict(far(model))
     assert used == 14 and size(model) < 2.0
+
+
+@pytest.mark.parametrize("method", GRADIENTS, ids=IDS[len(PARAMETERS) :])
+@pytest.mark.parametrize("what", [*LOADS[:3], "outer_parameters"])
+def test_what_is_in_the_model_for_a_while_goes_to_no_joiner(method: Method, what: Callable[[Net], None] | str) -> None:
+    """A peer that joins meanwhile fetches the model and the inner state that the replicas have agreed on."""
+    model = Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with ftopt.wrap(inner, model, method, group=ftopt.solo()) as optimizer:
+
+        def step() -> None:
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(4):
+            step()
+        fragment = optimizer._core.started().gradients
+        assert fragment is not None
+        own, before = fragment.serve(), optimizer.anchor_digest()
+        compared = fragment.live.compared()
+        if isinstance(what, str):
+            with optimizer.outer_parameters():
+                assert fragment.serve()[0] == own[0]
+                assert fragment.live.compared() == compared
+        else:
+            what(model)
+            assert fragment.serve()[0] == own[0]
+            assert fragment.live.compared() == compared
+            assert optimizer.anchor_digest() == before
+            with pytest.warns(UserWarning, match="weights were loaded"):
+                step()
+            assert fragment.serve()[0] == own[0], "that step is dropped"
+        step()
+        assert fragment.serve()[0] != own[0]

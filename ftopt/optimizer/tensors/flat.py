@@ -170,9 +170,9 @@ class FlatView:
         return torch.empty(self.numel, dtype=torch.float32, device=self.device)
 
     @torch.no_grad()
-    def read(self, out: Tensor) -> Tensor:
-        """Copies the parameters into ``out``, a flat fp32 tensor, exactly; returns it."""
-        torch._foreach_copy_(self._views(out), self._locals())
+    def read(self, out: Tensor, clones: Sequence[Tensor] | None = None) -> Tensor:
+        """Copies the parameters, or `clones` of them, into ``out``, a flat fp32 tensor, exactly; returns it."""
+        torch._foreach_copy_(self._views(out), self._locals() if clones is None else list(clones))
         return out
 
     def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:

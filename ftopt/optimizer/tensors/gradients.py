@@ -90,8 +90,8 @@ class GradientView(FlatView):
         """Multiplies the gradients that the parameters have at present."""
         torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
 
-    def read(self, out: Tensor) -> Tensor:
-        return out.copy_(self._sum)
+    def read(self, out: Tensor, clones: Sequence[Tensor] | None = None) -> Tensor:
+        return out.copy_(self._sum if clones is None else clones[0])
 
     def parts(self, size: int) -> Iterator[tuple[Tensor, slice]]:
         for part in torch.split(self._sum, size):

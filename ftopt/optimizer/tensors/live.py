@@ -44,6 +44,7 @@ class Live:
         self.lock = threading.Lock()
         self.view = FlatView(model, buffers=buffers)
         self._inner = inner
+        self._own: list[Tensor] | None = None
         names = {id(p): name for name, p in trainable(model)}
         self._owners = [
             (names[id(p)], p, group, optimizer)
@@ -52,6 +53,17 @@ class Live:
             for p in group["params"]
             if id(p) in names
         ]
+
+    def set_aside(self, clones: list[Tensor]) -> None:
+        """Other parameters come into the model for a while, to evaluate them, say: the replica's own are ``clones`` of
+        the view. Peers get these."""
+        with self.lock:
+            self._own = clones
+
+    def are_back(self) -> None:
+        """The replica's own parameters are in the model again."""
+        with self.lock:
+            self._own = None
 
     def digest(self) -> str:
         """The digest of the model and the inner state as they are."""
@@ -137,11 +149,12 @@ class Live:
             optimizer.state[parameter] = state
 
     def _copies(self) -> dict[str, Tensor]:
-        tensors = {_PARAMS: self.view.read(self.view.empty())}
+        tensors = {_PARAMS: self.view.read(self.view.empty(), self._own)}
         return tensors | {_INNER + name: tensor.detach().clone() for name, tensor in self._inner_tensors()}
 
     def _compared_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, local(parameter)) for name, parameter, _, _ in self._owners)
+        aside = {} if self._own is None else dict(zip(self.view.names, self._own, strict=True))
+        yield from ((name, aside.get(name, local(parameter))) for name, parameter, _, _ in self._owners)
         for name, tensor in self._inner_tensors():
             own = local(tensor)
             if type(own) is Tensor:  # quantized states (torchao's) know few operations
