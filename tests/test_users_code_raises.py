@@ -344,3 +344,31 @@ def test_an_inner_step_that_raises_is_never_taken_again_by_itself(method: ftopt.
 
     together([refused, goes_on])
     assert second.optimizer.committed.inner_step == STEPS
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_step_that_one_alone_has_broken_off_ends_it_only_if_a_peer_may_have_taken_it(fetched: bool) -> None:
+    """A peer that fetches the version before this replica has used its gradient takes that step."""
+
+    def on_event(event: ftopt.Event) -> None:
+        if fetched and event.event == "apply" and event.version == 3:
+            gradients = replica.optimizer._core.started().gradients
+            assert gradients is not None
+            _, tensors = gradients.serve()
+            assert "gradient" in tensors
+
+    def raises(*_: object) -> None:
+        if replica.optimizer.committed.version == 3:
+            handle.remove()
+            raise Mine
+
+    replica = Replica(ftopt.solo(on_event=on_event), METHODS["sync_sgd"], 0)
+    handle = replica.inner.register_step_pre_hook(raises)
+    with replica.optimizer:
+        while not replica.raised:
+            replica.step()
+        if not fetched:
+            replica.train()
+            return
+        with pytest.raises(ftopt.FtoptError, match="was broken off by Mine"):
+            replica.step()

@@ -68,6 +68,7 @@ class GradientFragment(Fragment):
         self.carries_over = group.global_batch is None
         self.in_step = False
         self.live, self.stepped, self._verify_every = live, state, verify_every
+        self._handed_on: CommittedState | None = None  # with its gradient, to a peer
         self._inner, self._group, self._trained = inner, group, trained
         clip_norm = method.clip_norm if isinstance(method, SyncSGD) else None
         self._clip_norm = _LARGEST if clip_norm is None else clip_norm
@@ -95,7 +96,10 @@ class GradientFragment(Fragment):
             state = self.state
             if state.live is not None and self.stepped is not state:  # the model here is still of another version
                 return state.digest, dict(state.live)
-            used = (GRADIENT, PRESENT) if self.stepped is state else ()  # in the model already
+            if self.stepped is state:
+                used: tuple[str, ...] = (GRADIENT, PRESENT)  # in the model already
+            else:
+                used, self._handed_on = (), state
             return live.serve({name: tensor for name, tensor in state.outer.items() if name not in used})
         finally:
             live.lock.release()
@@ -137,7 +141,7 @@ class GradientFragment(Fragment):
                 self._inner.step(None)
         except BaseException as error:
             self.stepped = state
-            alone = state.made is not None and state.made.size == 1
+            alone = state.made is not None and state.made.size == 1 and self._handed_on is not state
             if self._trained is not None and not alone:
                 self._trained.refuse(_broken_off(self._group.replica, error))
             raise
