@@ -218,6 +218,9 @@ class Checks:
         for process in self.world.processes.values():
             if process is conn.process or not self.counts(process):
                 continue
+            member = machine.roster.current(process.incarnation_id)
+            if member is not None and member.address not in ("", process.machine.identity.address):
+                continue  # another process has resumed as it; it is given up when it comes back
             if both := intersect(ranges, process.machine.lease.held):
                 raise Violation("I3", f"{conn.process.name} is granted {both}, and {process.name} holds them")
 

@@ -21,13 +21,13 @@ from tests.optimizer.running import together
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Each test leaves the process' handlers as they were."""
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    """Each test leaves the process' handlers as they were: Python's, also where the shell has the tests' process, as
+    all in its background, ignore Ctrl-C."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
-        signal.signal(number, handler)
-    assert after == before
+    after = {number: signal.signal(number, handler) for number, handler in before.items()}
+    assert after == usual
 
 
 def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = True) -> ftopt.OuterOptimizer:

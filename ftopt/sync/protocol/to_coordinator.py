@@ -39,7 +39,7 @@ class Hello:
     resumes from a checkpoint: replica that does not come back -> replica that takes over its pending units (ADOPT).
     ``arithmetic``: digest of what its machine computes in a probe, where replicas should stay equal; "" elsewhere.
     ``checkpoint``: of a sender that holds nothing, the state of fragment 0 that it can restore; its chain is "" when it
-    cannot be read. ``resumed``: its incarnation is a checkpoint's, and this process has not been let in with it yet.
+    cannot be read. ``resumed``: its incarnation, if any, and ``gone`` are a checkpoint's; it has not been let in yet.
     """
 
     protocol: int

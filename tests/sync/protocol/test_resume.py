@@ -372,3 +372,20 @@ def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_
     assert a.machine.welcomed and not twin.machine.welcomed
     assert (a.machine.incarnation, a.record.version) == (1, 2)
     assert a.machine.fragments[0].outstanding
+
+
+def test_who_comes_back_after_another_process_has_resumed_as_it_is_a_newcomer() -> None:
+    """The other one has ended again; what it held is its incarnation's, and may have been granted to others since."""
+    table, (a, b) = at_version_1("a", "b")
+    there = [held(a), held(b)]
+    a.cut()
+    twin = twin_of(table, "a", there, "a", "b")
+    twin.connect()
+    let_pass(table, 1, b, twin)
+    assert twin.machine.welcomed
+    twin.cut()
+    a.connect()
+    assert "superseded" in a.pop(r.Reset).reason
+    a.connect()
+    let_pass(table, 1, a, b)
+    assert (a.machine.welcomed, a.machine.incarnation) == (True, 2)

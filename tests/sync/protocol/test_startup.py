@@ -229,3 +229,15 @@ def test_a_process_that_comes_again_takes_the_place_of_its_own_broken_connection
     a.take()
     assert a.machine.welcomed
     assert b.machine.welcomed
+
+
+def test_who_was_given_up_tells_a_coordinator_that_has_forgotten_it() -> None:
+    """FENCE: its steps are counted from 1 again, and a state may count those of its former incarnation."""
+    table = Table(start_replicas=1)
+    (a,) = trained(table, "a")
+    table.do(table.coordinator.members.gone(("a", 1), "given up"))
+    a.take()
+    table.restart(journal=False)
+    a.connect()
+    let_pass(table, 40, a)
+    assert (a.machine.welcomed, a.machine.incarnation) == (True, 2)

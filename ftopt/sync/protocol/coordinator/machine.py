@@ -198,23 +198,25 @@ class Coordinator:
 
     def _let_in(self, now: float, conn: int, hello: m.Hello) -> Effects:
         """No other process of its id is here."""
-        if hello.resumed and (living := self._living(hello.gone)):
-            reason = f"its checkpoint is resumed without {', '.join(living)}, but the job goes on, with them"
+        living = self._living(hello.gone) if hello.resumed else set()
+        if living and hello.incarnation:
+            names = ", ".join(sorted(replica for replica, _ in living))
+            reason = f"its checkpoint is resumed without {names}, but the job goes on, with them"
             return refuse(conn, hello, "gone", reason)
         effects: Effects = []
         for incarnation_id in hello.gone:
-            if not self.roster.is_gone(incarnation_id):
+            if not self.roster.is_gone(incarnation_id) and incarnation_id not in living:
                 effects += self._learn_gone(now, hello, incarnation_id)
         for incarnation_id in hello.roster:
             effects += self.members.know(now, incarnation_id)
         return effects + (self._return if hello.incarnation else self._newcomer)(now, conn, hello)
 
-    def _living(self, gone: tuple[m.IncarnationId, ...]) -> list[str]:
-        """Replicas that are here as one of these incarnations."""
+    def _living(self, gone: tuple[m.IncarnationId, ...]) -> set[m.IncarnationId]:
+        """Those of them that are here."""
         here = {x.incarnation_id for x in self.roster.connected()}
         if self.startup is not None:
             here |= {(h.replica, h.incarnation) for h in self.startup.hellos.values() if h.was_let_in}
-        return sorted(replica for replica, _ in here.intersection(gone))
+        return here.intersection(gone)
 
     def _learn_gone(self, now: float, hello: m.Hello, incarnation_id: m.IncarnationId) -> Effects:
         """FENCE. A replica that restores a checkpoint of an incarnation that is gone comes back as the next one."""
@@ -241,7 +243,8 @@ class Coordinator:
         if member is not None and member.conn is not None and member.conn != conn:
             effects += self.members.away(now, member, close=True)
             member = self.roster.current(incarnation_id)  # None: it had said `Bye`, and has left with that connection
-        if member is None:
+        replaced = member is not None and hello.was_let_in and member.address not in ("", hello.address)
+        if member is None or replaced:  # or another process has resumed as it meanwhile, and holds other units
             reason = "this incarnation has left, was given up, or superseded"
             return [*effects, *refuse(conn, hello, "gone", reason)]
         if self.startup is not None:

@@ -81,7 +81,7 @@ class Startup:
         if former is not None:
             other = self.hellos[former]
             same = one_process(other, hello)
-            if not (same or hello.was_let_in or (hello.resumed and not other.incarnation)):
+            if not (same or hello.was_let_in or hello.incarnation > 0 == other.incarnation):
                 return [self._waits(conn, hello)]
             del self.hellos[former]
             self._came_s.pop(former, None)

@@ -30,7 +30,7 @@ class Replica:
     connected: bool = False
     welcomed: bool = False
     resumed: bool = False
-    """Whether its incarnation is a checkpoint's, and it was not let in yet."""
+    """Whether its incarnation, and who is gone, is a checkpoint's, and it was not let in yet."""
     leaving: bool = False
     roster: dict[str, int] = field(default_factory=dict)
     gone: dict[str, int] = field(default_factory=dict)
@@ -272,7 +272,10 @@ class Replica:
             case m.Welcome():
                 return self._welcome(message)
             case m.Refuse(kind="gone", reason=reason):
-                return self._die(reason)
+                incarnation, effects = self.incarnation, self._die(reason)
+                if incarnation:  # FENCE: the next coordinator may have forgotten it
+                    self._learn((), ((self.identity.replica, incarnation),))
+                return effects
             case m.Refuse(kind="unreadable", reason=reason) if self.incarnation:
                 return [e.Notice(reason)]  # It was let in before: it trains on, and comes again.
             case m.Refuse(reason=reason):
@@ -353,9 +356,9 @@ class Replica:
         self.roster = {r: i for r, i in self.roster.items() if not m.is_gone((r, i), self.gone)}
 
     def _die(self, reason: str) -> list[e.ReplicaEffect]:
-        if self.resumed:  # who is gone is what the checkpoint's readers have agreed on, not what a coordinator has said
-            self.roster, self.gone, self._adopted_by = {}, {}, {}
-        self.incarnation, self.welcomed, self.resumed, self._copy = 0, False, False, None
+        if self.resumed:
+            self.roster, self._adopted_by = {}, {}
+        self.incarnation, self.welcomed, self._copy = 0, False, None
         self.lease.reset()
         return [*(effect for f in self.fragments for effect in f.become_reset()), e.Reset(reason)]
 
