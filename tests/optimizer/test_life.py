@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.outer import SGD, OuterOptimizerRule, Torch
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.settings import Sync
+from ftopt.sync.replica.session import Session
 from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem
 
@@ -225,11 +227,19 @@ def test_who_leaves_offers_all_fragments_at_once() -> None:
 def test_connections_that_close_slowly_are_no_error(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told, end = threading.Event(), Session.end
+
+    async def slow(session: Session) -> None:
+        await asyncio.to_thread(told.wait, 30)
+        await end(session)
+
+    monkeypatch.setattr(Session, "end", slow)
     monkeypatch.setattr("ftopt.sync.replica.client._END_S", 0.0)
     model = TASK.model(0)
     with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=1), group=solo()) as optimizer:
         _step(optimizer, model, 0)
     assert optimizer.versions == (1,)
+    told.set()
     assert "r0: its connections are not closed after 0 s, which goes on" in caplog.text
 
 
