@@ -169,14 +169,20 @@ def _wipes(facts: Facts, events: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _judge_events(facts: Facts, outcome: Outcome, events: Sequence[Mapping[str, Any]], wipes: Sequence[float]) -> None:
     """Where all state has died, who had taken up the old one before that was known is on another branch: until it says
-    so, which one that was stopped does when it goes on."""
+    so, which one that was stopped does when it goes on, and one that resumes from a checkpoint of before."""
 
     def is_of_before(e: Mapping[str, Any]) -> bool:
         if any(0 <= e["t_s"] - wiped < _AT_WORK_S for wiped in wipes):
             return True
         lives = [run for run in facts.runs if run.life.replica == e["replica"]]
-        began = [run.began - facts.started for run in lives if not run.ended or run.ended - facts.started > e["t_s"]]
-        return e["event"] == "fork" and any(t < wiped < e["t_s"] for t in began for wiped in wipes)
+        lives = [run for run in lives if not run.ended or run.ended - facts.started > e["t_s"]]
+        let_in = [x["t_s"] for x in events if x["event"] in ("join", "return") and x["replica"] == e["replica"]]
+        for run in lives if e["event"] == "fork" else ():
+            began = run.began - facts.started
+            resumes = run.life.resume and not any(began < t < e["t_s"] for t in let_in)
+            if any(wiped < e["t_s"] and (resumes or began < wiped) for wiped in wipes):
+                return True
+        return False
 
     odd = Counter(e["event"] for e in events if e["event"] in BAD_EVENTS and not is_of_before(e))
     outcome.bad += [f"{count} events {event}" for event, count in odd.items()]

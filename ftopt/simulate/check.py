@@ -33,9 +33,9 @@ class SimVersion:
 class Checks:
     """What is known of the history so far.
 
-    ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the term in which a version was
-    decided first. ``excused``: terms that may have forked the history, and why. ``founded``: where the first global
-    batch of a start begins, by the beginning of its chains.
+    ``gone``: incarnations that some coordinator has declared gone. ``deciders``: the terms in which a version was
+    decided, the first one first. ``excused``: terms that may have forked the history, and why. ``founded``: where the
+    first global batch of a start begins, by the beginning of its chains.
     """
 
     def __init__(self, world: World) -> None:
@@ -43,7 +43,7 @@ class Checks:
         self.versions: dict[tuple[int, str], SimVersion] = {}
         self.gone: set[m.IncarnationId] = set()
         self.decisions: dict[tuple[int, str], Decided] = {}
-        self.deciders: dict[tuple[int, str], Term] = {}
+        self.deciders: dict[tuple[int, str], list[Term]] = {}
         self.excused: dict[Term, str] = {}
         self.founded: dict[str, int] = {}
 
@@ -81,12 +81,12 @@ class Checks:
         past = machine is None or (conn is not None and conn.server_life != self.world.server.life)
         if past and any(server.forgot for server in self.world.servers) and not parent:
             # A message of a coordinator that has lost its memory arrives late: no process could know of it.
-            self.excuse(self.deciders[key], f"{process.name} was started late by this coordinator of the past")
+            self.excuse(self.deciders[key][0], f"{process.name} was started late by this coordinator of the past")
         if not self.counts(process):
             return
         for other in self.world.processes.values():
-            if other is process or not self.counts(other) or other.machine.fragments[fragment].reset:
-                continue
+            if other is process or not self.counts(other) or not other.machine.fragments[fragment].sound:
+                continue  # what is void or in doubt is replaced
             theirs = other.machine.fragments[fragment].record
             if (theirs is not None and not theirs.version and not other.machine.ready) or not process.machine.ready:
                 continue  # half of a cold start, not trained from yet, may be begun anew
@@ -104,7 +104,7 @@ class Checks:
                 if self.counts(process) and process.follows != server.term:
                     self.excuse(server.term, f"{process.name} follows another coordinator")
         self.decisions.setdefault((decision.fragment, decision.chain), decision)
-        self.deciders.setdefault((decision.fragment, decision.chain), server.term)
+        self.deciders.setdefault((decision.fragment, decision.chain), []).append(server.term)
 
     def excuse(self, term: Term, why: str) -> None:
         """Another coordinator may decide otherwise than the one of this term."""
@@ -123,8 +123,8 @@ class Checks:
         forks = [v for v in lines[0].keys() & lines[1].keys() if lines[0][v] != lines[1][v]]
         if not forks:
             return lines[0].keys() <= lines[1].keys() or lines[1].keys() <= lines[0].keys()
-        one, other = (self.deciders[(fragment, line[min(forks)])] for line in lines)
-        return one != other and (one in self.excused or other in self.excused)
+        ones, others = (self.deciders[(fragment, line[min(forks)])] for line in lines)
+        return any(a != b and not self.excused.keys().isdisjoint((a, b)) for a in ones for b in others)
 
     def _line(self, fragment: int, chain: str) -> dict[int, str]:
         """Version -> chain, from the first one on."""

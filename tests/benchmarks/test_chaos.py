@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,4 +260,16 @@ def test_who_has_lived_through_a_new_start_may_say_so_late(tmp_path: Path, began
     found.runs[1].began = began
     start = {"event": "start", "t_s": 8.0, "version": 0, "data": {"versions": [0]}}
     events(tmp_path, start, {"event": "fork", "replica": "r1", "t_s": 15.0, "version": 9})
+    assert account.judge(found).bad == bad
+
+
+@pytest.mark.parametrize(("let_in_s", "bad"), [(9.0, []), (14.0, ["1 events fork"])])
+def test_who_resumes_from_a_checkpoint_of_before_a_new_start_is_not_let_in(
+    tmp_path: Path, let_in_s: float, bad: list[str]
+) -> None:
+    found = facts(tmp_path, steps=[10.0, 7.0])
+    found.runs[1].began, found.runs[1].life = 12.0, replace(found.runs[1].life, resume=True)
+    start = {"event": "start", "t_s": 8.0, "version": 0, "data": {"versions": [0]}}
+    let_in = {"event": "join", "replica": "r1", "t_s": let_in_s, "version": 0}
+    events(tmp_path, start, let_in, {"event": "fork", "replica": "r1", "t_s": 15.0, "version": 9})
     assert account.judge(found).bad == bad

@@ -550,3 +550,42 @@ def test_adopt_a_coordinator_that_lives_on_keeps_the_units_of_a_missing_replica_
     seats["b"].connect()
     assert not table.events("held_twice")
     assert pending[0] in seats["b"].machine.lease.held
+
+
+def test_what_a_newer_checkpoint_holds_is_nobody_elses_when_one_that_resumed_from_an_older_one_is_lost() -> None:
+    """b has died; a process that resumes from its older checkpoint is let in and dies; then one resumes from its newer
+    one. What b was granted between the two was free for a while."""
+    table, (a, b) = job("a", "b")
+    older = checkpoint_of(b)
+    commit(a, b, units=2, last_step=2)
+    newer = checkpoint_of(b)
+    assert newer.queue != older.queue
+    b = b.die()
+    b.machine.resume(older)
+    b.machine.lease.wants = 0
+    b.connect()
+    b = b.die()
+    a.do(a.machine.ask())
+    a.take()
+    assert not intersect(a.machine.lease.held, newer.queue)
+    b.machine.resume(newer)
+    b.connect()
+    assert not table.events("held_twice")
+    a.do(a.machine.ask())
+    a.take()
+    assert not intersect(a.machine.lease.held, b.machine.lease.held)
+
+
+def checkpoint_of(seat: Seat) -> Held:
+    machine = seat.machine
+    return Held(
+        seat.name,
+        machine.incarnation,
+        machine.epoch,
+        {},
+        dict(machine.roster),
+        records=(seat.record,),
+        samples=ENDLESS,
+        cursor=machine.lease.cursor,
+        queue=machine.lease.held,
+    )

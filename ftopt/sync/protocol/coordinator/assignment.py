@@ -50,7 +50,7 @@ class Assignment:
         return []
 
     def expect(self, incarnation_id: m.IncarnationId) -> None:
-        """An incarnation is on the roster from now on."""
+        """It is not known what an incarnation that is on the roster holds."""
 
     def admit(self, member: Member, hello: m.Hello) -> Effects:
         return []

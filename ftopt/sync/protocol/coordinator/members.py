@@ -59,6 +59,7 @@ class Members:
         if not initial_source and any(self.off_branch(p) for p in hello.positions):
             return self.fork(member, hello.positions)
         member.address, member.leaving, member.stalled_at = hello.address, False, None
+        member.resumed = hello.resumed
         unlike = self._unlike(member, hello.arithmetic)
         member.inner_step, member.state = hello.inner_step, "training" if hello.positions else "fetching"
         if member.counted is None:
@@ -109,6 +110,8 @@ class Members:
             r.lose(member.replica)
         effects: Effects = [Close(conn)] if close and conn is not None else []
         effects += self.backups.lost(member)
+        if member.resumed:  # another process may resume as it, from a newer checkpoint, which holds more
+            self.assignment.expect(member.incarnation_id)
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
         return [*effects, Emit("lost", *member.incarnation_id)]

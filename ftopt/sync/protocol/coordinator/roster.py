@@ -33,6 +33,7 @@ class Member:
     heard_s: float = 0.0
     lost_s: float = 0.0
     hung_up: bool = False  # its last connection has ended, and has not merely fallen silent
+    resumed: bool = False  # this connection is the first of a process that has resumed from a checkpoint
     leaving: bool = False
     said_bye: bool = False  # it leaves as soon as another member holds what it holds
     stalled_at: int | None = None  # its inner step when it let a call-in pass; it counts as hung until that moves on

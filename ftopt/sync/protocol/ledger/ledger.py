@@ -63,7 +63,11 @@ class Ledger:
         return intersect(held, others)
 
     def expect(self, incarnation_id: IncarnationId) -> None:
-        """LIMBO: an incarnation is on the roster, and what it holds is unknown; a newcomer claims at once."""
+        """LIMBO: what an incarnation on the roster holds is unknown.
+
+        It is new there (a newcomer claims at once), or its process, which had resumed from a checkpoint, is lost:
+        another one may come from a newer checkpoint.
+        """
         self.unheard.add(incarnation_id)
 
     def gone(self, incarnation_id: IncarnationId, adopter: IncarnationId | None = None) -> None:
