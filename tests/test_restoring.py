@@ -205,7 +205,10 @@ def test_who_says_resume_at_each_start_is_a_newcomer_where_others_live(tmp_path:
     decided = [event for event in events if event.event == "decide"]
     ranges = [part for event in decided for parts in event.data["ranges"].values() for part in parts]
     assert sorted(unit for start, stop in ranges for unit in range(start, stop)) == list(range(120))
-    last: dict[tuple[str, int], int] = {}
+    # Where it died before the checkpoint of version 2 was complete, the job has counted more of r1's steps than it has.
+    # It is a newcomer then: it goes on counting its steps where the checkpoint's end, and drops what it did meanwhile.
+    dropped = sum(event.data["steps"] for event in events if event.event == "discarded")
+    last = {("r1", 2): 4 + dropped} if any(event.event == "reset" for event in events) else {}
     for event in decided:
         for replica, life, steps, last_step, *_ in event.data["members"]:
             assert steps == last_step - last.get((replica, life), 0)
