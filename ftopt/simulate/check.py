@@ -159,7 +159,8 @@ class Checks:
         own = first.conn
         if conn.process is first or not first.alive or not first.machine.welcomed or own is None or not own.works:
             return
-        if self.world.now < first.frozen_until_s + 1.0:  # it was silent for too long, and is not heard again yet
+        silent_until_s = max(first.frozen_until_s, own.unheard_until_s)
+        if self.world.now < silent_until_s + 1.0:  # it was silent for too long, and is not heard again yet
             return
         if own.server is conn.server and own.number in here and first.machine.incarnation == incarnation:
             raise Violation("I2", f"two processes are let in as {first.name}#{incarnation}")

@@ -335,6 +335,35 @@ def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_
     assert [x.replica for x in table.events("gone")] == ["a"]
 
 
+def test_who_fetches_what_its_peers_have_committed_is_not_given_up_for_what_it_does_not_do_meanwhile() -> None:
+    samples = Samples(samples=4, batch_size=1, epochs=1)
+    table = Table(2, samples=samples, wants=2, tail_s=5.0)
+    a, b = table.start("a", "b")
+    a.use(1)
+    b.use(2)
+    a.propose(1)
+    b.propose(2)
+    for seat in (a, b):
+        seat.reduce()
+    for seat in (a, b):
+        seat.take()
+    a.cut()
+    b.propose(2, fragment=1)
+    table.tick(2.0)
+    b.reduce()
+    b.take()
+    assert b.machine.fragments[1].record.version == 1
+    b.do(b.machine.ask())
+    b.take()
+    a.connect()
+    table.tick(4.0)
+    a.fetch(b, 1)
+    table.tick(4.0)
+    assert a.machine.lease.held == ((1, 2),) and not table.events("gone")
+    table.tick(4.0)
+    assert [x.replica for x in table.events("gone")] == ["a"]
+
+
 def test_who_was_in_an_attempt_that_has_failed_is_not_given_up_before_its_reducer_can_be_free() -> None:
     table, (a, b, c) = job("a", "b", "c", samples=Samples(samples=3, batch_size=1, epochs=1), wants=1, tail_s=3.0)
     for seat in (a, b, c):

@@ -284,6 +284,7 @@ class Coordinator:
             case m.Holds(position=p) if self._has(p.fragment):
                 if self.members.off_branch(p):
                     return self.members.fork(member, (p,))
+                member.moved_s = now
                 self.rounds[p.fragment].fetched(now, member, p)
                 self.assignment.arrived(member)
             case m.Lacks(fragment=f) if self._has(f):

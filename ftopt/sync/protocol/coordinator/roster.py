@@ -29,7 +29,7 @@ class Member:
     state: str = "starting"
     inner_step: int = 0
     step_s: float = 0.0
-    moved_s: float = -math.inf  # when it was last seen to have taken an inner step, or to be done waiting for its peers
+    moved_s: float = -math.inf  # when it last took an inner step, fetched a version, or was done waiting for its peers
     heard_s: float = 0.0
     lost_s: float = 0.0
     hung_up: bool = False  # its last connection has ended, and has not merely fallen silent
