@@ -30,7 +30,7 @@ class Alone:
         if welcomed:
             if self._said and self._answered_s is not None:
                 text = "replica %s: the coordinator is found again after %.0f s; %d inner steps are pending"
-                _log.info(text, self._replica, now - self._answered_s, self._pending())
+                _log.warning(text, self._replica, now - self._answered_s, self._pending())
             self._answered_s, self._said = now, False
         elif not self._said and self._answered_s is not None and now > self._answered_s + self._patience_s:
             self._said = True

@@ -33,6 +33,7 @@ from ftopt.sync.replica.fetcher import Fetcher
 from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.link import Channel, Link
 from ftopt.sync.replica.loop import LoopThread
+from ftopt.sync.replica.peers import Peers
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
 from ftopt.sync.replica.shell import committed_of
@@ -89,6 +90,7 @@ class Session:
         self._notice = ""
         self._said_bye = False
         self._cut_until_s = 0.0
+        self._peers = Peers(replica)
         self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, self.copies.copy_of)
@@ -337,6 +339,7 @@ class Session:
                 self.emit("outlier", fragment=fragment, version=version, data={"reason": reason})
                 self.host.exclude(fragment, reason, void=void)
             case e.CommitPrepared(attempt=attempt, record=record):
+                self._peers.committed(record.fragment, record.version, self.machine.fragments[record.fragment].members)
                 started = self.reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
                 self.host.commit(started, committed_of(self.machine, record))

@@ -366,7 +366,7 @@ def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_
     twin.connect()
     b.connect()
     let_pass(table, 2, b, twin)
-    assert "for the process that was a before" in [x.text for x in twin.asked if isinstance(x, r.Notice)][-1]
+    assert "whether an earlier a still runs" in [x.text for x in twin.asked if isinstance(x, r.Notice)][-1]
     a.connect()
     let_pass(table, 8, a, b, twin)
     assert a.machine.welcomed and not twin.machine.welcomed

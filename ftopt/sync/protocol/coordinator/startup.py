@@ -250,12 +250,13 @@ class Startup:
         before = [x for x, _ in self._contested()]
         unheard = [x for x in self.absent() if x not in before]
         if not unheard and (names := [*(x.replica for x in before), *(replica for replica, _ in self._doubtful())]):
-            return f"waiting {self.sync.dead_after_s:g} s at most for the process that was {_first(names)} before"
+            return f"waiting {self.sync.dead_after_s:g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := self._indispensable(unheard):
             newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
             return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
         if self.state_holders() or unheard:
-            return f"recovering: waiting for {_names(unheard) or 'nobody'}, {left_s:.0f} s at most"
+            waits = f": waiting for {_names(unheard)}, {left_s:.0f} s at most" if unheard else ""
+            return f"the job goes on from what its replicas hold{waits}"
         here, wanted = len(self.hellos), self.sync.start_replicas
         if (unsure_s := self._known_new_s() - now) > 0 and (wanted is None or here >= wanted):
             return (

@@ -1,0 +1,53 @@
+"""Says with whom a replica averages: who is missing in a version, who is back, who is new."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from ftopt.sync.protocol import messages as m
+
+_log = logging.getLogger(__name__)
+_NAMED = 8  # of more, the log tells how many
+
+
+class Peers:
+    """Looks at each version that this replica commits. Of one that is missing again and again it tells the first, the
+    second, the fourth time, and so on.
+
+    Args:
+        replica: its id.
+    """
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._known: set[str] = set()
+        self._missing: set[str] = set()
+        self._told: set[str] = set()
+        self._times = Counter[str]()
+        self._before: dict[int, frozenset[str]] = {}
+
+    def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> None:
+        """``members``: of the attempt that has made the version."""
+        now = frozenset(replica for replica, _ in members)
+        first = not self._known
+        missing = self._before.get(fragment, now) - now - self._missing
+        back, new = now & self._missing, now - self._known
+        self._before[fragment] = now
+        self._known |= now
+        self._missing = (self._missing | missing) - now
+        self._times.update(missing)
+        tell = {replica for replica in missing if not self._times[replica] & (self._times[replica] - 1)}
+        self._say(logging.WARNING, version, "without %s", tell, now)
+        self._say(logging.WARNING, version, "with %s again", back & self._told, now)
+        self._told = (self._told | tell) - now
+        if not first:
+            self._say(logging.INFO, version, "with %s, new in the job", new, now)
+
+    def _say(self, level: int, version: int, how: str, who: Iterable[str], now: frozenset[str]) -> None:
+        if names := sorted(who):
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            how %= ", ".join(names[:_NAMED]) + more
+            took_part = f"{len(now)} replica{'' if len(now) == 1 else 's'} took part"
+            _log.log(level, "replica %s: version %d is averaged %s; %s", self._replica, version, how, took_part)

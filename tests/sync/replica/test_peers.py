@@ -1,0 +1,60 @@
+"""The log of a replica says who is missing in a version, who is back and who is new."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ftopt.sync.replica.peers import Peers
+from tests.sync.processes.job import tiny_job
+
+
+def rounds(caplog: pytest.LogCaptureFixture, *members: str, fragments: int = 1) -> list[tuple[int, str]]:
+    """What is said of versions that these have made, one letter a replica."""
+    caplog.set_level(logging.INFO)
+    peers = Peers("a")
+    for version, names in enumerate(members):
+        for fragment in range(fragments):
+            peers.committed(fragment, version, [(name, 1) for name in names])
+    return [(record.levelno, record.getMessage()) for record in caplog.records]
+
+
+def test_each_change_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    said = rounds(caplog, "abc", "abc", "ab", "ab", "abc", "abc", "abcd", fragments=2)
+    assert said == [
+        (logging.WARNING, "replica a: version 2 is averaged without c; 2 replicas took part"),
+        (logging.WARNING, "replica a: version 4 is averaged with c again; 3 replicas took part"),
+        (logging.INFO, "replica a: version 6 is averaged with d, new in the job; 4 replicas took part"),
+    ]
+
+
+def test_of_one_that_is_missing_again_and_again_it_is_told_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    said = rounds(caplog, *["ab", "a"] * 40)
+    without = "replica a: version {} is averaged without b; 1 replica took part"
+    assert [text for _, text in said if "without" in text] == [
+        without.format(2 * times - 1) for times in (1, 2, 4, 8, 16, 32)
+    ]
+    assert sum("again" in text for _, text in said) == 6
+
+
+def test_of_many_the_log_names_eight(caplog: pytest.LogCaptureFixture) -> None:
+    ((_, text),) = rounds(caplog, "abcdefghijkl", "a")
+    assert text == "replica a: version 1 is averaged without b, c, d, e, f, g, h, i and 3 more; 1 replica took part"
+
+
+def test_survivors_of_a_killed_replica_say_so(tmp_path: Path) -> None:
+    with tiny_job(tmp_path, steps=None, logs=True) as job:
+        job.start_all()
+        job.until("decide", count=2)
+        job.kill("r1")
+        job.wait_until(lambda: "is averaged without r1; 2 replicas" in log(tmp_path, "r0"), "r0 says who is missing")
+        job.start("r1")
+        job.wait_until(lambda: "is averaged with r1 again; 3 replicas" in log(tmp_path, "r0"), "r0 says who is back")
+        job.enough()
+        job.end()
+
+
+def log(folder: Path, name: str) -> str:
+    return (folder / f"log-{name}").read_text()
