@@ -93,8 +93,14 @@ def check_whole_tensors(model: nn.Module) -> None:
             )
 
 
-def check_for_island(group: ReplicaGroup, undo: bool) -> None:
+def check_for_island(group: ReplicaGroup, optimizers: Sequence[Optimizer], undo: bool) -> None:
     """UserError: what a replica of several ranks does not have."""
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise UserError(
+                "inner is a ZeroRedundancyOptimizer, which keeps the inner state where it can be neither saved nor "
+                "averaged; use the optimizer that it wraps, with FSDP2 (fully_shard) to spread its state over the ranks"
+            )
     if undo:
         raise UserError("wrap(undo=True) in a replica of several ranks is not supported; leave undo out")
     island = group.island

@@ -104,7 +104,7 @@ def wrap(
         return wrapper
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
-    check_for_island(group, undo)
+    check_for_island(group, optimizers, undo)
     wrapper._set_up(IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked))
     return wrapper
 

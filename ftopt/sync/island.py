@@ -157,6 +157,13 @@ class Island:
             self._do(self._dist.broadcast, body, group_src=0)
         return pickle.loads(body.numpy().tobytes())
 
+    def share(self, what: object) -> Any:
+        """What rank 0 gives, on all ranks."""
+        if not self.leads:
+            return self.hear()
+        self.say(what)
+        return what
+
     def gather(self, what: object) -> list[Any]:
         """What each rank gives, on rank 0; [] on the others."""
         found: list[Any] | None = [None] * self.size if self.leads else None

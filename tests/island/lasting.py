@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -18,13 +21,59 @@ from torch.distributed.fsdp import fully_shard
 
 import ftopt
 from ftopt.errors import FtoptError, UserError
+from tests.island.training import whole
 
 
 def sharded() -> nn.Module:
-    """A model whose root module holds its parameters: FSDP2 keeps them gathered after a forward pass."""
+    """A model whose root module holds its parameters: FSDP2 keeps them gathered after a forward pass. Rank 1 has no
+    part of the last two."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3))
+    model = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 1))
     return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def three() -> nn.Module:
+    """A replicated model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 1))
+
+
+class RoundRobin(torch.optim.Optimizer):
+    """SGD with momentum of replicated parameters; each is updated, and has its state, on one rank alone."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Updates this rank's, and gives it to the others."""
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            if i % dist.get_world_size() == dist.get_rank() and p.grad is not None:
+                state = self.state[p]
+                state.setdefault("momentum_buffer", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+                p.add_(state["momentum_buffer"], alpha=-self.param_groups[0]["lr"])
+            dist.broadcast(p, src=i % dist.get_world_size())
+
+
+class SkipsEmpty(torch.optim.SGD):
+    """SGD that keeps no state of empty shards."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """One step."""
+        super().step()
+        for p in list(self.state):
+            if not p.to_local().numel():
+                del self.state[p]
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder that all ranks see."""
+    with TemporaryDirectory() as mine:
+        told: list[object] = [mine]
+        dist.broadcast_object_list(told)
+        yield Path(str(told[0]))
+        dist.barrier()
 
 
 def wrapped(name: str, model: nn.Module, inner: torch.optim.Optimizer, method: ftopt.Method) -> ftopt.OuterOptimizer:
@@ -137,7 +186,91 @@ def closure_raises(who: str) -> None:
     optimizer.close()
 
 
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def lives(name: str, make: Callable[[], Made], steps: int, n: int, method: ftopt.Method) -> list[torch.Tensor]:
+    """The parameters after ``steps`` in ``n`` processes' lives: each resumes from the one before."""
+    with shared_folder() as folder:
+        for life in range(n):
+            model, inner = make()
+            optimizer = wrapped(f"{name}-{n}-{life}", model, inner, method)
+            checkpoints = ftopt.Checkpoints(folder, optimizer, every=1)
+            assert checkpoints.resume() == (life > 0)
+            with optimizer:
+                checkpoints.include()
+                train(model, optimizer, steps // n)
+                checkpoints.last()
+                checkpoints.close()
+        return [whole(p).clone() for p in model.parameters()]
+
+
+def check_lives(name: str, make: Callable[[], Made]) -> None:
+    """Resuming twice changes nothing; nor does a method that brings the inner state together in each step."""
+    expected = lives(name, make, 12, 1, ftopt.LocalSGD(sync_every=2))
+    for n, method in ((3, ftopt.LocalSGD(sync_every=2)), (1, ftopt.SyncSGD()), (3, ftopt.SyncSGD())):
+        found = lives(f"{name}-{method.name}", make, 12, n, method)
+        assert all(map(torch.equal, found, expected)), (name, n, method)
+
+
+def owns_some() -> None:
+    """A rank has no inner state of a parameter that another rank updates (distributed Muon)."""
+
+    def make() -> Made:
+        model = three()
+        return model, RoundRobin(list(model.parameters()))
+
+    check_lives("owns_some", make)
+
+
+def skips_empty() -> None:
+    """A rank has no inner state of a shard without elements."""
+
+    def make() -> Made:
+        model = sharded()
+        return model, SkipsEmpty(model.parameters(), lr=0.1, momentum=0.5)
+
+    check_lives("skips_empty", make)
+
+
+def lacks_a_gradient() -> None:
+    """A parameter that has a gradient on one rank only, and a shard without inner state."""
+    parameters = list((model := three()).parameters())
+    optimizer = wrapped("gradient", model, torch.optim.SGD(parameters, lr=1.0), ftopt.SyncSGD())
+    with optimizer:
+        before = parameters[1].detach().clone()
+        optimizer.zero_grad()
+        for p in parameters[: 1 + dist.get_rank()]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert torch.equal(parameters[1], before - 1.0)
+        assert all_alike([p.tolist() for p in parameters])
+
+
+def odd_state() -> None:
+    """A state that has no place: all ranks say so, and none waits."""
+    inner = torch.optim.SGD((model := sharded()).parameters(), lr=0.1)
+    optimizer = wrapped("odd", model, inner, ftopt.SyncSGD())
+    if dist.get_rank() == 1:
+        inner.state[next(iter(model.parameters()))]["rows"] = torch.zeros(5)
+    refused = r"state 'rows' of 0.weight is \(5,\), which is neither a number nor placed"
+    with pytest.raises(UserError, match=refused), optimizer:
+        train(model, optimizer, 4)
+
+
+def hides_its_state() -> None:
+    """What can be neither saved nor averaged is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = three()
+    inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    with pytest.raises(UserError, match=r"a ZeroRedundancyOptimizer, which keeps .* use the optimizer that it wraps, "):
+        wrapped("hides", model, inner, ftopt.DiLoCo(sync_every=2))
+
+
 CASES: list[Callable[[], None]] = [
+    owns_some, skips_empty, lacks_a_gradient, odd_state, hides_its_state,
     evaluates, stands, loads_alike, groups_differ, sets_up_without_gradient,
     lambda: closure_raises("all"), lambda: closure_raises("0"), lambda: closure_raises("1"),
 ]  # fmt: skip

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ftopt.errors import UserError
-from ftopt.optimizer.inner import Inner, device_of
+from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.parts import Parts
+from ftopt.optimizer.island.states import InnerStates, States
 from ftopt.optimizer.tensors.buffers import buffers
 from ftopt.optimizer.tensors.flat import local, some, trainable, uncompiled
 from ftopt.sync.group import Island
@@ -31,15 +29,6 @@ _PARAMS, _GRADS, _INNER, _BUFFERS = "params", "grads", "inner", "buffers"
 Kinds = frozenset[str]
 NOTHING: Kinds = frozenset()
 PARAMS, GRADS, INNER, BUFFERS = (frozenset((kind,)) for kind in (_PARAMS, _GRADS, _INNER, _BUFFERS))
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A value of a parameter's inner state: a number, a tensor that lies like its parameter, or another one."""
-
-    dtype: torch.dtype | None
-    shape: tuple[int, ...] = ()
-    plain: Any = None
 
 
 class Ranks:
@@ -70,13 +59,14 @@ class Ranks:
                 "not supported) and make their optimizers alike"
             )
         self.parts = Parts(island, self.trained)
-        self._owners = {
+        owners = {
             uncompiled(name): (p, optimizer, group)
             for name, p in self.trained.items()
             for optimizer in inner.optimizers
             for group in optimizer.param_groups
             if any(p is each for each in group["params"])
         }
+        self._states = InnerStates(island, self.parts, owners, replica)
 
     def _layout(self) -> object:
         """What trains, and in which groups: by name."""
@@ -126,13 +116,18 @@ class Ranks:
             self._tell_apart(self.parts.pull(self.trained, into))
         if _GRADS in kinds:
             grads = self.gradients()
-            whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in self.trained.items() if name in grads}
-            self.parts.pull(grads, whole)
+            there = self.island.share(self.island.gather(list(grads)))
+            names = set().union(*there)
+            whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in self.trained.items() if name in names}
+            self.parts.pull(grads, whole, there)
             if mirror is not None:
                 for name, parameter in mirror.trained.items():
                     parameter.grad = whole.get(name)
         if _INNER in kinds:
-            self._pull_inner(mirror)
+            state, apart = self._states.pull()
+            self._tell_apart(apart)
+            if mirror is not None:
+                mirror.inner = state
         if _BUFFERS in kinds and mirror is not None:
             for name, buffer in self.buffers().items():
                 mirror.buffers[name].copy_(local(buffer))
@@ -146,7 +141,7 @@ class Ranks:
         if _GRADS in kinds:
             self._push_gradients(mirror)
         if _INNER in kinds:
-            self._push_inner(mirror)
+            self._states.push(mirror.inner if mirror is not None else {})
         if _BUFFERS in kinds:
             for name, buffer in self.buffers().items():
                 flat = mirror.buffers[name] if mirror is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -176,45 +171,6 @@ class Ranks:
         whole = {n: p.grad for n, p in mirror.trained.items() if p.grad is not None} if mirror is not None else {}
         self.parts.push(self.gradients(), whole)
 
-    def _pull_inner(self, mirror: Mirror | None) -> None:
-        """Inner states are on all ranks under the same keys, since all have taken the same steps."""
-        keys = list(dict.fromkeys(key for p, o, _ in self._owners.values() for key in o.state.get(p, {})))
-        if mirror is not None:
-            mirror.forget_inner()
-        for key in keys:
-            tensors = dict[str, Tensor]()
-            for name, (parameter, optimizer, _) in self._owners.items():
-                value = optimizer.state.get(parameter, {}).get(key)
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                    tensors[name] = value
-                elif value is not None and mirror is not None:
-                    mirror.put_inner(name, key, _alone(value, name, key))
-            whole = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()} if mirror else {}
-            self._tell_apart(self.parts.pull(tensors, whole))
-            for name, tensor in whole.items():
-                assert mirror is not None
-                mirror.put_inner(name, key, tensor)
-
-    def _push_inner(self, mirror: Mirror | None) -> None:
-        if mirror is not None:
-            described = mirror.describe_inner()
-            self.island.say(described)
-        else:
-            described = self.island.hear()
-        keys = dict.fromkeys(key for values in described.values() for key in values)
-        for name, (parameter, optimizer, group) in self._owners.items():
-            before, optimizer.state[parameter] = optimizer.state.get(parameter, {}), {}
-            for key, value in described.get(name, {}).items():
-                optimizer.state[parameter][key] = _made(value, key, before.get(key), parameter, group)
-        for key in keys:
-            there = {
-                name: optimizer.state[parameter][key]
-                for name, (parameter, optimizer, _) in self._owners.items()
-                if key in described.get(name, {}) and described[name][key].shape
-            }
-            whole = {name: mirror.inner_of(name)[key] for name in there} if mirror is not None else {}
-            self.parts.push(there, whole)
-
     def _tell_apart(self, names: list[str]) -> None:
         if names and not self._said_apart:
             self._said_apart = True
@@ -234,28 +190,6 @@ class Ranks:
             reshard = getattr(module, "reshard", None)
             if reshard is not None and hasattr(module, "unshard"):
                 reshard()
-
-
-def _alone(value: Any, name: str, key: str) -> Any:
-    """A value that is no tensor like its parameter, as rank 0 has it."""
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor) or value.numel() != 1:
-        raise UserError(
-            f"the inner optimizer's state {key!r} of {name} is {tuple(value.shape)}, which is neither a number nor "
-            "placed like its parameter; such a state cannot be brought together from several ranks"
-        )
-    return value.detach().clone()
-
-
-def _made(value: _Value, key: str, before: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """A value of the inner state on this rank; what lies like its parameter is filled afterwards."""
-    if value.dtype is None:
-        return value.plain
-    if value.shape:
-        kept = isinstance(before, Tensor) and before.shape == parameter.shape and before.dtype == value.dtype
-        return before if kept else torch.zeros_like(parameter, dtype=value.dtype)
-    return value.plain.to(device_of(key, value.plain, parameter, group), copy=True)
 
 
 class Mirror:
@@ -308,36 +242,23 @@ class Mirror:
             return [buffer._version for buffer in self.buffers.values()]
         return [p._version for p in self.trained.values()] if kind == _PARAMS else []
 
-    def forget_inner(self) -> None:
-        """Before it is brought together anew."""
+    @property
+    def inner(self) -> States:
+        """The inner state, by parameter."""
+        found = {}
+        for name, parameter in self.trained.items():
+            if id(parameter) in self._place and (values := self._place[id(parameter)].state.get(parameter)):
+                found[name] = dict(values)
+        return found
+
+    @inner.setter
+    def inner(self, state: States) -> None:
         for optimizer in self.optimizers:
             optimizer.state.clear()
-
-    def put_inner(self, name: str, key: str, value: Any) -> None:
-        """A value of the inner state."""
-        parameter = self.trained[name]
-        self._place[id(parameter)].state[parameter][key] = value
-
-    def inner_of(self, name: str) -> Mapping[str, Any]:
-        """The inner state of a parameter."""
-        parameter = self.trained[name]
-        return dict(self._place[id(parameter)].state.get(parameter, {})) if id(parameter) in self._place else {}
-
-    def describe_inner(self) -> dict[str, dict[str, _Value]]:
-        """What the inner state consists of; numbers by value."""
-        return {
-            name: {key: _described(value, parameter) for key, value in values.items()}
-            for name, parameter in self.trained.items()
-            if (values := self.inner_of(name))
-        }
-
-
-def _described(value: Any, parameter: Tensor) -> _Value:
-    if not isinstance(value, Tensor):
-        return _Value(None, plain=value)
-    if value.shape == parameter.shape and value.dim():
-        return _Value(value.dtype, tuple(value.shape))
-    return _Value(value.dtype, plain=value.detach().clone())
+        for name, values in state.items():
+            if values:
+                parameter = self.trained[name]
+                self._place[id(parameter)].state[parameter] = dict(values)
 
 
 def _skeleton(model: nn.Module, mirrored: Mapping[int, nn.Parameter]) -> nn.Module:

@@ -7,7 +7,7 @@ tensors and plain ones are alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -108,34 +108,40 @@ class Parts:
         self._island, self.names = island, list(tensors)
         mine = {name: box_of(tensor) for name, tensor in tensors.items()}
         boxes = island.gather(mine)
-        owned = [[name for name in self.names if _owner(boxes, name, r) == r] for r in range(len(boxes))]
-        if island.leads:
-            island.say(owned)
-        else:
-            owned = island.hear()
+        first = [{name: _first(boxes, name, rank) for name in self.names} for rank in range(len(boxes))]
         self.boxes: list[dict[str, Box]] = boxes  # of all ranks, on rank 0
-        self._owned: list[list[str]] = owned
+        self._first: list[dict[str, int]] = island.share(first)
         self._mine = mine
 
     @torch.no_grad()
-    def pull(self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> list[str]:
-        """Brings the parts of all ranks together in rank 0's ``into``, whole tensors on the CPU. ``tensors``: of this
-        rank; those that are missing are left out, on all ranks alike. Collective.
+    def pull(
+        self, tensors: Mapping[str, Tensor], into: Mapping[str, Tensor], there: Sequence[Collection[str]] | None = None
+    ) -> list[str]:
+        """Brings the parts of all ranks together in rank 0's ``into``, whole tensors on the CPU. Collective.
+
+        Args:
+            tensors: this rank's; those that are missing on all ranks are left out.
+            into: on rank 0, the whole tensors of all names that a rank has. Elements that no rank has stay.
+            there: of each rank, the names that it has. Default: all ranks have the same.
 
         Returns:
             On rank 0, names of tensors that are replicated in the island, and not alike.
         """
         island = self._island
+        if there is None:
+            there = [tensors] * island.size
         if not island.leads:
-            for dtype, names in _by_dtype(tensors, self._owned[island.rank]):
+            mine = self._owned(island.rank, there)
+            for dtype, names in _by_dtype(tensors, mine):
                 island.send(_joined([local(tensors[name]) for name in names], dtype), 0)
-            island.gather({name: _sums(local(tensors[name])) for name in self._replicated(tensors)})
+            copies = [name for name in self.names if name in tensors and name not in mine]
+            island.gather({name: _sums(local(tensors[name])) for name in copies})
             return []
         for name, box in self._mine.items():
             if name in tensors:
                 box.write(into[name], local(tensors[name]).reshape(-1).to("cpu"))
         for rank in range(1, island.size):
-            for dtype, names in _by_dtype(tensors, self._owned[rank]):
+            for dtype, names in _by_dtype(into, self._owned(rank, there)):
                 sizes = [self.boxes[rank][name].numel for name in names]
                 buffer = torch.empty(sum(sizes), dtype=dtype)
                 island.receive(buffer, rank)
@@ -149,11 +155,15 @@ class Parts:
         return list(apart)
 
     @torch.no_grad()
-    def push(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> None:
-        """The reverse: gives each rank its part of rank 0's ``whole`` tensors. Collective."""
+    def push(
+        self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], there: Sequence[Collection[str]] | None = None
+    ) -> None:
+        """The reverse: gives each rank its part of rank 0's ``whole`` tensors. ``there``: as in `pull`. Collective."""
         island = self._island
+        if there is None:
+            there = [tensors] * island.size
         if not island.leads:
-            for dtype, names in _by_dtype(tensors, list(self._mine)):
+            for dtype, names in _by_dtype(tensors, self._had(island.rank, there)):
                 parts = [local(tensors[name]) for name in names]
                 buffer = torch.empty(sum(part.numel() for part in parts), dtype=dtype)
                 island.receive(buffer, 0)
@@ -161,20 +171,32 @@ class Parts:
                     part.copy_(flat.view(part.shape))
             return
         for rank in range(1, island.size):
-            for dtype, names in _by_dtype(tensors, list(self._mine)):
+            for dtype, names in _by_dtype(whole, self._had(rank, there)):
                 island.send(_joined([self.boxes[rank][name].read(whole[name]) for name in names], dtype), rank)
-        for name, box in self._mine.items():
-            if name in tensors:
-                part = local(tensors[name])
-                part.copy_(box.read(whole[name]).view(part.shape))
+        for name in self._had(0, there):
+            part = local(tensors[name])
+            part.copy_(self._mine[name].read(whole[name]).view(part.shape))
 
-    def _replicated(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Names of tensors whose part on this rank is another's too, which comes before it."""
-        owned = set(self._owned[self._island.rank])
-        return [name for name in self._mine if name in tensors and name not in owned]
+    def another_has(self, name: str, rank: int, ranks: Collection[int]) -> bool:
+        """Whether one of ``ranks`` has the very part of ``name`` that is ``rank``'s, or that part is empty. On rank
+        0."""
+        first = self._first[rank][name]
+        return not self.boxes[rank][name].numel or any(self._first[r][name] == first for r in ranks)
+
+    def _had(self, rank: int, there: Sequence[Collection[str]]) -> list[str]:
+        return [name for name in self.names if name in there[rank]]
+
+    def _owned(self, rank: int, there: Sequence[Collection[str]]) -> list[str]:
+        """Names of tensors whose part on this rank is that of none before it."""
+        return [
+            name
+            for name in self._had(rank, there)
+            if (first := self._first[rank][name]) == rank
+            or not any(name in there[r] and self._first[r][name] == first for r in range(first, rank))
+        ]
 
 
-def _owner(boxes: Sequence[Mapping[str, Box]], name: str, rank: int) -> int:
+def _first(boxes: Sequence[Mapping[str, Box]], name: str, rank: int) -> int:
     """The first rank that has the same part of a tensor as ``rank``."""
     return next(r for r in range(rank + 1) if boxes[r][name].same(boxes[rank][name]))
 
