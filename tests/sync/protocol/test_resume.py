@@ -389,3 +389,24 @@ def test_who_comes_back_after_another_process_has_resumed_as_it_is_a_newcomer() 
     a.connect()
     let_pass(table, 1, a, b)
     assert (a.machine.welcomed, a.machine.incarnation) == (True, 2)
+
+
+def test_two_processes_whose_incarnations_are_both_gone_do_not_end_a_coordinator_that_starts_up() -> None:
+    """It has heard both before it hears from somebody else that they are gone."""
+    table, (a, b) = at_version_1("a", "b")
+    a.cut()
+    later = Seat(table, "a", address="elsewhere")
+    later.connect()
+    let_pass(table, 4, b, later)
+    assert later.machine.incarnation == 2
+    later.say(m.Bye())
+    b.take()
+    assert b.machine.gone == {"a": 2}
+    table.restart(journal=False)
+    for seat in (a, later, b):
+        seat.connect()
+    let_pass(table, 1, b)
+    assert table.coordinator.running and b.machine.welcomed
+    assert {x.replica for x in table.events("refuse")} == {"a"}
+    for seat in (later, a):
+        assert "given up" in seat.pop(r.Reset).reason

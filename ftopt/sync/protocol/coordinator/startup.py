@@ -119,8 +119,9 @@ class Startup:
             self._keep(now, next_conn, self.rivals.pop(next_conn))
 
     def outlived(self, now: float) -> list[tuple[int, m.Hello]]:
-        """Takes out hellos of incarnations that another hello has reported as gone."""
-        known = [(conn, h) for conn, h in self.hellos.items() if h.incarnation]
+        """Takes out hellos of incarnations that another hello has reported as gone: first of those that wait for an id,
+        since they move up."""
+        known = [(conn, h) for conn, h in (*self.rivals.items(), *self.hellos.items()) if h.incarnation]
         gone = [(conn, h) for conn, h in known if self._roster.is_gone((h.replica, h.incarnation))]
         for conn, _ in gone:
             self.lose(now, conn)
