@@ -21,7 +21,23 @@ _TIMEOUT_S = 5.0
 _FRAGMENTS_SHOWN = 4
 
 
+_COLUMNS = """\
+what is shown of each fragment (a part of the model that is averaged by itself; usually there is one):
+  version      outer steps that are committed
+  round        what the next one is at: replicas that have proposed, or are reducing
+  attempts     reductions so far; aborted: of these, those that failed and were repeated
+
+and of each replica:
+  state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;
+               out_of_units (its data are used up); stalled (its training thread takes no step); away (not connected)
+  incarnation  how often it has begun anew under its id
+  inner step   its own, s/step: how long one takes
+  version      what it holds of each fragment
+"""
+
+
 def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")

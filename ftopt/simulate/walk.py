@@ -55,7 +55,8 @@ class Coverage:
     def table(self) -> list[str]:
         """Share of the histories in which each thing has happened, a line each."""
         shares = sorted(self.covered.items(), key=lambda x: (-x[1], x[0]))
-        return [f"  {name:<36} {count / max(1, self.histories):7.1%}" for name, count in shares]
+        width = max(map(len, self.covered), default=0)
+        return [f"  {name:<{width}} {count / max(1, self.histories):7.1%}" for name, count in shares]
 
 
 def run(seed: int, *, trace: bool = False) -> History:
