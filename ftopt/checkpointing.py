@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import Part, SavedVersion
@@ -22,10 +22,10 @@ from ftopt.errors import UserError, check_whole, names_arguments
 from ftopt.optimizer.inner_state import restore_groups
 from ftopt.optimizer.recovery.capture import CommittedVersion, Cut, SavedReplica
 from ftopt.optimizer.recovery.layout import layout
+from ftopt.optimizer.recovery.loop import Loop, SavedLoop, Stateful
 from ftopt.optimizer.recovery.restore import Resume, newcomer
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.wrapper import OuterOptimizer
-from ftopt.rng import get_rng_state, set_rng_state
 from ftopt.sync.group import Held, Position
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import another_life, returning
@@ -33,16 +33,6 @@ from ftopt.sync.protocol.wire import plain
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 60.0
-
-
-class Stateful(Protocol):
-    """Anything with a state dict: schedulers, samplers, ``torchdata.StatefulDataLoader``, ..."""
-
-    def state_dict(self) -> Any:
-        """Returns plain values and tensors."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Restores what `state_dict` returned."""
 
 
 class Checkpoints:
@@ -97,9 +87,10 @@ class Checkpoints:
         )
         self._tried = self._begun = 0  # attempts whose checkpoint was due, and whose checkpoint was begun
         self._copies = CopyPool()
-        self._watched: dict[str, Stateful] = {}
+        self._loop = self._core.loop = Loop()
         self._resumed: SavedReplica | None = None
-        self._loop: Mapping[str, Any] = {}
+        self._saved_loop = SavedLoop()
+        self._included_alike = False
         self._core.fallback, self._core.while_waiting = self, self.step
 
     # Resuming.
@@ -153,39 +144,45 @@ class Checkpoints:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             reason = f"holds no replicas ({type(error).__name__}: {error})"
             raise with_offer(BadCheckpoint(checkpoint.path, reason), checkpoint.path) from error
-        self._resumed, self._loop = resume.saved, own
+        self._resumed = resume.saved
+        self._saved_loop = SavedLoop(own["loops"]) if own else SavedLoop()
         return resume
 
     def include(self, **state: Stateful) -> None:
         """Adds objects with ``state_dict`` and ``load_state_dict`` to the loop's state, by name.
 
         Call it when all objects exist and before the first step: after a resume it restores them, together with the
-        random number generators and the learning rates that making a scheduler has changed.
+        random number generators and the learning rates that making a scheduler has changed. In an island each rank
+        includes its own objects, under the same names, and gets their states back; ``state_dict()`` is called on all
+        ranks alike, so that it may be collective.
 
         Raises:
-            UserError: the checkpoint does not hold one of them; one has no state dict.
+            UserError: the checkpoint does not hold one of them, or holds a state for each rank of an island of another
+                size; one has no state dict.
         """
-        for name, each in state.items():
-            if not callable(getattr(each, "state_dict", None)) or not callable(getattr(each, "load_state_dict", None)):
-                raise UserError(
-                    f"include({name}=...): a {type(each).__name__} without state_dict() and load_state_dict(); leave "
-                    "it out, or give what has them"
-                )
-        self._watched |= state
+        self._loop.add(state)
         if self._resumed is None:
             return
-        loop = self._loop.get("loop", {})
-        for name, each in state.items():
-            if name not in loop:
-                if loop:
-                    raise BadCheckpoint(self._folder, f"holds no state of {name!r}; it holds {', '.join(loop)}")
+        saved, replica, (rank, size) = self._saved_loop, self._group.replica, self._core.place
+        for name in state:
+            if name not in (there := saved.names()):
+                if there:
+                    raise BadCheckpoint(self._folder, f"holds no state of {name!r}; it holds {', '.join(there)}")
                 continue
-            each.load_state_dict(loop[name])
-        if self._resumed.own["inner"] is not None and self._loop:
+            try:
+                self._loop.restore(name, saved.of(name, rank, size))
+            except LookupError as error:
+                advice = f"start replica {replica} with as many ranks as it had, or leave {name!r} out of include()"
+                raise BadCheckpoint(self._folder, f"{error.args[0]}; {advice}") from None
+        if self._resumed.own["inner"] is not None and saved.states[0]:
             restore_groups(self._core.inner, self._resumed.own["inner"])
-        if "rng" in self._loop and self._core.leads:  # the other ranks' are their own
-            set_rng_state(self._loop["rng"])
-        self._resumed, self._loop = None, {}
+        if not self._loop.restore_generators(saved, rank, size) and rank == 0:
+            _log.warning(
+                "replica %s has %d ranks, and had %d in the checkpoint: only rank 0's random number generators go on "
+                "from there; seed the others' as at the start",
+                replica, size, len(saved.states),
+            )  # fmt: skip
+        self._resumed, self._saved_loop = None, SavedLoop()
 
     # Saving.
 
@@ -205,6 +202,8 @@ class Checkpoints:
         """
         self._writer.check()
         cut = self._core.cut()
+        if self._every is not None and not self._included_alike:
+            self._included_alike = self._core.check_included("checkpoints.step")
         if self._every is None or cut is None or cut.attempt <= self._tried or cut.version % self._every:
             return False
         return self._begin("checkpoints.step", cut)
@@ -236,9 +235,13 @@ class Checkpoints:
         if not self._writer.idle(cut.version, cut.attempt):
             return False
         self._copies.recycle()
+        try:
+            loops = self._core.capture_loops(self._copies)
+        except UserError as error:
+            self._writer.failed(cut.version, cut.attempt, str(error))
+            return False
         saved = self._core.capture(self._copies)
-        loop = {name: each.state_dict() for name, each in self._watched.items()}
-        own = {"replica": saved.own, "loop": loop, "rng": get_rng_state()}
+        own = {"replica": saved.own, "loops": loops}
         self._writer.begin(self._part(cut, saved, own))
         stall_s = time.perf_counter() - started
         self._group.emit("checkpointing", version=cut.version, attempt=cut.attempt, data={"stall_s": stall_s})

@@ -33,7 +33,8 @@ from ftopt import (
     wrap,
 )
 from ftopt.checkpoint.manifest import NAME
-from ftopt.checkpoint.reader import Checkpoint, verified, whole
+from ftopt.checkpoint.part import Part
+from ftopt.checkpoint.reader import Checkpoint, find, verified, whole
 from ftopt.fragments import Strided
 from ftopt.methods import Method
 from ftopt.optimizer.tensors.mapped import is_mapped
@@ -485,3 +486,39 @@ def test_buffers_and_counters_of_a_replica_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(a.params, b.params) for a, b in zip(uninterrupted, resumed, strict=True))
     own = Checkpoint(there).own("r0")["replica"]["buffers"]
     assert int(own["1.num_batches_tracked"]) == 12
+
+
+def test_what_the_loop_has_is_copied_before_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Average:
+        def __init__(self) -> None:
+            self.mean, self.seen = torch.zeros(3), [0]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"mean": self.mean, "seen": self.seen}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    model = torch.nn.Linear(2, 1)
+    optimizer = wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, LocalSGD(sync_every=1), group=local_groups(1)[0]
+    )
+    checkpoints = Checkpoints(tmp_path / "saved", optimizer, every=1)
+    average = Average()
+    write = checkpoints._writer.begin
+
+    def train_on_before_it_is_written(part: Part) -> None:
+        average.mean.add_(1.0)
+        average.seen.append(1)
+        write(part)
+
+    monkeypatch.setattr(checkpoints._writer, "begin", train_on_before_it_is_written)
+    with optimizer:
+        checkpoints.include(average=average)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert checkpoints.step()
+        checkpoints.close()
+    saved = find(tmp_path / "saved").own("r0")["loops"][0]["average"]
+    assert saved["mean"].tolist() == [0.0] * 3
+    assert saved["seen"] == [0]

@@ -134,7 +134,7 @@ def test_they_go_on_from_the_newest_checkpoint_with_what_each_had(tmp_path: Path
             own = newest.own(name)
             pending = tuple(own["replica"]["local_steps"] - part["base_step"] for part in own["replica"]["fragments"])
             assert each == Began(
-                newest.manifest.inner_step, pending, steps_of_adam(newest, name), own["loop"]["watched"]["passes"]
+                newest.manifest.inner_step, pending, steps_of_adam(newest, name), own["loops"][0]["watched"]["passes"]
             )
             assert sum(pending) > 0 and each.inner_step > 0
         assert whole(tmp_path)[-1] != newest.path, "it makes checkpoints again"

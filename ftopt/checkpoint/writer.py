@@ -70,9 +70,14 @@ class Writer:
         failed."""
         if self._idle.is_set():
             return True
-        reason = "the previous one is still being written; checkpoints are too frequent for the disk"
-        self._failed(label(version, attempt), reason)
+        self.failed(
+            version, attempt, "the previous one is still being written; checkpoints are too frequent for the disk"
+        )
         return False
+
+    def failed(self, version: int, attempt: int, reason: str) -> None:
+        """Reports a checkpoint that is not begun."""
+        self._failed(label(version, attempt), reason)
 
     def begin(self, part: Part) -> None:
         """Starts to write a part; only while `idle`. Its tensors must not change until the writer is idle again."""

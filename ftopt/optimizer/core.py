@@ -28,6 +28,7 @@ from ftopt.optimizer.leaving import at_exit, hand_in, tell_left
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
+from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.replay import Replays
 from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
 from ftopt.optimizer.tensors.flat import check_covered
@@ -37,6 +38,7 @@ from ftopt.optimizer.tensors.views import views_of
 from ftopt.optimizer.undo.in_job import LastStep
 from ftopt.optimizer.undo.revert import Undone, revert
 from ftopt.sync.group import Committed, GlobalBatch, ReplicaGroup
+from ftopt.tree import Tree
 
 _SPENT_S = 2.0
 """Between two offers of units alone, which are in vain until some replica has steps to go with them."""
@@ -89,6 +91,7 @@ class Core:
         self.closed = self._said_detached = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
+        self.loop: Loop | None = None
         self.while_waiting: Callable[[], object] = lambda: None
         self._clock, self._memory = clock, memory
         self._evaluated = OuterParameters()
@@ -379,6 +382,20 @@ class Core:
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
         """Does ``act``; of an island rank 0 alone does."""
         return act()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This process' rank in its replica, and how many ranks that has."""
+        return 0, 1
+
+    def check_included(self, call: str) -> bool:
+        """Whether it is known that all ranks' loops have included the same. UserError: they have not."""
+        return True
+
+    def capture_loops(self, copies: CopyPool) -> list[Tree]:
+        """The loop's state, of each rank; what training changes is copied. Within `on_leader`."""
+        assert self.loop is not None
+        return [self.loop.capture(copies.of)]
 
     @torch.inference_mode(False)
     def capture(self, copies: CopyPool) -> SavedReplica:

@@ -25,13 +25,16 @@ from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import Core, Standing, tell_not_loaded
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
+from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import at_exit
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica
+from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.restore import Fallback, Resume
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.sync.group import Do, Island, Position, ReplicaGroup
+from ftopt.tree import Tree
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class IslandCore:
         self.closed = False
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
+        self.loop: Loop | None = None
         self.while_waiting: Callable[[], object] = lambda: None
         self._memory = memory
         self._ranks: Ranks | None = None
@@ -182,6 +186,10 @@ class IslandCore:
         elif do is Do.GO_ON:
             assert self.fallback is not None
             self.fallback.go_on(what)
+        elif do is Do.TELL_INCLUDED:
+            self._included()
+        elif do is Do.TELL_LOOP:
+            self._loops(lambda tensor: tensor.cpu())
         return loss
 
     def _taken_tokens(self) -> int:
@@ -433,11 +441,39 @@ class IslandCore:
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
         """Rank 0 does ``act``, for which it may `capture`; its result, on all ranks."""
 
-        def lead(core: Core, inner: MirrorInner) -> bool:
-            inner.refresh(anew=True)
-            return act()
+        return bool(self._together(call, lambda core, inner: act()))
 
-        return bool(self._together(call, lead))
+    @property
+    def place(self) -> tuple[int, int]:
+        """See `Core.place`."""
+        return self.island.rank, self.island.size
+
+    def check_included(self, call: str) -> bool:
+        """See `Core.check_included`. Before the start it is not known."""
+
+        def lead(core: Core, inner: MirrorInner) -> None:
+            with self.island.whole():
+                self.island.say((Do.TELL_INCLUDED, None))
+                found = self._included()
+            for rank, names in enumerate(found):
+                if names != found[0]:
+                    raise unlike(found[0], names, rank)
+
+        if self._standing.started:
+            self._together(call, lead)
+        return self._standing.started
+
+    def _included(self) -> list[list[str]]:
+        return self.island.gather(None if self.loop is None else sorted(self.loop.watched))
+
+    def capture_loops(self, copies: CopyPool) -> list[Tree]:
+        """See `Core.capture_loops`. Rank 0, within `on_leader`."""
+        self.island.say((Do.TELL_LOOP, None))
+        return self._loops(copies.of)
+
+    def _loops(self, copy: Callable[[Tensor], Tensor]) -> list[Tree]:
+        assert self.loop is not None
+        return states_of_ranks(self.island, partial(self.loop.capture, copy))
 
     def capture(self, copies: CopyPool) -> SavedReplica:
         """See `Core.capture`. Rank 0, within `on_leader`."""

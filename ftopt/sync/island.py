@@ -52,6 +52,8 @@ class Do(enum.IntEnum):
     RESET_STATE = enum.auto()
     SET_GROUPS = enum.auto()
     GO_ON = enum.auto()
+    TELL_INCLUDED = enum.auto()
+    TELL_LOOP = enum.auto()
     END = enum.auto()
 
 
