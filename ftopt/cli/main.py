@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == verb:
             importlib.import_module(f"ftopt.cli.{name}").add(sub)
     parsed = parser.parse_args(given)
+    parsed.given = given  # `ftopt replica` starts its ranks with the same words
     try:
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
     except UserError as error:

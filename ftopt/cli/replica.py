@@ -1,4 +1,4 @@
-"""``ftopt replica RECIPE --coordinator URL``: runs one replica of a job."""
+"""``ftopt replica RECIPE --coordinator URL``: runs one replica of a job; all its ranks, if the recipe says several."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trains until the job ends; on SIGTERM or Ctrl-C leaves in good order."""
     from ftopt.config.loader import load
-    from ftopt.job.replica import run_replica
+    from ftopt.job.launcher import launch, launches
 
     recipe = load(arguments.recipe, arguments.overrides)
     url = arguments.coordinator or os.environ.get("FTOPT_COORDINATOR")
@@ -39,6 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             "no coordinator given; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
         )
+    if launches(recipe.ranks):
+        return launch(arguments.given, recipe.ranks)
+    from ftopt.job.replica import run_replica
+
     replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     run_replica(
         recipe,

@@ -18,5 +18,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.config.loader import load
 
     recipe = load(arguments.recipe, arguments.overrides)
-    say(f"{arguments.recipe}: valid; {recipe.replicas} replicas, {recipe.train.inner_steps} inner steps")
+    of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
+    say(f"{arguments.recipe}: valid; {recipe.replicas} replicas{of_ranks}, {recipe.train.inner_steps} inner steps")
     return 0

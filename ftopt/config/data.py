@@ -19,7 +19,8 @@ class Drawn:
             for itself, windows at any place, with replacement.
         epochs: the job ends after this many epochs, or at ``train.inner_steps`` if that comes first. Default null:
             no end.
-        drop_last: whether the samples of an epoch that do not fill a batch are left out.
+        drop_last: whether the samples of an epoch that do not fill a batch are left out. Default null: with several
+            ranks, which must have equal shares of each batch, they are; else not.
         global_batch: samples of one step of all replicas together; what a replica that dies has not handed in, the
             others compute. Default null: each replica takes ``train.accumulate`` batches of its own a step.
         split: of a global batch, so many samples stay together when it is shared out. Default null: ``batch_size``.
@@ -29,7 +30,7 @@ class Drawn:
     batch_size: int = 16
     sampling: str = "once"
     epochs: int | None = None
-    drop_last: bool = False
+    drop_last: bool | None = None
     workers: int = 0
     global_batch: int | None = None
     split: int | None = None

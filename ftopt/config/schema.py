@@ -17,9 +17,12 @@ from ftopt.config.data import Data, Digits, StdlibBytes, Text
 from ftopt.config.inner import AdamWConfig, InnerConfig
 from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
 from ftopt.errors import UserError, check_choice
-from ftopt.faults.spec import Fault
+from ftopt.faults.spec import FLIPPED, OF_EACH_RANK, Fault
 from ftopt.sync.protocol.limits import MAX_INT, MAX_NAME, MAX_REPLICAS
 from ftopt.sync.protocol.settings import Sync
+
+PARALLEL = ("fsdp", "ddp")
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,11 @@ class Recipe:
     Args:
         name: letters, digits, - and _; names the folder of a run.
         method: one of the methods' own dataclasses, or one of the user's.
-        replicas: processes that ``ftopt run`` starts.
+        replicas: how many ``ftopt run`` starts.
+        ranks: processes of each replica, with one model between them (an island); 1 (default): one process.
+        parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; without effect on one.
+        restarts: how often ``ftopt run`` starts each replica again that has joined the job and dies, other than by one
+            of the ``faults``, which say it themselves. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
         model, data, sync, train, checkpoint, log: see their dataclasses.
         faults: what breaks, and when; see ``docs/faults.md``.
@@ -111,6 +118,9 @@ class Recipe:
     name: str
     method: Any
     replicas: int = 1
+    ranks: int = 1
+    parallel: str = "fsdp"
+    restarts: int = 0
     model: ModelConfig = field(default_factory=GptConfig)
     data: Data = field(default_factory=StdlibBytes)
     inner: InnerConfig | list[InnerConfig] = field(default_factory=AdamWConfig)
@@ -124,6 +134,7 @@ class Recipe:
         """What is wrong between sections; every message at once."""
         return [
             *self._of_job(),
+            *self._of_ranks(),
             *self._of_model(),
             *self._of_sync(),
             *self._of_global_batch(),
@@ -138,6 +149,38 @@ class Recipe:
             yield f"name has {len(self.name)} characters; at most {MAX_NAME} are allowed, since it names a folder"
         if not 1 <= self.replicas <= MAX_REPLICAS:
             yield f"replicas={self.replicas}; must be from 1 to {MAX_REPLICAS}"
+
+    def _of_ranks(self) -> Iterator[str]:
+        ranks = self.ranks
+        if not 1 <= ranks <= MAX_RANKS:
+            yield f"ranks={ranks}; must be from 1 to {MAX_RANKS}, the processes of each replica"
+        if self.parallel not in PARALLEL:
+            yield f"parallel={self.parallel!r}; allowed: {', '.join(PARALLEL)}"
+        if self.restarts < 0:
+            yield f"restarts={self.restarts}; must be at least 0"
+        if ranks <= 1:
+            return
+        if self.data.batch_size % ranks:
+            yield (
+                f"data.batch_size={self.data.batch_size} with ranks={ranks}; it is the whole replica's, and its ranks "
+                f"take equal shares: use a multiple of {ranks}, such as {max(1, self.data.batch_size // ranks) * ranks}"
+            )
+        if self.data.global_batch is not None:
+            yield (
+                f"data.global_batch={self.data.global_batch} with ranks={ranks}; a global batch is for replicas of one "
+                "process: use data.global_batch=null, or ranks=1"
+            )
+        if self.sync.recover == "replay":
+            yield (
+                f"sync.recover=replay with ranks={ranks}; replay is for replicas of one process: use "
+                "sync.recover=drop, or ranks=1"
+            )
+        for index, fault in enumerate(self.faults):
+            if fault.aim in OF_EACH_RANK:
+                yield (
+                    f"faults[{index}].what={fault.aim} with ranks={ranks}; each rank has a part of it: use ranks=1, or "
+                    f"one of {', '.join(kind for kind in FLIPPED if kind not in OF_EACH_RANK)}"
+                )
 
     def _of_model(self) -> Iterator[str]:
         images = isinstance(self.data, Digits)

@@ -19,17 +19,29 @@ class Draws:
         load: places, (batch_size,), int64 -> inputs and targets.
         batch_size: samples in a batch.
         seed: of the generator.
+        share: this rank's number, and how many ranks divide each batch. All of them draw the same places, so that one
+            state is everybody's. Default: all of it.
     """
 
-    def __init__(self, places: int, load: Callable[[Tensor], Sequence[Tensor]], *, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        places: int,
+        load: Callable[[Tensor], Sequence[Tensor]],
+        *,
+        batch_size: int,
+        seed: int,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         self._places = places
         self._load = load
         self._batch_size = batch_size
+        self._rank, self._ranks = share
         self._generator = torch.Generator().manual_seed(seed)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Returns the next inputs and targets."""
-        inputs, targets = self._load(torch.randint(self._places, (self._batch_size,), generator=self._generator))
+        places = torch.randint(self._places, (self._batch_size,), generator=self._generator)
+        inputs, targets = self._load(places[self._rank :: self._ranks])
         return inputs, targets
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -41,7 +53,7 @@ class Draws:
         self._generator.set_state(state_dict["generator"])
 
 
-def windows(data: Bytes, context: int, *, batch_size: int, seed: int) -> Draws:
+def windows(data: Bytes, context: int, *, batch_size: int, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
     """Windows of ``context`` bytes at random positions, and the bytes that follow each: (batch_size, context), int64.
 
     Raises:
@@ -59,4 +71,4 @@ def windows(data: Bytes, context: int, *, batch_size: int, seed: int) -> Draws:
         rows = text[starts[:, None] + offsets].long()
         return rows[:, :-1], rows[:, 1:]
 
-    return Draws(data.size - context, load, batch_size=batch_size, seed=seed)
+    return Draws(data.size - context, load, batch_size=batch_size, seed=seed, share=share)

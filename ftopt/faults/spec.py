@@ -17,6 +17,8 @@ ACTIONS = ("kill", "stop", "hang", "partition", "corrupt", "nan", "slow")
 COORDINATOR_ACTIONS = ("kill", "stop", "partition")
 GRADIENT_KINDS = ("noise", "bit", "stuck", "bias")
 FLIPPED = ("params", "grads", "inner", "payload", "sum", "result", "anchor", "outer")
+OF_EACH_RANK = ("params", "grads", "inner", *GRADIENT_KINDS)
+"""Of these each rank of a replica has its own, or a part."""
 WHAT = {"corrupt": (*FLIPPED, *GRADIENT_KINDS), "nan": ("params", "grads")}
 _AT = {"grads": "inner", "payload": "payload", "sum": "reduce.after", "result": "prepare"} | dict.fromkeys(
     GRADIENT_KINDS, "aggregated"

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_GONE_S = 5.0
+
 
 class Child:
     """One process. It finishes up when its standard input ends (`ftopt.job.supervised`), also if this one is killed.
+
+    The ranks that it may start have the same standard input, by which they are found when it has ended without them:
+    torchrun gives each a session of its own.
 
     Args:
         name: the replica's id, or ``coordinator``.
@@ -46,6 +53,8 @@ class Child:
                 env={**env, **os.environ},
                 start_new_session=True,  # Ctrl-C is the runner's to hand on.
             )
+        assert self.process.stdin is not None
+        self._stdin = f"pipe:[{os.fstat(self.process.stdin.fileno()).st_ino}]"
 
     def first_line(self) -> str:
         """The first line that it reports; empty when it ended without one. Blocking."""
@@ -64,21 +73,46 @@ class Child:
             self.process.send_signal(number)
 
     def end(self, patience_s: float) -> None:
-        """Waits for its end, and kills it after ``patience_s``."""
+        """Waits for its end, and kills it after ``patience_s``, with all its ranks."""
         try:
             self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        self._end_ranks()
         self.finish_up()
         if self.process.stdout is not None:
             self.process.stdout.close()
+
+    def _end_ranks(self) -> None:
+        deadline = time.monotonic() + _GONE_S
+        while (left := _with_stdin(self._stdin)) and time.monotonic() < deadline:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def complained(self) -> str:
+        """The messages that it wrote, each once: its ranks say the same."""
+        messages = re.split(r"^ftopt: ", self.said(), flags=re.MULTILINE)
+        return "\n".join(dict.fromkeys(message.strip() for message in messages if message.strip()))
 
     def said(self) -> str:
         """What it wrote to its standard streams."""
         with self._log.open("rb") as stream:
             stream.seek(self._log_start)
             return stream.read().decode(errors="replace").strip()
+
+
+def _with_stdin(pipe: str) -> list[int]:
+    """The processes whose standard input it is; none where there is no ``/proc``: ranks notice by themselves that
+    their launcher is gone."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if str((entry / "fd" / "0").readlink()) == pipe:
+                found.append(int(entry.name))
+    return [pid for pid in found if pid != os.getpid()]
 
 
 def describe_exit(status: int) -> str:

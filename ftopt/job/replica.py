@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -9,8 +10,10 @@ import torch
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
+from ftopt.events import OnEvent, ignore
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
+from ftopt.job.ranks import Ranks, meet
 from ftopt.job.subscribers import CurrentStep, fan_out, step_log
 from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
@@ -38,7 +41,10 @@ def run_replica(
     started: float,
     supervised: bool,
 ) -> bool:
-    """Trains one replica in this process until the job ends or a signal says so; True at the job's end.
+    """Trains one replica, or one rank of it, in this process until the job ends or a signal says so; True at the job's
+    end.
+
+    Of several ranks, rank 0 alone writes to the folder and to wandb, and carries out faults.
 
     Args:
         recipe, url, replica, job, token, tls: the job, the coordinator's address, this replica's id, and the rest that
@@ -53,6 +59,10 @@ def run_replica(
     """
     asked = finish_up(_PATIENCE_S) if supervised else None
     torch.set_num_threads(recipe.train.threads)
+    ranks = meet(recipe)
+    if not ranks.leads:
+        group = ftopt.connect(url, replica, job=job)
+        return _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, asked=asked)
     files = RunFolder(folder)
     files.create()
     events = EventLog(JsonLines(files.events, started))
@@ -77,22 +87,37 @@ def run_replica(
         sync=recipe.sync,
         on_event=on_event,
     )
-    trainer = Trainer(
-        recipe,
-        group,
-        on_event,
-        record=record,
-        evaluates=replica == ids[0],
-        wait_for_others=lambda: asked is not None and asked.wait(_OTHERS_S),
-    )
-    injector.learn(harm(trainer.optimizer, group))
-    if asked is not None:
-        terminate_self(asked)
     try:
-        with leaving_on_signals(trainer):
-            done = trainer.run()
+        done = _train(recipe, group, on_event, record=record, ranks=ranks, asked=asked, injector=injector)
     finally:
         group.close()
     if mirror is not None:
         mirror.finish(_WANDB_S)
     return done
+
+
+def _train(
+    recipe: Recipe,
+    group: ftopt.ReplicaGroup,
+    on_event: OnEvent,
+    *,
+    record: CurrentStep,
+    ranks: Ranks,
+    asked: threading.Event | None,
+    injector: FaultInjector | None = None,
+) -> bool:
+    trainer = Trainer(
+        recipe,
+        group,
+        on_event,
+        record=record,
+        evaluates=group.replica == recipe.replica_ids()[0],
+        wait_for_others=lambda: ranks.leads and asked is not None and asked.wait(_OTHERS_S),
+        ranks=ranks,
+    )
+    if injector is not None:
+        injector.learn(harm(trainer.optimizer, group))
+    if asked is not None:
+        terminate_self(asked)
+    with leaving_on_signals(trainer):
+        return trainer.run()

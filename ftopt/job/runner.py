@@ -10,6 +10,7 @@ import json
 import math
 import secrets
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Runner:
         self._returns: list[_Return] = []
         self._faults: dict[str, dict[str, Any]] = {}  # the fault that kills a process
         self._incarnations: dict[str, int] = {}
+        self._restarts: Counter[str] = Counter()
         self._ended: set[str] = set()
         self._first_end: float | None = None
         self._interrupts = 0
@@ -206,6 +208,7 @@ class Runner:
         if status == 2:
             self._complain(child, status)
         fault = self._faults.pop(child.name, None)
+        joined = child.name in self._incarnations  # one that dies before would die again
         if child.name != COORDINATOR:
             incarnation = self._incarnations.get(child.name, 0)
             data = {"status": describe_exit(status), "by_fault": fault is not None}
@@ -219,6 +222,9 @@ class Runner:
             raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{_last_lines(child)}")
         elif fault is None:
             self._display.note(_last_lines(child))
+            if joined and self._restarts[child.name] < self._recipe.restarts:
+                self._restarts[child.name] += 1
+                self._returns.append(_Return(child.name, child.life + 1, time.monotonic()))
 
     def _bring_back(self) -> None:
         now = time.monotonic()
@@ -281,7 +287,7 @@ class Runner:
 
     def _complain(self, child: Child, status: int) -> None:
         """The process found something wrong: its own message is the run's."""
-        message = child.said().removeprefix("ftopt: ")
+        message = child.complained()
         if status == 2:
             raise UserError(f"{child.name}: {message}")
         raise RunFailed(f"{child.name} could not start ({describe_exit(status)})\n{message}")

@@ -53,6 +53,10 @@ class Task(ABC):
     Args:
         recipe: what to train. Seed torch before: the initial parameters come from its global generator.
 
+    Attributes:
+        model: what is trained.
+        called: what the batches go through: the model, or what makes several ranks train it together.
+
     Raises:
         UserError: data or model cannot be had, or a user's model does not give what the data need.
     """
@@ -62,6 +66,7 @@ class Task(ABC):
 
     def __init__(self, recipe: Recipe) -> None:
         self.model: nn.Module = build_model(recipe.model)
+        self.called = self.model
         self._autocast = recipe.train.autocast == "bf16"
         self.batch_size = recipe.data.batch_size
 
@@ -69,14 +74,14 @@ class Task(ABC):
     def dataset(self) -> MapStyle:
         """All samples to train on, inputs and targets: for ``data.sampling: once``."""
 
-    def batches(self, seed: int) -> Draws:
-        """Batches drawn with replacement: for ``data.sampling: random``."""
+    def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
+        """Batches drawn with replacement, of each the ``share`` of this rank: for ``data.sampling: random``."""
         dataset = self.dataset()
 
         def load(places: Tensor) -> list[Tensor]:
             return list(default_collate([dataset[place] for place in places.tolist()]))
 
-        return Draws(len(dataset), load, batch_size=self.batch_size, seed=seed)
+        return Draws(len(dataset), load, batch_size=self.batch_size, seed=seed, share=share)
 
     def tokens(self, inputs: Tensor) -> int:
         """Tokens (bytes) of a batch; an image counts as one."""
@@ -103,7 +108,7 @@ class Task(ABC):
     def logits(self, inputs: Tensor) -> Tensor:
         """The model's answer, (..., classes), fp32."""
         with torch.autocast("cpu", dtype=torch.bfloat16) if self._autocast else nullcontext():
-            return torch.as_tensor(self.model(inputs)).float()
+            return torch.as_tensor(self.called(inputs)).float()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy of a batch, in nats."""
@@ -136,8 +141,8 @@ class NextByte(Task):
     def dataset(self) -> TokenWindows:
         return TokenWindows(self._corpus.train, self._context)
 
-    def batches(self, seed: int) -> Draws:
-        return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed)
+    def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
+        return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """512 windows, or 128 in between."""
@@ -195,8 +200,8 @@ class WhichDigit(Task):
     def dataset(self) -> MapStyle:
         return self._train
 
-    def batches(self, seed: int) -> Draws:
-        return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed)
+    def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
+        return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
         pixels, labels = (torch.split(tensor, _IMAGES_AT_ONCE) for tensor in self._held_out.tensors)

@@ -21,6 +21,7 @@ from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
 from ftopt.events import Event, OnEvent
 from ftopt.job.inner import inner_optimizers
+from ftopt.job.ranks import ALONE, Ranks, spread
 from ftopt.job.schedule import factor
 from ftopt.job.subscribers import CurrentStep
 from ftopt.job.supervised import on_signals
@@ -41,6 +42,10 @@ class Trainer:
         evaluates: whether this replica evaluates at the start and in between.
         wait_for_others: called when the job has ended, before leaving: until then this replica serves its state to
             latecomers.
+        ranks: this process' place among the ranks of its replica. All make the same calls; rank 0 tells what happens.
+
+    Attributes:
+        over: whether it has left the job.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Trainer:
         record: CurrentStep,
         evaluates: bool,
         wait_for_others: Callable[[], object] = lambda: None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self._recipe = recipe
         self._group = group
@@ -59,31 +65,52 @@ class Trainer:
         self._record = record
         self._evaluates = evaluates
         self._wait_for_others = wait_for_others
-        self._stop = self.started = False
+        self.ranks = ranks
+        self._stop = self._exhausted = self.started = self.over = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
         self._loader = self._sampler()
         model = self._task.model
+        self._task.called = spread(model, recipe.parallel, ranks)
         self._inner = inner_optimizers(recipe.inner_sections(), model)
-        self.optimizer = ftopt.wrap(self._inner, model, recipe.method, group=group, state_dir=recipe.train.state_dir)
+        self.optimizer = ftopt.wrap(
+            self._inner,
+            model,
+            recipe.method,
+            group=group,
+            state_dir=recipe.train.state_dir,
+            leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a step of its own, and they must agree
+        )
         self._checkpoints = self._prepare_checkpoints()
 
     def stop(self) -> None:
-        """Leaves in good order at the next step boundary. Any thread, signal handlers too."""
+        """Leaves in good order at the next step boundary; for a replica of one process. Any thread, signal handlers
+        too."""
         self._stop = True
         for source in (self._group.units, self._group.global_batch):
             if source is not None:
                 source.close()  # it may wait for more
 
     def run(self) -> bool:
-        """Trains until the job's end or `stop`; True at the job's end."""
+        """Trains until the job's end, `stop`, or a signal to ranks; True at the job's end."""
+        try:
+            done = self._train()
+        except SystemExit:  # the ranks have agreed to leave, and handed in what was pending
+            if not self.started:
+                raise
+            done = False
+            self._tell_end("left")
+        self.over = True
+        return done
+
+    def _train(self) -> bool:
         train, optimizer = self._recipe.train, self.optimizer
         with optimizer:
             self.started = True
-            seed = seed_of(train.seed, self._group.replica, self._group.incarnation)
+            seed = seed_of(train.seed, self._group.replica, self.ranks.agree(self._group.incarnation))
             if not optimizer.replaying:
-                torch.manual_seed(seed)
-            batches = self._loader or self._task.batches(seed)
+                torch.manual_seed(seed if self.ranks.leads else seed_of(seed, self.ranks.rank))
+            batches = self._loader or self._task.batches(seed, (self.ranks.rank, self.ranks.size))
             steps = self._micro_batches(batches)
             scheduler = LambdaLR(optimizer, self._rates())
             if self._checkpoints is not None:
@@ -91,8 +118,10 @@ class Trainer:
             evaluated_at = optimizer.committed.inner_step
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
-            while not self._stop and not self._is_done() and (micro_batches := next(steps, None)) is not None:
-                if not self._step(micro_batches):
+            while not self._stop and not self._is_done():
+                micro_batches = next(steps, None)
+                self._exhausted = micro_batches is None and not self._stop
+                if micro_batches is None or not self._step(micro_batches):
                     break
                 scheduler.step()
                 now = optimizer.committed.inner_step
@@ -122,11 +151,9 @@ class Trainer:
         return done
 
     def _is_done(self) -> bool:
-        """Whether the committed inner step is there, or every sample of all epochs is in a commit."""
-        source = self._group.units or self._group.global_batch
-        if source is not None and source.ended:
-            return True
-        return self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
+        """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop
+        waits at the end of the data. All ranks know both in the same step."""
+        return self._exhausted or self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
 
     def _sampler(self) -> ftopt.DataLoader | None:
         """Draws each sample once. Made before the replica joins: its worker processes must not inherit its sockets."""
@@ -139,7 +166,7 @@ class Trainer:
             group=self._group,
             seed=train.seed,
             epochs=data.epochs,
-            drop_last=data.drop_last,
+            drop_last=self.ranks.size > 1 if data.drop_last is None else data.drop_last,
             accumulate=train.accumulate,
             num_workers=data.workers,
             global_batch=data.global_batch,
@@ -208,8 +235,8 @@ class Trainer:
             tokens += task.tokens(inputs)
         if train.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
-        record.loss = total
-        optimizer.count(tokens=tokens, samples=samples, loss=total)
+        record.loss = self.ranks.mean(total)
+        optimizer.count(tokens=tokens, samples=samples * self.ranks.size, loss=record.loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -223,6 +250,8 @@ class Trainer:
         self._tell("evaluate", data)
 
     def _tell_end(self, reason: str) -> None:
+        if not self.ranks.leads:
+            return
         optimizer = self.optimizer
         data = {
             "reason": reason,
@@ -235,6 +264,8 @@ class Trainer:
         self._tell("end", data)
 
     def _tell(self, name: str, data: Mapping[str, object]) -> None:
+        if not self.ranks.leads:
+            return
         replica, life, now = self._group.replica, self._group.incarnation, self.optimizer.committed
         event = Event(name, replica, life, fragment=0, version=now.version, inner_step=now.inner_step, data=data)
         self._on_event(event)
@@ -243,13 +274,16 @@ class Trainer:
 def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
     """SIGTERM and Ctrl-C make the trainer leave in good order; the second one ends it at once.
 
-    One that has not started yet, because others are missing, has nothing to leave: it ends at once as well.
+    One that has not started yet, because others are missing, has nothing to leave: it ends at once as well. While a
+    rank of several trains, its optimizer handles signals, and comes here to end at once.
     """
     asked = False
 
     def handle() -> None:
         nonlocal asked
-        if asked or not trainer.started:
+        if trainer.over:
+            return
+        if asked or not trainer.started or trainer.ranks.size > 1:
             raise KeyboardInterrupt
         asked = True
         trainer.stop()
