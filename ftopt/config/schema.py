@@ -158,7 +158,7 @@ class Recipe:
             yield f"parallel={self.parallel!r}; allowed: {', '.join(PARALLEL)}"
         if self.restarts < 0:
             yield f"restarts={self.restarts}; must be at least 0"
-        if ranks <= 1:
+        if not 1 < ranks <= MAX_RANKS:
             return
         if self.data.batch_size % ranks:
             yield (

@@ -59,8 +59,8 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 
 
 def _describe(statuses: Mapping[int, int], ranks: int) -> str:
-    """Those that were killed first: the others have failed since one is gone."""
-    rank, status = min(statuses.items(), key=lambda item: (item[1] > 0, item[0]))
+    """The one that was killed, if any: the others have failed since it is gone, and torchrun has sent them SIGTERM."""
+    rank, status = min(statuses.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1] > 0, item[0]))
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return f"rank {rank} of {ranks} has died ({how}), and the replica with it"
 

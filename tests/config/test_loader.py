@@ -294,3 +294,35 @@ def test_an_own_method_that_is_none_is_reported_with_all_other_errors(name: str,
     message = errors_of(f"method={{name: {name}}}", "replicas=x")
     assert ("2 errors" in message and f"method.name='{name}'" in message) or "method: Can't instantiate" in message
     assert said in message and "replicas='x'" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["ranks=0"], "ranks=0; must be from 1 to 1024"),
+        (["ranks=-2"], "ranks=-2; must be from 1 to 1024"),
+        (["ranks=99999"], "ranks=99999; must be from 1 to 1024"),
+        (["ranks=two"], "ranks='two' (str); must be a whole number"),
+        (["ranks=2", "parallel=tp"], "parallel='tp'; allowed: fsdp, ddp"),
+        (["restarts=-1"], "restarts=-1; must be at least 0"),
+        (["ranks=64", "data.batch_size=16"], "data.batch_size=16 with ranks=64; it is the whole replica's"),
+        (["ranks=3", "data.batch_size=16"], "use a multiple of 3, such as 15"),
+        (["ranks=2", "sync.recover=replay"], "sync.recover=replay with ranks=2; replay is for replicas of one process"),
+        (["ranks=2", "faults=[{do: nan}]"], "faults[0].what=params with ranks=2; each rank has a part of it"),
+        (["ranks=2", "faults=[{do: corrupt, what: inner}]"], "faults[0].what=inner with ranks=2"),
+    ],
+)
+def test_what_a_replica_of_several_ranks_cannot_do_is_refused(overrides: list[str], message: str) -> None:
+    text = errors_of(*overrides)
+    assert "1 error\n" in text
+    assert message in text
+
+
+def test_a_global_batch_is_for_replicas_of_one_process() -> None:
+    assert "data.global_batch=64 with ranks=2" in errors_of("ranks=2", source="globalbatch_bytes")
+
+
+def test_what_strikes_rank_0_alone_is_a_fault_of_an_island() -> None:
+    faults = "[{do: corrupt}, {do: corrupt, point: payload}, {do: kill, rejoin_s: 1}, {do: partition, for_s: 1}]"
+    recipe = load("diloco_bytes", ["ranks=2", f"faults={faults}"])
+    assert (recipe.ranks, recipe.parallel, recipe.restarts) == (2, "fsdp", 0)

@@ -142,7 +142,7 @@ def test_an_island_trains_as_one_process_does(tmp_path: Path, start: Start) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_what_all_ranks_find_wrong_is_said_once(tmp_path: Path, start: Start) -> None:
-    status, error = start(tmp_path, *TWO, "data.drop_last=false").wait(100.0)
+    status, error = start(tmp_path, *TWO, "model.context=17", "data.drop_last=false").wait(100.0)
     assert status == 2
     assert error.count("shares must be equal") == 1
     assert "Traceback" not in error
