@@ -22,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.telemetry.wandb import resolve
 
     recipe = resumable(load(arguments.recipe, arguments.overrides))
+    if (path := recipe.checkpoint.resume) is not None:
+        say(resuming(Path(path), recipe.train.inner_steps))
     mode = resolve(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
     if mode == "offline":
@@ -35,6 +37,16 @@ def run(arguments: argparse.Namespace) -> int:
     for line in digest_lines(summary):
         say(line)
     return 0
+
+
+def resuming(path: Path, inner_steps: int) -> str:
+    """Returns where the job of the checkpoint at ``path`` is, and whether it is at its end."""
+    from ftopt.checkpoint.reader import Checkpoint
+
+    at = Checkpoint(path).manifest
+    done = f"; train.inner_steps={inner_steps} is reached, and nothing is trained: give more to go on"
+    reached = done if at.inner_step >= inner_steps else ""
+    return f"resuming from {path}: version {at.version}, inner step {at.inner_step}{reached}"
 
 
 def new_folder(parent: Path, name: str) -> Path:

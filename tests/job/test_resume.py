@@ -14,6 +14,7 @@ import pytest
 
 from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.cli.main import main
+from ftopt.cli.run import resuming
 from ftopt.sync.protocol.intervals import union
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
@@ -151,6 +152,9 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     there = whole(first / "checkpoint")[-1]
     status, error = start(tmp_path, *short, f"checkpoint.resume={there}", leave_out="method").wait(_PATIENCE_S)
     assert status == 0, error
+    told = f"resuming from {there}: version {began // 10}, inner step {began}"
+    assert f"{told}\n" in (tmp_path / "stdout.txt").read_text()
+    assert resuming(there, began).startswith(f"{told}; train.inner_steps={began} is reached")
     summary = summary_of(tmp_path)
     every_step_once(summary)
     assert summary["inner_steps_committed"] == 3 * (100 - began)
