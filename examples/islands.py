@@ -54,7 +54,7 @@ def main(url: str = "http://127.0.0.1:29400") -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
 
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2), mesh=mesh)
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=20), group=group)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=20), group=group, leave_on_signals=True)
     loader = ftopt.DataLoader(Waves(), batch_size=16, group=group)  # 8 samples for each of 2 ranks
     with optimizer:
         for inputs, targets in loader:
