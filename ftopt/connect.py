@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole, names_arguments
 from ftopt.events import Event, OnEvent, ignore
+from ftopt.net.interfaces import address_of, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
 from ftopt.sync.protocol.limits import wrong_name
@@ -40,6 +41,7 @@ def connect(
     key: str | Path | None = None,
     sync: Sync | None = None,
     host: str | None = None,
+    interface: str | None = None,
     on_event: OnEvent = ignore,
     connect_s: float = 10.0,
     mesh: DeviceMesh | ProcessGroup | bool | None = None,
@@ -59,6 +61,9 @@ def connect(
         sync: settings of the outer-sync layer; the first replica of a job defines them. Default: ``Sync()``.
         host: this machine's address as peers reach it. Default: ``FTOPT_HOST``, else the one that reaches the
             coordinator.
+        interface: name of the network interface whose address is ``host``, as in ``"eth1"``: payloads and states go
+            there, while control goes where ``url`` is. Peers must reach that address. Give it or ``host``. Default:
+            ``FTOPT_INTERFACE``, else ``host``.
         on_event: called with each event, on several threads, which wait for it: it must return at once. One that never
             returns hangs this replica.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
@@ -67,8 +72,8 @@ def connect(
             ``torch.distributed`` where it is initialized, else this process. False: this process alone.
 
     Raises:
-        UserError: the address is missing or invalid; a name, the token, or a file of TLS cannot be used; this process
-            is one rank of several, and ``mesh`` does not say of what.
+        UserError: the address is missing or invalid; a name, the token, the interface, or a file of TLS cannot be used;
+            this process is one rank of several, and ``mesh`` does not say of what.
     """
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
     from ftopt.sync.island import Follower, Island, ranks_of
@@ -100,18 +105,22 @@ def connect(
     check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
         raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
+    if interface is not None and not isinstance(interface, str):
+        raise UserError(f"interface={interface!r:.60}; must be the name of a network interface, as 'eth1', or None")
     island = Island(ranks) if ranks is not None else None
     if island is not None and not island.leads:
         return cast("ReplicaGroup", Follower(island.hear(), island))
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
-    host = host or os.environ.get("FTOPT_HOST") or _own_address(address, parts.port or 80)
+    host = _chosen_address(host, interface) or _own_address(address, parts.port or 80)
     context = tls.client() if parts.scheme == "https" else None
     if context is not None and is_public(host):
         _warn_of_open_payloads(host, tls)
+    way = f"{host} ({interface_of(host) or 'the interface is unknown'})"
+    _log.info("replica %s: payloads and states go by %s", replica, way)
     if on_event is ignore:
-        on_event = _Log()
+        on_event = _Log(way)
     session = Session(
         replica,
         job,
@@ -206,11 +215,24 @@ _TOLD = {
 """Event -> what the log says before the event's own text."""
 
 
+_TRANSFERS = {"prepare": "payloads", "fetched": "a fetched state"}
+_LEAST_BYTES, _CHANGED = 1 << 20, 2.0
+"""A transfer of less says nothing of the network; a rate that has changed by less than this factor is not told."""
+
+
 class _Log:
-    """Without an ``on_event``: what a user must know goes to the log, each text once in a row."""
+    """Without an ``on_event``: what a user must know goes to the log, each text once in a row.
+
+    Args:
+        way: this replica's address and interface.
+    """
 
     every_step = False
     _last = ""
+
+    def __init__(self, way: str) -> None:
+        self._way = way
+        self._rates: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
         if event.event in _TOLD:
@@ -218,6 +240,20 @@ class _Log:
             if text != self._last:
                 self._last = text
                 _log.warning("%s: %s%s", event.replica, _TOLD[event.event], text)
+        elif event.event in _TRANSFERS:
+            self._tell_rate(event.replica, _TRANSFERS[event.event], event.data)
+
+    def _tell_rate(self, replica: str | None, what: str, data: Mapping[str, Any]) -> None:
+        sent, seconds = data.get("bytes", 0), data.get("seconds", 0.0)
+        if sent < _LEAST_BYTES or seconds <= 0:
+            return
+        rate, before = sent / seconds, self._rates.get(what)
+        if before is None or not 1 / _CHANGED < rate / before < _CHANGED:
+            self._rates[what] = rate
+            _log.info(
+                "replica %s: %s: %.1f MB in %.2f s, %.1f MB/s, by %s",
+                replica, what, sent / 1e6, seconds, rate / 1e6, self._way,
+            )  # fmt: skip
 
 
 @cache
@@ -230,6 +266,18 @@ def _warn_of_open_payloads(host: str, tls: Tls) -> None:
         host,
         state,
     )
+
+
+def _chosen_address(host: str | None, interface: str | None) -> str | None:
+    """What the arguments say, else the environment; None: nothing. UserError: both say something, or it cannot be."""
+    if host is None and interface is None:
+        host, interface = os.environ.get("FTOPT_HOST") or None, os.environ.get("FTOPT_INTERFACE") or None
+        names = "FTOPT_HOST", "FTOPT_INTERFACE"
+    else:
+        names = "host", "interface"
+    if host is not None and interface is not None:
+        raise UserError(f"{names[0]}={host!r:.60} and {names[1]}={interface!r:.60}; give one of them")
+    return address_of(interface) if interface is not None else host
 
 
 def _own_address(host: str, port: int) -> str:

@@ -20,6 +20,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
     default = "FTOPT_HOST, else that of the interface that reaches the coordinator"
     parser.add_argument("--host", metavar="ADDR", help=f"address where peers reach this machine (default: {default})")
+    what = "network interface of payloads and states, as eth1, in the place of --host (default: FTOPT_INTERFACE)"
+    parser.add_argument("--interface", metavar="NAME", help=what)
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)
@@ -52,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         token=token_of(arguments),
         tls=tls_of(arguments),
         host=arguments.host,
+        interface=arguments.interface,
         folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
         started=arguments.started or time.time(),
         supervised=arguments.supervised,

@@ -37,6 +37,7 @@ def run_replica(
     token: str | None,
     tls: Tls,
     host: str | None = None,
+    interface: str | None = None,
     folder: Path,
     started: float,
     supervised: bool,
@@ -49,7 +50,7 @@ def run_replica(
     Args:
         recipe, url, replica, job, token, tls: the job, the coordinator's address, this replica's id, and the rest that
             `ftopt.connect` takes.
-        host: this machine's address as peers reach it; None finds it.
+        host, interface: this machine's address as peers reach it, or the interface that has it; None finds it.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.
         supervised: started by `ftopt.job.runner`, which says when to end.
@@ -84,6 +85,7 @@ def run_replica(
         cert=tls.cert,
         key=tls.key,
         host=host,
+        interface=interface,
         sync=recipe.sync,
         on_event=on_event,
     )

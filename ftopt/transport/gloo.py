@@ -40,7 +40,7 @@ from ftopt.codecs.codec import Codec
 from ftopt.errors import UserError
 from ftopt.net import descriptors
 from ftopt.transport.encoded import Buffers, EncodedMean, Exchange, alone
-from ftopt.transport.gloo_group import GlooGroup, first_line
+from ftopt.transport.gloo_group import GlooGroup, PeerSilent, first_line
 from ftopt.transport.interface import Carry, Owed, StoreOps, Summed
 from ftopt.transport.staging import Staging, StagingFor, ahead, staging_for
 
@@ -98,12 +98,12 @@ class GlooTransport:
                 "find what does not close its files"
             )
             self._seldom.warn(wrong)
-            raise ConnectionError(wrong)
+            raise _reaches_nobody(wrong, rank)
         options = cast(Any, ProcessGroupGloo)._Options()
         try:
             options._devices = [self._device()]
         except RuntimeError as error:  # the interface is down, or there is no port left: perhaps not the next time
-            raise ConnectionError(f"no process group on {self.host}: {first_line(error)}") from None
+            raise _reaches_nobody(f"no process group on {self.host}: {first_line(error)}", rank) from None
         options._threads = _THREADS
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
@@ -113,6 +113,11 @@ class GlooTransport:
     def _device(self) -> Any:
         """A device is a listening port. Each group has its own: it tells the group's sockets from others'."""
         return cast(Any, ProcessGroupGloo).create_device(hostname=self.host, lazy_init=False)
+
+
+def _reaches_nobody(wrong: str, rank: int) -> PeerSilent:
+    """It names one whom this member cannot reach, so that the others need not go on trying with it."""
+    return PeerSilent(wrong, rank=int(rank == 0))
 
 
 class GlooCollective:

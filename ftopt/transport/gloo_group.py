@@ -156,7 +156,7 @@ class GlooGroup:
         try:
             group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
         except RuntimeError as error:
-            self._failure = self._explain(error, "could not be connected")
+            self._failure = self._with_peer(self._explain(error, "could not be connected"))
         except BaseException as error:  # the store's own are named and typed already
             self._failure = _bare(error)
         with self._lock:
@@ -164,6 +164,16 @@ class GlooGroup:
                 self._group = group
         self._opened.set()
         # A group that comes after close() is dropped here, on this daemon thread.
+
+    def _with_peer(self, error: OSError) -> OSError:
+        """An error that names nobody, with the member that cannot be reached from here: this host's interface may be
+        down, which fails at once, before the others have waited for it in vain."""
+        if not isinstance(error, PeerLost) or error.rank is not None:
+            return error
+        silent = unreachable(dict(self._store.values), self.rank, _PROBE_S)
+        if not silent:
+            return error
+        return PeerSilent(f"{error}; the host of rank {silent[0]} cannot be reached", rank=silent[0])
 
     def _blame(self, message: str) -> BaseException:
         """The error of a time-out, with the member that cannot be reached from here; if all can, it comes late."""

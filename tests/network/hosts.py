@@ -6,6 +6,7 @@ meant for one host nowhere. All of it is silent, as a cut cable is: nobody is no
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 _SUBNET = "10.77.0"
+_SECOND_SUBNET = "10.78.0"
 _NOWHERE = "02:00:00:00:00:01"
 
 
@@ -55,6 +57,38 @@ class Hosts:
 
     def address(self, name: str) -> str:
         return f"{_SUBNET}.{self._numbers[name]}"
+
+    def second_network(self) -> None:
+        """Another bridge, and a cable from each host's ``eth1`` to it."""
+        self._ip(self._switch, "link add br1 type bridge")
+        self._ip(self._switch, "link set br1 up")
+        for name, number in self._numbers.items():
+            host, port = self.namespace(name), f"q{number}"
+            self._ip(self._switch, f"link add {port} type veth peer name eth1 netns {host}")
+            self._ip(self._switch, f"link set {port} master br1")
+            self._ip(self._switch, f"link set {port} up")
+            self._ip(host, f"addr add {_SECOND_SUBNET}.{number}/24 dev eth1")
+            self._ip(host, "link set eth1 up")
+
+    def leave_second(self, name: str, how: str) -> None:
+        """This host is off the second network: its ``cable`` is out, the ``device`` down, or the ``address`` gone."""
+        match how:
+            case "cable":
+                self._ip(self._switch, f"link set q{self._numbers[name]} down")
+            case "device":
+                self._ip(self.namespace(name), "link set eth1 down")
+            case _:
+                self._ip(self.namespace(name), "addr flush dev eth1")
+
+    def join_second(self, name: str) -> None:
+        self._ip(self._switch, f"link set q{self._numbers[name]} up")
+        self._ip(self.namespace(name), "link set eth1 up")
+        self._ip(self.namespace(name), f"addr replace {_SECOND_SUBNET}.{self._numbers[name]}/24 dev eth1")
+
+    def sent(self, name: str, device: str) -> int:
+        """Bytes that a host has sent by a device."""
+        shown = _run("ip", "-n", self.namespace(name), "-j", "-s", "link", "show", device)
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def down(self, name: str) -> None:
         """The cable is out: both directions."""

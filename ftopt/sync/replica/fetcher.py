@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -100,29 +101,33 @@ class Fetcher:
             if record.position != at and record.version <= at.version:
                 raise ValueError(f"it holds version {record.version}, {at.version} is needed")
 
+        since_s = time.monotonic()
         try:
             try:
-                record = await self._take(fragment, target.sources, expect)
+                record, size = await self._take(fragment, target.sources, expect)
             except ValueError as error:
                 if len(target.sources) < 2:
                     raise
                 # Damaged, and it is not known by which source: each source alone, the preferred one last.
                 self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
-                record = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
+                record, size = await self._take_from_any((*target.sources[1:], target.sources[0]), fragment, expect)
         except (ConnectionError, ValueError) as error:
             self._shell.emit("fetch_failed", fragment=fragment, version=at.version, data={"reason": str(error)})
             await asyncio.sleep(_FETCH_AGAIN_S)
             self._shell.run(machine.fetch_failed(fragment))
         else:
-            self._shell.emit("fetched", fragment=fragment, version=record.version)
+            data = {"bytes": size, "seconds": time.monotonic() - since_s}
+            self._shell.emit("fetched", fragment=fragment, version=record.version, data=data)
             # The install has freed what was to be proposed meanwhile.
             self._shell.view.drop(fragment, len(self._deferred.pop(fragment, [])))
             self._shell.run(machine.fetched(record))
         for contribution, now in self._deferred.pop(fragment, []):
             self._shell.accept(contribution, now)
 
-    async def _take(self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]) -> m.Record:
-        """Fetches and installs; returns what is held by then.
+    async def _take(
+        self, fragment: int, sources: Sequence[str], expect: Callable[[Meta], None]
+    ) -> tuple[m.Record, int]:
+        """Fetches and installs; returns what is held by then, and the bytes that came.
 
         Raises:
             ConnectionError: no source gives it, or it is not wanted any more.
@@ -135,9 +140,11 @@ class Fetcher:
             raise ConnectionError(f"version {record.version} is not wanted any more")
         committed, reset = committed_of(machine, record), machine.fragments[fragment].reset
         await asyncio.to_thread(self._shell.host.install, committed, meta["digest"], tensors, reset=reset)
-        return record
+        return record, sum(tensor.nbytes for tensor in tensors.values())
 
-    async def _take_from_any(self, sources: Sequence[str], fragment: int, expect: Callable[[Meta], None]) -> m.Record:
+    async def _take_from_any(
+        self, sources: Sequence[str], fragment: int, expect: Callable[[Meta], None]
+    ) -> tuple[m.Record, int]:
         answers = []
         for source in sources:
             try:

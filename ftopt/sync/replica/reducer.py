@@ -6,6 +6,7 @@ import base64
 import queue
 import sys
 import threading
+import time
 from concurrent.futures import Future
 
 from ftopt.sync.group import AttemptView, Collective, Damaged, Implausible, bits
@@ -91,13 +92,17 @@ class Reducer:
         try:
             shell.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
             group = self._group(q)
-            before = group.sent_bytes
+            before, since_s = group.sent_bytes, time.perf_counter()
             c = start.contribution
             group.tell([c.last_step, *bits([attempt.weight, float(c.steps), c.norm, c.peak, c.behind])])
             reduced = shell.host.reduce(attempt, group)
             rows = [row[:1] for row in group.told()]
             self._sent_bytes += group.sent_bytes - before
-            data = {"wire_bytes": self._sent_bytes}
+            data = {
+                "wire_bytes": self._sent_bytes,
+                "bytes": group.sent_bytes - before,
+                "seconds": time.perf_counter() - since_s,
+            }
             shell.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
         except Damaged as error:
             self._drop(q.fragment)
