@@ -84,6 +84,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},
+    # A launcher: it sets what `connect` reads.
+    "ray": {"sync/server", "telemetry"},
     "cli": {"job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},
     "__main__": {"cli"},
 }  # fmt: skip

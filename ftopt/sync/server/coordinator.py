@@ -14,6 +14,7 @@ import logging
 import math
 import signal
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -145,7 +146,8 @@ class CoordinatorServer:
         self._journal.close()
 
     def run(self, *, ready: Callable[[str], None]) -> None:
-        """Serves until SIGTERM or Ctrl-C. Blocking, without a running loop. ``ready``: called with the address.
+        """Serves until SIGTERM or Ctrl-C; on another thread than the main one, for ever. Blocking, without a running
+        loop. ``ready``: called with the address.
 
         Raises:
             UserError: as `start`.
@@ -168,8 +170,9 @@ class CoordinatorServer:
 
         asyncio.get_running_loop().set_exception_handler(on_exception)
         descriptors.raise_limit()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        if threading.current_thread() is threading.main_thread():  # which alone Python lets handle signals
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await self.start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         ready(f"{'http' if self._tls is None else 'https'}://{host}:{port}")

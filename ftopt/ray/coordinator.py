@@ -1,0 +1,144 @@
+"""The coordinator as a Ray actor, which Ray restarts; and where the ranks of an island find each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import ray
+
+from ftopt.errors import UserError
+from ftopt.events import Event, OnEvent, ignore
+from ftopt.ray.progress import Progress
+from ftopt.sync.server.coordinator import CoordinatorServer
+from ftopt.telemetry.jsonl import EventLog, JsonLines
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_TAKEN_S = 30.0
+"""So long a former process may keep the port or the journal after its end has been noticed."""
+_RETRY_S = 0.5
+_SILENT_S = 5.0
+"""A rank asks several times a second while it waits for the others of its island; one that is silent has died."""
+
+
+class Coordinator:
+    """A coordinator at a fixed address.
+
+    Args:
+        host: this node's address.
+        port: the port. Ray starts the actor again with the same arguments: replicas find it where it was.
+        journal: its journal's file, on this node, beside which its events go to ``events.jsonl``; None: without both.
+        token: what replicas must bring.
+        run: the name of the run, for the metrics.
+        started: when the run has started, for its events.
+    """
+
+    def __init__(self, host: str, port: int, journal: str | None, token: str, run: str, started: float) -> None:
+        self._islands: dict[str, Island] = {}
+        self._seen: set[str] = set()
+        self._log: OnEvent = ignore
+        served = threading.Event()
+        file = None if journal is None else Path(journal)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._log = EventLog(JsonLines(file.with_name("events.jsonl"), started))
+
+        def serve() -> None:
+            # "New" also when it is started again: what it had decided is in the journal.
+            server = _once_free(
+                lambda: CoordinatorServer(
+                    host,
+                    port,
+                    journal=file,
+                    new=file is not None,
+                    token=token,
+                    open_status=True,
+                    on_event=self._on_event,
+                )
+            )
+            _once_free(lambda: server.run(ready=lambda _: served.set()))
+
+        threading.Thread(target=_for_life, args=(serve,), name="ftopt coordinator", daemon=True).start()
+        served.wait()
+        Progress(f"http://{host}:{port}", run).start()
+
+    def _on_event(self, event: Event) -> None:
+        self._seen.add(event.replica)
+        self._log(event)
+
+    def ready(self) -> None:
+        """Returns when the coordinator can be reached."""
+
+    def has_seen(self, replica: str) -> bool:
+        """Whether a replica has been in a job."""
+        return replica in self._seen
+
+    def meet(self, island: str, size: int, rank: int, life: str, address: str | None) -> str | None:
+        """A rank waits for the others of its island; it asks again until it gets an answer.
+
+        Args:
+            island: the replica's id.
+            size: how many ranks there are.
+            rank: which one asks.
+            life: which life of that rank.
+            address: of rank 0's store.
+
+        Returns:
+            The address of rank 0, when all ranks are there.
+        """
+        return self._islands.setdefault(island, Island()).meet(size, rank, life, address)
+
+
+@dataclass
+class Island:
+    """The ranks that wait for each other."""
+
+    waiting: dict[int, tuple[str, str | None, float]] = field(default_factory=dict)
+    met: tuple[set[str], str | None] = field(default_factory=lambda: (set(), None))
+
+    def meet(self, size: int, rank: int, life: str, address: str | None) -> str | None:
+        """See `Coordinator.meet`."""
+        now_s = time.monotonic()
+        lives, found = self.met
+        if life in lives:
+            return found
+        self.waiting[rank] = (life, address, now_s)
+        self.waiting = {r: seen for r, seen in self.waiting.items() if now_s - seen[2] < _SILENT_S}
+        if len(self.waiting) < size:
+            return None
+        self.met = ({life for life, _, _ in self.waiting.values()}, self.waiting[0][1])
+        self.waiting = {}
+        return self.met[1]
+
+
+def _for_life(serve: Callable[[], None]) -> None:
+    """A coordinator that has failed takes its process along: Ray starts the next one."""
+    try:
+        serve()
+    except BaseException:
+        _log.exception("the coordinator has failed; Ray starts it again")
+        logging.shutdown()
+    finally:
+        os._exit(1)
+
+
+def _once_free(call: Callable[[], T]) -> T:
+    """Calls until the former process has let go of the port and the journal."""
+    until_s = time.monotonic() + _TAKEN_S
+    while True:
+        try:
+            return call()
+        except UserError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_RETRY_S)
+
+
+CoordinatorActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)

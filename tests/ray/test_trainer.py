@@ -1,0 +1,111 @@
+"""``TorchTrainer`` with `FtoptConfig`: workers, nodes and the coordinator are lost, and the job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftopt.telemetry.jsonl import read_lines
+from tests.ray.conftest import Job
+from tests.ray.training import alone
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
+Start = Callable[..., Job]
+
+
+def committed(folder: Path, replica: str) -> int:
+    """Steps of a replica, of all its lives, that outer steps contain."""
+    decided = [line["data"]["members"] for line in read_lines(folder / "events.jsonl") if line["event"] == "decide"]
+    return sum(steps for members in decided for name, _, steps, *_ in members if name == replica)
+
+
+def assert_whole(job: Job, replicas: int, survivors: Sequence[str]) -> None:
+    """All replicas hold the same at the end; survivors have one life, and all of its steps are committed."""
+    ends = {f"r{i}": next(end for end in job.told(f"r{i}", "done") if end["rank"] == 0) for i in range(replicas)}
+    assert len({end["digest"] for end in ends.values()}) == 1
+    for replica in survivors:
+        assert ends[replica]["life"] == 1
+        assert ends[replica]["pending_steps"] == 0
+        assert committed(job.folder / "ray" / "run", replica) == ends[replica]["local_steps"]
+
+
+def test_a_worker_and_the_coordinator_are_killed_and_survivors_lose_no_step(start: Start, tmp_path: Path) -> None:
+    import ray
+
+    job = start(3, kill_in_a_round="r1")
+    job.wait(lambda: len(job.told("r1", "begin")) == 2, "r1 does not come back")
+    job.wait_for_steps(20, ("r0", "r1", "r2"))
+    (named,) = [name for name in ray.util.list_named_actors() if name.startswith("ftopt coordinator of run")]
+    ray.kill(ray.get_actor(named), no_restart=False)
+    job.wait_for_steps(50, ("r0", "r1", "r2"))
+    events = tmp_path / "ray" / "run" / "events.jsonl"
+    job.wait(
+        lambda: any(line["event"] == "return" and line["replica"] == "r0" for line in read_lines(events)),
+        "nobody is back",
+    )
+    job.wait_for_steps(30, ("r0", "r1", "r2"))
+    job.end()
+    assert_whole(job, 3, survivors=("r0", "r2"))
+
+
+def test_an_island_of_two_workers_comes_back_as_a_whole(start: Start) -> None:
+    job = start(4, ranks=2)
+    job.wait_for_steps(20, ("r0", "r1"))
+    (rank_1,) = [line for line in job.told("r1", "begin") if line["rank"] == 1]
+    os.kill(rank_1["pid"], signal.SIGKILL)
+    job.wait(lambda: len(job.told("r1", "begin")) == 4, "r1 does not come back")
+    job.wait_for_steps(20, ("r0", "r1"))
+    job.end()
+    assert_whole(job, 2, survivors=("r0",))
+
+
+def test_a_node_is_lost_and_a_new_one_takes_its_place(start: Start, cluster: Any) -> None:
+    lost = cluster.add_node(num_cpus=1)
+    job = start(6)  # two of them on that node
+    job.wait_for_steps(20, [f"r{i}" for i in range(6)])
+    cluster.remove_node(lost, allow_graceful=False)
+    job.wait_for_steps(50, ("r0", "r1"))
+    gone = [f"r{i}" for i in range(6) if len(job.told(f"r{i}", "begin")) == 1]
+    new = cluster.add_node(num_cpus=1)
+    try:
+        job.wait(lambda: sum(len(job.told(f"r{i}", "begin")) for i in range(6)) == 8, "the two do not come back")
+        gone = [replica for replica in gone if len(job.told(replica, "begin")) == 2]
+        assert len(gone) == 2
+        job.wait_for_steps(20, [f"r{i}" for i in range(6)])
+        job.end()
+        assert_whole(job, 6, survivors=[f"r{i}" for i in range(6) if f"r{i}" not in gone])
+    finally:
+        cluster.remove_node(new)
+
+
+def test_the_same_name_again_resumes_from_the_newest_checkpoint(start: Start) -> None:
+    start(2, steps=60).end_by_itself()
+    job = start(2, steps=100)
+    job.end_by_itself()
+    begins = [line["step"] for line in job.told("r0", "begin")]
+    assert begins == [0, 60]
+    assert job.last("r0") == 100
+
+
+def test_an_error_in_one_worker_ends_the_run_where_no_failure_is_allowed(start: Start) -> None:
+    job = start(2, max_failures=0, raises="r1")
+    with pytest.raises(Exception, match="a mistake in the loop"):
+        job.end_by_itself()
+
+
+def test_workers_that_make_no_whole_islands_are_refused(start: Start) -> None:
+    job = start(3, ranks=2)
+    with pytest.raises(Exception, match=r"num_workers=3.*ranks=2.*use a multiple of 2"):
+        job.end_by_itself()
+
+
+def test_a_loop_that_never_connects_is_told_so(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    job, said = start(1, loop=alone), ""
+    job.end_by_itself()
+    while "r0 has never been in a job: it has trained alone" not in said:
+        said += capfd.readouterr().err
