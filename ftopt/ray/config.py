@@ -27,7 +27,7 @@ from ray.train.v2._internal.execution.worker_group import ReplicaGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ftopt.errors import UserError, check_whole
-from ftopt.ray.coordinator import CoordinatorActor
+from ftopt.ray.coordinator import CoordinatorActor, url_of
 
 dist: Any = torch.distributed
 _log = logging.getLogger("ray.train.ftopt")
@@ -69,6 +69,8 @@ class FtoptConfig(TorchConfig):
         check_whole("port", self.port, 0, of="the port's number", hint="use 0 for a free one")
         if self.port > 65535:
             raise UserError(f"port={self.port}; must be at most 65535; use 0 for a free one")
+        if not isinstance(self.journal, str | Path | None):
+            raise UserError(f"journal={self.journal!r:.60}; must be a file, or None for one in the run's folder")
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -136,8 +138,9 @@ class _Backend(Backend):
         where = None if journal is None else str(Path(journal).absolute())
         self._actor = CoordinatorActor.options(**options).remote(host, port, where, token, name, time.time())
         ray.get(self._actor.ready.remote())
-        self._settings = {"FTOPT_COORDINATOR": f"http://{host}:{port}", "FTOPT_TOKEN": token}
-        _log.info("coordinator at http://%s:%d; `ftopt status http://%s:%d` shows the job", host, port, host, port)
+        url = url_of(host, port)
+        self._settings = {"FTOPT_COORDINATOR": url, "FTOPT_TOKEN": token}
+        _log.info("coordinator at %s; `ftopt status %s` shows the job", url, url)
 
 
 def _is_dead(worker: ReplicaGroup) -> bool:

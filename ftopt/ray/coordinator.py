@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -20,12 +21,17 @@ from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ray.train.ftopt")
 _TAKEN_S = 30.0
 """So long a former process may keep the port or the journal after its end has been noticed."""
 _RETRY_S = 0.5
 _SILENT_S = 5.0
 """A rank asks several times a second while it waits for the others of its island; one that is silent has died."""
+
+
+def url_of(host: str, port: int) -> str:
+    """The coordinator's address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Coordinator:
@@ -44,37 +50,60 @@ class Coordinator:
         self._islands: dict[str, Island] = {}
         self._seen: set[str] = set()
         self._log: OnEvent = ignore
-        served = threading.Event()
+        self._tried = threading.Event()
+        self._failed = ""
         file = None if journal is None else Path(journal)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._log = EventLog(JsonLines(file.with_name("events.jsonl"), started))
 
-        def serve() -> None:
-            # "New" also when it is started again: what it had decided is in the journal.
-            server = _once_free(
-                lambda: CoordinatorServer(
-                    host,
-                    port,
-                    journal=file,
-                    new=file is not None,
-                    token=token,
-                    open_status=True,
-                    on_event=self._on_event,
-                )
+        def make() -> CoordinatorServer:
+            # With a journal "new" also when it is started again: what it had decided is there.
+            new, on_event = file is not None, self._on_event
+            return CoordinatorServer(
+                host, port, journal=file, new=new, token=token, open_status=True, on_event=on_event
             )
-            _once_free(lambda: server.run(ready=lambda _: served.set()))
 
-        threading.Thread(target=_for_life, args=(serve,), name="ftopt coordinator", daemon=True).start()
-        served.wait()
-        Progress(f"http://{host}:{port}", run).start()
+        threading.Thread(target=self._serve, args=(make,), name="ftopt coordinator", daemon=True).start()
+        Progress(url_of(host, port), run).start()
+
+    def _serve(self, make: Callable[[], CoordinatorServer]) -> None:
+        """A coordinator that has failed takes its process along: Ray starts the next one."""
+        try:
+            server = self._once_free(make)
+            self._once_free(lambda: server.run(ready=lambda _: self._tried.set()))
+        except BaseException:
+            _log.exception("the coordinator has failed; Ray starts it again")
+            logging.shutdown()
+        finally:
+            os._exit(1)
+
+    def _once_free(self, call: Callable[[], T]) -> T:
+        """Calls until the former process has let go of the journal and the port."""
+        until_s = time.monotonic() + _TAKEN_S
+        while True:
+            try:
+                return call()
+            except UserError as error:
+                if time.monotonic() > until_s:
+                    self._failed, until_s = str(error), math.inf
+                    _log.error("the coordinator cannot start, and tries again: %s", error)
+                    self._tried.set()
+                time.sleep(_RETRY_S)
 
     def _on_event(self, event: Event) -> None:
         self._seen.add(event.replica)
         self._log(event)
 
     def ready(self) -> None:
-        """Returns when the coordinator can be reached."""
+        """Returns when the coordinator can be reached.
+
+        Raises:
+            UserError: it cannot start.
+        """
+        self._tried.wait()
+        if self._failed:
+            raise UserError(self._failed)
 
     def has_seen(self, replica: str) -> bool:
         """Whether a replica has been in a job."""
@@ -98,47 +127,25 @@ class Coordinator:
 
 @dataclass
 class Island:
-    """The ranks that wait for each other."""
+    """The ranks that wait for each other; and the lives of those that have met last, with rank 0's address."""
 
     waiting: dict[int, tuple[str, str | None, float]] = field(default_factory=dict)
-    met: tuple[set[str], str | None] = field(default_factory=lambda: (set(), None))
+    met: set[str] = field(default_factory=set)
+    address: str | None = None
 
     def meet(self, size: int, rank: int, life: str, address: str | None) -> str | None:
         """See `Coordinator.meet`."""
+        if life in self.met:
+            return self.address
         now_s = time.monotonic()
-        lives, found = self.met
-        if life in lives:
-            return found
         self.waiting[rank] = (life, address, now_s)
         self.waiting = {r: seen for r, seen in self.waiting.items() if now_s - seen[2] < _SILENT_S}
         if len(self.waiting) < size:
             return None
-        self.met = ({life for life, _, _ in self.waiting.values()}, self.waiting[0][1])
+        self.met = {life for life, _, _ in self.waiting.values()}
+        self.address = self.waiting[0][1]
         self.waiting = {}
-        return self.met[1]
-
-
-def _for_life(serve: Callable[[], None]) -> None:
-    """A coordinator that has failed takes its process along: Ray starts the next one."""
-    try:
-        serve()
-    except BaseException:
-        _log.exception("the coordinator has failed; Ray starts it again")
-        logging.shutdown()
-    finally:
-        os._exit(1)
-
-
-def _once_free(call: Callable[[], T]) -> T:
-    """Calls until the former process has let go of the port and the journal."""
-    until_s = time.monotonic() + _TAKEN_S
-    while True:
-        try:
-            return call()
-        except UserError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(_RETRY_S)
+        return self.address
 
 
 CoordinatorActor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Coordinator)

@@ -100,13 +100,23 @@ class Job:
         return max((line["step"] for line in self.told(replica, "step")), default=0)
 
     def end(self) -> Any:
-        """Lets the loops end; the trainer's result."""
-        (self.folder / "stop").touch()
+        """Lets the loops end, soon, and at one step; the trainer's result."""
+        self.stop_at(max(self.last(file.stem) for file in self.folder.glob("r*.jsonl")) // 10 * 10 + 60)
         return self.end_by_itself()
+
+    def stop_at(self, step: int) -> None:
+        """Lets the loops end at a step."""
+        written = self.folder / "stopping"
+        written.write_text(str(step))
+        written.rename(self.folder / "stop")
+
+    def join(self, timeout_s: float) -> None:
+        """Waits for the trainer's end."""
+        self._thread.join(timeout_s)
 
     def end_by_itself(self) -> Any:
         """The trainer's result, when it is there."""
-        self._thread.join(LIMIT_S)
+        self.join(LIMIT_S)
         assert not self._thread.is_alive(), "the trainer does not end"
         if self.error is not None:
             raise self.error
@@ -125,15 +135,15 @@ def start(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def start(
-        workers: int, *, ranks: int = 1, loop: Any = train, max_failures: int = -1, name: str = "run", **config: Any
+        workers: int, *, ranks: int = 1, loop: Any = train, max_failures: int = -1, cpus: float = 0.5, **config: Any
     ) -> Job:
         trainer = TorchTrainer(
             loop,
             train_loop_config={"folder": str(tmp_path), "replicas": workers // ranks, **config},
-            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5}),
+            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": cpus}),
             torch_config=FtoptConfig(ranks=ranks),
             run_config=RunConfig(
-                name=name, storage_path=str(tmp_path / "ray"), failure_config=FailureConfig(max_failures=max_failures)
+                name="run", storage_path=str(tmp_path / "ray"), failure_config=FailureConfig(max_failures=max_failures)
             ),
         )
         jobs.append(Job(tmp_path, config, trainer.fit))
@@ -141,5 +151,5 @@ def start(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield start
     for job in jobs:
-        job.folder.joinpath("stop").touch()
-        job._thread.join(30.0)
+        job.stop_at(0)
+        job.join(30.0)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 from torch import nn
 
@@ -40,7 +41,7 @@ class Told:
 
 
 def train(config: dict[str, Any]) -> str:
-    """Until the folder has a file ``stop``, or for so many steps; returns the digest."""
+    """Up to the step that a file ``stop`` in the folder names, or that the settings do; returns the digest."""
     folder = Path(config["folder"])
     told = Told(folder)
     if told.life == 1 and told.replica == config.get("kill_in_a_round"):
@@ -55,8 +56,8 @@ def train(config: dict[str, Any]) -> str:
     checkpoints = ftopt.Checkpoints(folder / "checkpoint", optimizer, every=2)
     with optimizer:
         checkpoints.include()
-        told.tell("begin", step=optimizer.start_step)
-        while not (folder / "stop").exists() and optimizer.inner_step < config.get("steps", MANY):
+        told.tell("begin", step=optimizer.start_step, node=ray.get_runtime_context().get_node_id())
+        while optimizer.inner_step < _until(folder, config):
             model(torch.randn(8, 4)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -68,8 +69,19 @@ def train(config: dict[str, Any]) -> str:
             time.sleep(STEP_S)
         checkpoints.close()
     digest: str = optimizer.anchor_digest() if told.rank == 0 else ""
-    told.tell("done", digest=digest, local_steps=optimizer.local_steps, pending_steps=optimizer.pending_steps)
+    told.tell(
+        "done",
+        digest=digest,
+        versions=list(optimizer.versions),
+        local_steps=optimizer.local_steps,
+        pending_steps=optimizer.pending_steps,
+    )
     return digest
+
+
+def _until(folder: Path, config: dict[str, Any]) -> int:
+    stop = folder / "stop"
+    return int(stop.read_text()) if stop.exists() else config.get("steps", MANY)
 
 
 def alone(config: dict[str, Any]) -> None:
