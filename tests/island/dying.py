@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ import ftopt
 
 def main(steps: int, how: str) -> None:
     """One rank."""
-    dist.init_process_group("gloo")
+    limit_s = float(os.environ.get("GROUP_TIMEOUT_S", "1800"))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=limit_s))
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3))
@@ -31,7 +33,7 @@ def main(steps: int, how: str) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         called = fully_shard(model, mesh=mesh)
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0)
+    sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=float(os.environ.get("GRACE_S", "5")), dead_after_s=2.0)
     optimizer = ftopt.wrap(
         inner,
         model,
@@ -53,6 +55,8 @@ def main(steps: int, how: str) -> None:
                     next(model.parameters())[0, 0] += 1.0
             if how == "one-syncs" and rank == 0 and step == 6:
                 optimizer.sync()
+            if how == "is-slow" and step == 6:
+                time.sleep(8.0)
             if how == "raises" and rank == 1 and step == 6:
                 raise ValueError("the batch of rank 1 is bad")
             optimizer.step()

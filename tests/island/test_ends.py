@@ -19,11 +19,11 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @contextmanager
-def two(folder: Path, steps: int, how: str, *, restarts: int = 0) -> Iterator[list[Torchrun]]:
-    """Two islands of two ranks; ``how`` is for the first one."""
+def two(folder: Path, steps: int, *hows: str, restarts: int = 0) -> Iterator[list[Torchrun]]:
+    """Two islands of two ranks; ``hows``: of the first one, and of the second one."""
     with coordinator(folder, "--folder", str(folder / "job")) as url, ExitStack() as ends:
         runs = []
-        for i, each in enumerate((how, "")):
+        for i, each in enumerate([*hows, ""][:2]):
             options = (f"--max-restarts={restarts}",) if restarts else ()
             runs.append(
                 Torchrun(folder, url, f"r{i}", 2, "-m", "tests.island.dying", str(steps), each, options=options)
@@ -78,6 +78,18 @@ def test_an_island_whose_ranks_do_not_do_the_same_ends_and_says_why(tmp_path: Pa
         assert text in first.said()
         assert second.wait() == 0, second.said()
     assert committed(tmp_path, "r1") == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "ddp"])
+def test_an_outer_step_may_wait_longer_than_the_process_groups_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setenv("GROUP_TIMEOUT_S", "4")
+    monkeypatch.setenv("GRACE_S", "30")
+    with two(tmp_path, 12, "is-slow", layout) as (first, second):
+        assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
+    assert committed(tmp_path, "r0") == committed(tmp_path, "r1") == 12
 
 
 @pytest.mark.slow
