@@ -256,8 +256,10 @@ def _made(value: _Value, key: str, before: Any, parameter: Tensor, group: Mappin
 
 
 def _mark(value: Any) -> object:
-    """Changes when the value is written."""
-    return (id(value), value._version) if isinstance(value, Tensor) else value
+    """Changes when the value is written, as far as torch counts that."""
+    if not isinstance(value, Tensor):
+        return value
+    return object() if value.is_inference() else (id(value), value._version)
 
 
 def _same_mark(a: object, b: object) -> bool:
