@@ -47,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         if name == verb:
             importlib.import_module(f"ftopt.cli.{name}").add(sub)
-    parsed = parser.parse_args(given)
+    parsed, rest = parser.parse_known_args(given)
+    if (overrides := vars(parsed).get("overrides")) is not None:  # argparse takes only those that follow RECIPE at once
+        overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.given = given  # `ftopt replica` starts its ranks with the same words
     try:
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))

@@ -138,6 +138,7 @@ class IslandCore:
                 name, self._standing, result, error, broken, self._leaves = what
                 if self._standing.started and not started:
                     self._asked.joined()
+                    at_exit.add(self)
                 if name != call:
                     raise FtoptError(
                         f"replica {self.group.replica}: rank 0 was in {name}() while rank {island.rank} called "
@@ -156,7 +157,6 @@ class IslandCore:
         inner = self.inner
         if do is Do.BUILD:
             self._ranks = Ranks(self.island, self.model, inner, self.group.replica)
-            at_exit.add(self)
             return loss
         assert self._ranks is not None
         if do is Do.STEP:

@@ -81,6 +81,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def test_overrides_may_stand_anywhere_behind_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--coordinator", "http://127.0.0.1:1", "none.b=2", "--id", "r0", "none.c=3"]
+    assert main(["replica", "diloco_bytes", "none.a=1", *options]) == 2
+    assert "none: unknown key" in capsys.readouterr().err
+    for wrong in (["--idd", "r0"], ["--id", "r0", "train.seed=1", "--quick"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["replica", "diloco_bytes", *wrong])
+        assert caught.value.code == 2
+        assert "unrecognized arguments: --" in capsys.readouterr().err
+
+
 def test_a_coordinator_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     assert main(["status", url]) == 2

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from ftopt.telemetry.jsonl import read_lines
-from tests.job.running import Start, alive, events_of, folder_of, summary_of, until
+from tests.island.running import coordinator
+from tests.job.running import TINY, Start, alive, events_of, folder_of, summary_of, text, until
 
 TWO = ("replicas=2", "ranks=2", "sync.min_replicas=2", "train.threads=1")
 
@@ -146,3 +149,30 @@ def test_what_all_ranks_find_wrong_is_said_once(tmp_path: Path, start: Start) ->
     assert status == 2
     assert error.count("shares must be equal") == 1
     assert "Traceback" not in error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_island_that_is_refused_says_why_and_nothing_else(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a" * 32)
+    with coordinator(tmp_path, "--token-file", str(token)) as url:
+        command = [
+            sys.executable,
+            "-m",
+            "ftopt",
+            "replica",
+            "--coordinator",
+            url,
+            "--id",
+            "r0",
+            "diloco_bytes",
+            "ranks=2",
+        ]
+        done = subprocess.run(
+            [*command, *TINY, text(tmp_path)], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert "token" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(line.startswith("ftopt: ") for line in done.stderr.splitlines())
