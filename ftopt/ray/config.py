@@ -101,10 +101,14 @@ class _Backend(Backend):
     def on_start(self, worker_group: Any, backend_config: FtoptConfig) -> None:
         """Of all workers, or of one that Ray has started again."""
         if not isinstance(worker_group, ReplicaGroup):
-            _check(worker_group, backend_config.ranks)
             self._workers = worker_group
-        if self._actor is None:
-            self._start(worker_group, backend_config)
+            try:
+                _check(worker_group, backend_config.ranks)
+                if self._actor is None:
+                    self._start(worker_group, backend_config)
+            except BaseException:
+                worker_group.shutdown()  # else Ray (2.60) keeps its place in the cluster until the driver has ended
+                raise
         worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
 
     def on_shutdown(self, worker_group: Any, backend_config: FtoptConfig) -> None:

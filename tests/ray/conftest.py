@@ -15,7 +15,7 @@ import pytest
 
 from ftopt.telemetry.jsonl import read_lines
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def _descendants() -> set[int]:
@@ -58,6 +58,14 @@ def cluster() -> Iterator[Any]:
                 os.waitpid(pid, 0)
 
 
+def wait_until(so: Callable[[], bool], why: str) -> None:
+    """Until something is so."""
+    end_s = time.monotonic() + LIMIT_S
+    while not so():
+        assert time.monotonic() < end_s, why
+        time.sleep(0.05)
+
+
 class Job:
     """A ``TorchTrainer`` that runs on a thread, and what its workers tell."""
 
@@ -81,13 +89,14 @@ class Job:
 
     def wait(self, until: Callable[[], bool], why: str) -> None:
         """Until something is so; fails with the trainer's error when it has ended."""
-        end_s = time.monotonic() + LIMIT_S
-        while not until():
+
+        def so() -> bool:
             if self.error is not None:
                 raise self.error
-            assert self._thread.is_alive(), f"the trainer has ended: {why}"
-            assert time.monotonic() < end_s, why
-            time.sleep(0.05)
+            return until() or not self._thread.is_alive()
+
+        wait_until(so, why)
+        assert until(), f"the trainer has ended: {why}"
 
     def wait_for_steps(self, more: int, replicas: Sequence[str]) -> None:
         """Until each of them has taken so many more steps, in the life that it has now or a later one."""

@@ -12,10 +12,10 @@ import pytest
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 from ftopt.telemetry.jsonl import read_lines  # noqa: E402
-from tests.ray.conftest import Job  # noqa: E402
+from tests.ray.conftest import Job, wait_until  # noqa: E402
 from tests.ray.training import alone  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 Start = Callable[..., Job]
 
 
@@ -99,10 +99,11 @@ def test_an_error_in_one_worker_ends_the_run_where_no_failure_is_allowed(start: 
         job.end_by_itself()
 
 
-def test_workers_that_make_no_whole_islands_are_refused(start: Start) -> None:
+def test_workers_that_make_no_whole_islands_are_refused_and_leave_their_place(start: Start) -> None:
     job = start(3, ranks=2)
     with pytest.raises(Exception, match=r"num_workers=3.*ranks=2.*use a multiple of 2"):
         job.end_by_itself()
+    wait_until(lambda: ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"], "a place is taken")
 
 
 def test_a_loop_that_never_connects_is_told_so(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
