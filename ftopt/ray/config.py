@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import secrets
 import socket
@@ -100,16 +101,18 @@ class _Backend(Backend):
 
     def on_start(self, worker_group: Any, backend_config: FtoptConfig) -> None:
         """Of all workers, or of one that Ray has started again."""
-        if not isinstance(worker_group, ReplicaGroup):
-            self._workers = worker_group
-            try:
-                _check(worker_group, backend_config.ranks)
-                if self._actor is None:
-                    self._start(worker_group, backend_config)
-            except BaseException:
-                worker_group.shutdown()  # else Ray (2.60) keeps its place in the cluster until the driver has ended
-                raise
-        worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
+        if isinstance(worker_group, ReplicaGroup):
+            worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
+            return
+        self._workers = worker_group
+        try:
+            _check(worker_group, backend_config.ranks)
+            if self._actor is None:
+                self._start(worker_group, backend_config)
+            worker_group.execute(_tell, self._settings, self._actor, backend_config.ranks)
+        except BaseException:
+            worker_group.shutdown()  # else Ray (2.60) keeps its place in the cluster until the driver has ended
+            raise
 
     def on_shutdown(self, worker_group: Any, backend_config: FtoptConfig) -> None:
         """Of all workers, or of one that has failed and is about to be replaced.
@@ -140,10 +143,10 @@ class _Backend(Backend):
         node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": f"ftopt coordinator of {name} {uuid.uuid4().hex[:8]}", "scheduling_strategy": node}
         where = None if journal is None else str(Path(journal).absolute())
-        self._actor = CoordinatorActor.options(**options).remote(host, port, where, token, name, time.time())
-        ray.get(self._actor.ready.remote())
+        actor = CoordinatorActor.options(**options).remote(host, port, where, token, name, time.time())
+        ray.get(actor.ready.remote())
         url = url_of(host, port)
-        self._settings = {"FTOPT_COORDINATOR": url, "FTOPT_TOKEN": token}
+        self._actor, self._settings = actor, {"FTOPT_COORDINATOR": url, "FTOPT_TOKEN": token}
         _log.info("coordinator at %s; `ftopt status %s` shows the job", url, url)
 
 
@@ -240,7 +243,11 @@ def _meet(island: str, rank: int, size: int) -> Any:
         host = os.environ["FTOPT_HOST"]
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         address = f"{host} {store.port}"
+    told_at_s = time.monotonic() + _MET_S
     while True:
+        if time.monotonic() > told_at_s:
+            told_at_s = math.inf
+            _log.warning("%s: rank %d of %d waits for the others of its island to be started", island, rank, size)
         try:
             if (found := ray.get(_coordinator.meet.remote(island, size, rank, life, address))) is not None:
                 break
