@@ -264,7 +264,7 @@ class ReplicaProcess(Process):
                 case r.Begin(record=record, reset=reset):
                     shard = self.shards[record.fragment]
                     shard.advance(record, shard.content, 0)
-                    shard.reset = reset
+                    shard.reset = shard.reset or reset
                     self._moved(record, "")
                 case r.RestoreCheckpoint():
                     self.restoring, self.entered = True, False

@@ -343,10 +343,10 @@ class Session:
                 started = self.reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
                 self.host.commit(started, committed_of(self.machine, record))
-            case e.Begin(record=record, reset=reset):
-                if reset:  # otherwise the host begins with its own state anyway
+            case e.Begin(record=record, reset=reset, again=again):
+                if reset or again:  # otherwise the host begins with its own state anyway
                     digest, tensors = self.host.state(record.fragment)
-                    self.host.install(committed_of(self.machine, record), digest, tensors, reset=True)
+                    self.host.install(committed_of(self.machine, record), digest, tensors, reset=reset)
             case e.RestoreCheckpoint():
                 self.view.restore(done=False)
                 self._hang_up()

@@ -66,10 +66,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Cold start: the own state is committed as ``record``. ``reset``: pending work on it is void."""
+    """Cold start: the own state is committed as ``record``. ``reset``: pending work on it is void. ``again``: it was
+    committed as another version before."""
 
     record: m.Record
     reset: bool
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,9 +365,10 @@ class Replica:
     def _begin(self, start: m.Start) -> list[e.ReplicaEffect]:
         at = start.position
         f = self.fragments[at.fragment]
-        reset, record = f.reset, m.Record(at.fragment, at.version, at.chain, start.inner_step, done=start.done)
+        reset, again = f.reset, f.record is not None
+        record = m.Record(at.fragment, at.version, at.chain, start.inner_step, done=start.done)
         f.become_holding(record)  # what was outstanding is of another cold start, that came to nothing
-        return [e.Begin(record, reset), *self.lease.settle(record)]
+        return [e.Begin(record, reset, again), *self.lease.settle(record)]
 
     def _behind(self, message: m.Behind) -> list[e.ReplicaEffect]:
         at = message.position
