@@ -159,9 +159,8 @@ class Checks:
         own = first.conn
         if conn.process is first or not first.alive or not first.machine.welcomed or own is None or not own.works:
             return
-        silent_until_s = max(first.frozen_until_s, own.unheard_until_s)
-        if self.world.now < silent_until_s + 1.0:  # it was silent for too long, and is not heard again yet
-            return
+        if self.world.now >= own.heard_s + self.world.knobs.dead_after_s - 1e-6:
+            return  # it was silent for too long
         if own.server is conn.server and own.number in here and first.machine.incarnation == incarnation:
             raise Violation("I2", f"two processes are let in as {first.name}#{incarnation}")
 
@@ -181,9 +180,12 @@ class Checks:
             raise Violation("I2", f"{process.name} is given up, and has waited for its peers for {waited_s:.1f} s")
 
     def was_reset(self, process: Process, reason: str) -> None:
-        """A replica resets itself; only a fork can have brought it there."""
+        """A replica resets itself; only a fork can have brought it there, or that the job began anew."""
         if reason.startswith("another process") and not self.excused:
             raise Violation("I2", f"{process.name} finds steps counted that it never offered")
+        starts = sum(not fragment and not x.version for (fragment, _), x in self.versions.items())
+        if "steps of this replica that were counted" in reason and not self.excused and starts < 2:
+            raise Violation("I2", f"{process.name}'s steps were counted, and are no more")
 
     # ------------------------------------------------------------ I3
 
@@ -290,6 +292,8 @@ class Checks:
         told = {incarnation_id for h in heard for incarnation_id in h.roster}
         state_holders = any(h.positions for h in heard)
         for process in self.world.processes.values():
+            if process.alive and process.restoring and process.name not in {h.replica for h in heard}:
+                self.excuse(server.term, f"{process.name} reads a checkpoint, and has not said as whom it comes back")
             incarnation_id = process.returning  # from a checkpoint: it is not there yet, and holds a version
             if incarnation_id is None:
                 holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))

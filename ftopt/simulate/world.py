@@ -139,7 +139,8 @@ class Conn:
         self.open_there = True
         self.granted: Ranges = ()
         """Units on their way to the replica."""
-        self.unheard_until_s = 0.0
+        self.heard_s = world.now
+        """When the coordinator heard of it last."""
         self._up_s = self._down_s = 0.0
 
     def up(self, message: m.FromReplica | None) -> None:
@@ -158,6 +159,7 @@ class Conn:
         server = self.server
         if not self.works or not self.open_there or server.life != self.server_life:
             return
+        self.heard_s = self.world.now
         if message is None:
             server.lost(self)
         else:
@@ -189,7 +191,7 @@ class Conn:
         world.note(self.process.name, f"connection {self.number} carries nothing {'up' if up else 'down'}")
         world.coverage["a link that carries one way only"] += 1
         if up:
-            self._up_s = self.unheard_until_s = max(self._up_s, until_s)
+            self._up_s = max(self._up_s, until_s)
         else:
             self._down_s = max(self._down_s, until_s)
         if until_s > world.now + silence:

@@ -410,3 +410,20 @@ def test_two_processes_whose_incarnations_are_both_gone_do_not_end_a_coordinator
     assert {x.replica for x in table.events("refuse")} == {"a"}
     for seat in (later, a):
         assert "given up" in seat.pop(r.Reset).reason
+
+
+def test_who_is_in_doubt_while_the_job_starts_anew_is_told_that_its_counted_steps_are_gone() -> None:
+    """All others have died, and nobody holds the state that has them."""
+    table, (a, b) = at_version_1("a", "b")
+    a.machine.fragments[0].doubt()
+    a.cut()
+    b.cut()
+    table.restart(journal=False)
+    b = Seat(table, "b")
+    a.connect()
+    b.connect()
+    table.tick(31.0)
+    let_pass(table, 3, a, b)
+    assert table.coordinator.running
+    a.fetch(b)
+    assert "steps of this replica that were counted" in a.pop(r.Reset).reason

@@ -233,12 +233,14 @@ class Replica:
         """
         f = self.fragments[record.fragment]
         mine, offered = self._is_mine(f, record), f.contribution
+        lacks = f.record is not None and self.counted_step(record) < self.counted_step(f.record)
         f.installed(record)
         if self.incarnation == 0:  # given up meanwhile
             f.become_reset()
             return self._answer(None)
         if not mine:
-            return self._die("another process has had this incarnation too")
+            gone = "the job goes on without steps of this replica that were counted: nobody holds that state any more"
+            return self._die(gone if lacks else "another process has had this incarnation too")
         settled = self.lease.settle(record, offered, counted=self.counted_step(record))
         return [*settled, *self._answer(m.Holds(record.position)), *f.start_transfer()]
 
