@@ -292,8 +292,6 @@ class Checks:
         told = {incarnation_id for h in heard for incarnation_id in h.roster}
         state_holders = any(h.positions for h in heard)
         for process in self.world.processes.values():
-            if process.alive and process.restoring and process.name not in {h.replica for h in heard}:
-                self.excuse(server.term, f"{process.name} reads a checkpoint, and has not said as whom it comes back")
             incarnation_id = process.returning  # from a checkpoint: it is not there yet, and holds a version
             if incarnation_id is None:
                 holds = self.counts(process) and (process.restoring or any(shard.record for shard in process.shards))

@@ -86,7 +86,7 @@ def test_a_fork_is_excused_where_an_excused_coordinator_has_made_it_and_nowhere_
         ("bc", "b", 2, 3), ("bd", "b", 2, 4),
     ):  # fmt: skip
         checks.versions[(0, chain)] = SimVersion(parent, version, Content(chain))
-        checks.deciders[(0, chain)] = (1, epoch)
+        checks.deciders[(0, chain)] = [(1, epoch)]
     assert not checks.one_history(0, "a", "b")
     checks.excuse((1, 2), "it did not hear of a")
     assert checks.one_history(0, "a", "b")
