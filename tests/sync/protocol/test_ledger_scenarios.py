@@ -309,9 +309,9 @@ def test_at_the_end_of_the_data_the_rest_of_one_who_is_away_is_waited_for_and_th
     assert len(table.events("data_ended")) == 1
 
 
-def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_what_it_does_not_do() -> None:
-    samples = Samples(samples=4, batch_size=1, epochs=1)
-    table = Table(2, samples=samples, wants=2, tail_s=5.0, grace_s=8.0)
+def one_unit_left(**settings: Any) -> tuple[Table, Seat, Seat]:
+    """Two fragments; fragment 0 has version 1, a holds the last unit, and has as long as ``tail_s`` to use it."""
+    table = Table(2, samples=Samples(samples=4, batch_size=1, epochs=1), wants=2, tail_s=5.0, **settings)
     a, b = table.start("a", "b")
     a.use(1)
     b.use(2)
@@ -321,6 +321,11 @@ def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_
         seat.reduce()
     for seat in (a, b):
         seat.take()
+    return table, a, b
+
+
+def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_what_it_does_not_do() -> None:
+    table, a, b = one_unit_left(grace_s=8.0)
     b.do(b.machine.ask())
     b.take()
     assert (a.machine.lease.held, b.machine.lease.held) == (((1, 2),), ())
@@ -336,17 +341,7 @@ def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_
 
 
 def test_who_fetches_what_its_peers_have_committed_is_not_given_up_for_what_it_does_not_do_meanwhile() -> None:
-    samples = Samples(samples=4, batch_size=1, epochs=1)
-    table = Table(2, samples=samples, wants=2, tail_s=5.0)
-    a, b = table.start("a", "b")
-    a.use(1)
-    b.use(2)
-    a.propose(1)
-    b.propose(2)
-    for seat in (a, b):
-        seat.reduce()
-    for seat in (a, b):
-        seat.take()
+    table, a, b = one_unit_left()
     a.cut()
     b.propose(2, fragment=1)
     table.tick(2.0)

@@ -71,7 +71,7 @@ class Begin:
 
     record: m.Record
     reset: bool
-    again: bool = False
+    again: bool
 
 
 @dataclass(frozen=True, slots=True)
