@@ -85,9 +85,9 @@ class SimCheckpoint:
         for name, incarnation in back.incarnation_ids.items():
             part = self.parts.get(name) or self._blank(name)
             held = replace(part.held, incarnation=incarnation, epoch=back.epoch, gone=dict(back.gone))
-            held = replace(
-                held, roster=dict(back.incarnation_ids), adopted_by=dict(back.adopted_by), cursor=back.cursor
-            )
+            roster, adopted_by = dict(back.incarnation_ids), dict(back.adopted_by)
+            held = replace(held, roster=roster, adopted_by=adopted_by, cursor=back.cursor)
+            held = replace(held, queue=back.queues.get(name, ()))
             missing = sorted(gone for gone, adopter in back.adopted_by.items() if adopter == name)
             coming[name] = Coming(replace(part, held=held), newest, tuple(self.parts[x] for x in missing))
         return coming

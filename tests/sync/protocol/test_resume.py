@@ -241,6 +241,21 @@ def test_who_comes_back_is_alike_whoever_computes_it() -> None:
     assert strangers.adopted_by == {"a": "p", "b": "q", "c": "p"}
 
 
+def test_no_unit_is_queued_by_two_that_come_back() -> None:
+    """b gave its part after a had left, with units that it had been granted of those that a has in its own part."""
+    record = m.Record(0, 3, "c", 30, (("a", 1, 30), ("b", 1, 30)))
+    a = Held("a", 1, 7, records=(record,), used=((0, 2),), queue=((8, 10), (4, 6)))
+    b = Held("b", 1, 7, {"a": 1}, records=(record,), used=((5, 6),), queue=((9, 12), (1, 3), (4, 5)))
+    c = Held("c", 1, 7, records=(record,), used=((11, 12),), queue=((20, 22),))
+    assert returning([b, c, a], ["a", "b", "c"], [record]).queues == {
+        "a": ((8, 10), (4, 5)),
+        "b": ((10, 11), (2, 3)),
+        "c": ((20, 22),),
+    }
+    fewer = returning([a, b, c], ["b", "d"], [record])
+    assert fewer.queues == {"b": ((9, 11), (2, 3), (4, 5))}
+
+
 def twin_of(table: Table, name: str, there: Sequence[Held], *present: str) -> Seat:
     """Another process of a replica that lives goes on from the checkpoint: a supervisor was too quick."""
     newest = max((each.records[0] for each in there), key=lambda record: record.version)

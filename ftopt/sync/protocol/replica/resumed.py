@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.protocol.intervals import Ranges, end, union
+from ftopt.sync.protocol.intervals import Ranges, end, subtract, union
 from ftopt.sync.protocol.samples import Samples
 
 
@@ -73,6 +73,8 @@ class Return:
             granted besides is free again.
         cursor: of the ledger, the highest that any of them knew (CURSOR): who comes back late may hold units of which
             no other one's part tells.
+        queues: replica -> `Held.queue`, each unit in one of them: who gave its part late may have been granted what
+            another one, gone by then, has in its own. What pending steps have used is in none of them.
     """
 
     epoch: int
@@ -80,6 +82,7 @@ class Return:
     gone: dict[str, int]
     adopted_by: dict[str, str]
     cursor: int
+    queues: dict[str, Ranges]
 
 
 def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.Record]) -> Return:
@@ -100,6 +103,7 @@ def returning(there: Sequence[Held], present: Iterable[str], newest: Sequence[m.
         gone={replica: life for replica, life in gone.items() if life < incarnation_ids.get(replica, life + 1)},
         adopted_by={replica: adopters[index % len(adopters)] for index, (replica, _) in enumerate(lost)},
         cursor=_cursor(there),
+        queues=_queues([held for held in there if held.replica in lives], union(*(held.used for held in there))),
     )
 
 
@@ -116,6 +120,15 @@ def another_life(incarnation_id: m.IncarnationId, there: Sequence[Held], newest:
     replica, life = incarnation_id
     life = max(life, gone.get(replica, 0) + 1)
     return Held(replica, life, 0, gone, samples=there[0].samples, cursor=_cursor(there))
+
+
+def _queues(there: Iterable[Held], used: Ranges) -> dict[str, Ranges]:
+    """I3: no unit is in two of them, and each keeps its order."""
+    queues: dict[str, Ranges] = {}
+    for held in sorted(there, key=lambda held: held.replica):
+        queues[held.replica] = tuple(part for each in held.queue for part in subtract((each,), used))
+        used = union(used, queues[held.replica])
+    return queues
 
 
 def _cursor(there: Iterable[Held]) -> int:
