@@ -351,11 +351,27 @@ def test_who_fetches_what_its_peers_have_committed_is_not_given_up_for_what_it_d
     b.do(b.machine.ask())
     b.take()
     a.connect()
-    table.tick(4.0)
+    table.tick(9.0)  # longer than tail_s
     a.fetch(b, 1)
     table.tick(4.0)
     assert a.machine.lease.held == ((1, 2),) and not table.events("gone")
     table.tick(4.0)
+    assert [x.replica for x in table.events("gone")] == ["a"]
+
+
+def test_who_fetches_for_ever_is_given_up_at_the_end_of_the_data() -> None:
+    table, a, b = one_unit_left(gone_after_s=20.0)
+    a.cut()
+    b.propose(2, fragment=1)
+    table.tick(2.0)
+    b.reduce()
+    b.take()
+    b.do(b.machine.ask())
+    b.take()
+    a.connect()
+    table.tick(24.0)
+    assert not table.events("gone"), "gone_after_s and tail_s"
+    table.tick(3.0)
     assert [x.replica for x in table.events("gone")] == ["a"]
 
 

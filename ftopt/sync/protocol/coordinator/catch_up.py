@@ -82,6 +82,11 @@ class CatchUp:
             self._took_s[replica] = now - lack.since_s
             lack.since_s = now if lack.sourced else None
 
+    def since_s(self, replica: str) -> float | None:
+        """When the fetch began that is under way; None: none is."""
+        lack = self._lacks.get(replica)
+        return lack.since_s if lack is not None else None
+
     def arrival(self, replica: str) -> Arrival | None:
         """When a member will hold what it fetches, if that is known."""
         lack, took_s = self._lacks.get(replica), self._took_s.get(replica)

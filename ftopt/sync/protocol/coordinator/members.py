@@ -157,6 +157,9 @@ class Members:
         """Each time that a replica is given up it has twice as long the next time: who is merely slow gets there. A
         joiner that is lost before its first step has nothing to lose but its units."""
         quiet_since_s = max(since_s, member.moved_s)
+        for r in self.rounds:
+            if member.conn is not None and (fetches_s := r.gather.catch_up.since_s(member.replica)) is not None:
+                quiet_since_s = max(quiet_since_s, fetches_s + sync.gone_after_s)
         waits = (r for r in self.rounds if member.replica in r.gather.proposals and member.busy_since_s is None)
         for r in waits:  # its peers keep it waiting
             if r.attempt is None:
