@@ -209,8 +209,10 @@ def test_no_life_is_lived_again_that_the_checkpoint_knows() -> None:
     assert a.record.counted == (("a", 2, 3), ("b", 2, 3))
 
 
-def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it() -> None:
-    """Another one that has read it tells that the life is gone which the coordinator had given."""
+@pytest.mark.parametrize("coordinator", ["lives", "new"])
+def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it(coordinator: str) -> None:
+    """Another one that has read it tells that the life is gone which the coordinator had given; a new one without a
+    journal hears from it which life that makes."""
     table, (a, b) = at_version_1("a", "b")
     saved, there = a.record, [held(a), held(b)]
     lose_all(table, (a, b), "lives")
@@ -221,6 +223,8 @@ def test_who_reads_a_checkpoint_is_waited_for_whatever_life_that_makes_it() -> N
     for seat in seats:
         seat.pop(r.RestoreCheckpoint)
         seat.cut()
+    if coordinator == "new":
+        table.restart(journal=False)
     for seat in seats:
         assert not table.coordinator.running, "b is waited for"
         life = another_life((seat.name, seat.machine.incarnation), there, [saved])

@@ -58,10 +58,12 @@ class Replica:
     def restore(self, held: Held) -> None:
         """`RestoreCheckpoint` is done: ``held`` is the checkpoint's, with what this replica adopts of a dead one.
 
-        Its life may be a later one than it was given: see `ftopt.sync.protocol.replica.resumed.another_life`.
+        Its life may be a later one than it was given: see `ftopt.sync.protocol.replica.resumed.another_life`. So may
+        those of the others that restore, and a coordinator that knows of nobody has to wait for them too (WAIT).
         """
-        self.incarnation = held.incarnation
+        self.incarnation, asked = held.incarnation, self.roster
         self._learn((), tuple(held.gone.items()))
+        self._learn(tuple((name, max(life, self.gone.get(name, 0) + 1)) for name, life in asked.items()), ())
         self._put_in(held)
         self._copy = None
 
