@@ -369,9 +369,12 @@ def test_of_a_newcomer_and_one_that_resumes_the_latter_has_the_id() -> None:
     assert not newcomer.machine.welcomed
 
 
-@pytest.mark.parametrize("journal", [True, False])
-def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_back_in_time(journal: bool) -> None:
-    """It is the first to come, and all the others are there before the living one."""
+@pytest.mark.parametrize(("journal", "away_s"), [(True, 2), (False, 2), (False, 20)])
+def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_back_in_time(
+    journal: bool, away_s: int
+) -> None:
+    """It is the first to come, and all the others are there before the living one. Without a journal that one is waited
+    for as any other that is away, for ``recovery_s``: it may hold a newer version."""
     table, (a, b) = at_version_1("a", "b")
     there = [held(a), held(b)]
     round_of((a, b), 10)
@@ -380,7 +383,8 @@ def test_who_resumes_while_the_coordinator_starts_up_takes_nobodys_place_who_is_
     twin = twin_of(table, "a", there, "a", "b")
     twin.connect()
     b.connect()
-    let_pass(table, 2, b, twin)
+    let_pass(table, away_s, b, twin)
+    assert not table.coordinator.running
     assert "whether an earlier a still runs" in [x.text for x in twin.asked if isinstance(x, r.Notice)][-1]
     a.connect()
     let_pass(table, 8, a, b, twin)

@@ -141,8 +141,8 @@ class Startup:
         return [(x, since_s) for x, since_s in newcomers if x is not None]
 
     def _doubtful(self) -> list[tuple[str, float]]:
-        """Replicas of which a process is here that resumes, while the one that had its incarnation may live; and since
-        when."""
+        """Replicas of which a process is here that resumes, while the one that had its incarnation may live, and hold
+        more; and since when. Like others that are not heard, it is waited for."""
         came = [(self.hellos[conn], s) for conn, s in self._came_s.items()]
         return [(h.replica, s) for h, s in came if (h.replica, h.incarnation) in self._members]
 
@@ -205,12 +205,12 @@ class Startup:
         if not self.hellos:
             return False
         unheard = self.absent()
-        doubtful = any(now < since_s + self.sync.dead_after_s for _, since_s in self._doubtful())
-        if doubtful or self._indispensable(unheard):
+        doubtful = self._doubtful()
+        if any(now < since_s + self.sync.dead_after_s for _, since_s in doubtful) or self._indispensable(unheard):
             return False
         if state_holders := self.state_holders():
             unknown = [x for x in unheard if len(x.held) < len(state_holders[0].positions)]
-            return not unknown or now >= self.deadline_s()
+            return not (unknown or doubtful) or now >= self.deadline_s()
         wanted = self.sync.start_replicas
         complete = not unheard and wanted is not None and len(self.hellos) >= wanted
         return (complete and now >= self._known_new_s()) or now >= self.deadline_s()
@@ -251,7 +251,8 @@ class Startup:
         before = [x for x, _ in self._contested()]
         unheard = [x for x in self.absent() if x not in before]
         if not unheard and (names := [*(x.replica for x in before), *(replica for replica, _ in self._doubtful())]):
-            return f"waiting {self.sync.dead_after_s:g} s at most to see whether an earlier {_first(names)} still runs"
+            wait_s = max(self.sync.dead_after_s, left_s if self._doubtful() else 0.0)
+            return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := self._indispensable(unheard):
             newer = "what it holds may be newer than all that is here; start it again, or wait for gone_after_s"
             return f"waiting for {_names(awaited)}: {newer}={self.sync.gone_after_s:g} s"
