@@ -705,3 +705,21 @@ def test_who_leaves_is_a_source_only_where_nobody_else_holds_the_version() -> No
     table.tick(3.0)
     c.take()
     assert c.pop(r.Fetch).sources == ("a",)
+
+
+def test_11_a_newcomer_does_not_overtake_one_that_waits_under_its_id() -> None:
+    """The first one waits since its predecessor's connection seemed to live; then that one is lost, and another comes."""
+    table = Table()
+    a, b = table.start("a", "b")
+    first, second = Seat(table, "a", address="here"), Seat(table, "a", address="there")
+    first.connect()
+    table.tick(2.0)
+    a.cut()
+    second.connect()
+    for _ in range(8):
+        table.tick(1.0)
+        for seat in (b, first, second):
+            seat.take()
+    assert first.machine.welcomed and first.machine.incarnation == 2
+    assert not second.machine.welcomed
+    assert "end the other process" in second.pop(r.GiveUp).reason

@@ -50,6 +50,10 @@ class Contenders:
         self._hellos[conn] = (hello, now)
         return [*map(Close, former), SendTo(conn, id_in_use(hello))]
 
+    def precede(self, hello: m.Hello) -> bool:
+        """Whether another process of its id was here before, and still waits."""
+        return any(h.replica == hello.replica and not one_process(h, hello) for h, _ in self._hellos.values())
+
     def drop(self, conn: int) -> None:
         self._hellos.pop(conn, None)
 

@@ -187,10 +187,12 @@ class Coordinator:
         return effects + self._let_in(now, conn, hello)
 
     def _waits(self, hello: m.Hello) -> bool:
-        """Whether another process is connected as the replica. One of an earlier incarnation is told at once that it
-        was superseded; one that was let in with a later one supersedes."""
+        """Whether another process is connected as the replica, or a newcomer finds one that waits to be. One of an
+        earlier incarnation is told at once that it was superseded; one that was let in with a later one supersedes."""
         rival = self.roster.members.get(hello.replica)
-        if rival is None or rival.conn is None or (hello.incarnation and hello.address == rival.address):
+        if rival is None or rival.conn is None:
+            return not hello.incarnation and self._contenders.precede(hello)
+        if hello.incarnation and hello.address == rival.address:
             return False
         if hello.was_let_in:
             return hello.incarnation == rival.incarnation
