@@ -708,7 +708,7 @@ def test_who_leaves_is_a_source_only_where_nobody_else_holds_the_version() -> No
 
 
 def test_11_a_newcomer_does_not_overtake_one_that_waits_under_its_id() -> None:
-    """The first one waits since its predecessor's connection seemed to live; then that one is lost, and another comes."""
+    """The first one waits since its predecessor's connection seemed to live; that is lost, and another one comes."""
     table = Table()
     a, b = table.start("a", "b")
     first, second = Seat(table, "a", address="here"), Seat(table, "a", address="there")
