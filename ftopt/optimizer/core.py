@@ -24,7 +24,7 @@ from ftopt.optimizer.asked import Asked, leave
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.leaving import at_exit, hand_in, tell_left
+from ftopt.optimizer.leaving import at_exit, hand_in, tell_left, tell_not_stepped
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
@@ -463,6 +463,7 @@ class Core:
                 loaded = self._loads.keep()
             deadline = self._clock() + timeout_s
             self._set_back(closing=True)
+            tell_not_stepped(self.outer, self.group.replica)
             self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
             reason = "it left at once, after an exception or by flush=False"
             if flush:

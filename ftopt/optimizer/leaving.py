@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from ftopt.errors import UserError
@@ -62,6 +63,20 @@ def tell_left(outer: OuterStep, replica: str, reason: str) -> None:
         unless = ", unless the round that it was in still counts them" if undecided else ""
         text = "replica %s has left with %d inner steps that no committed state contains%s%s: %s"
         _log.warning(text, replica, max(left), where, unless, reason)
+
+
+def tell_not_stepped(outer: OuterStep, replica: str) -> None:
+    """The loop has trained, but with the inner optimizer itself, of whose steps the job knows nothing."""
+    if outer.counters.local_steps or outer.gradients is not None:
+        return
+    fragments = [f for f in outer.fragments if not f.by_job]
+    if all(torch.equal(f.view.read(f.view.empty()), f.start) for f in fragments):
+        return
+    text = (
+        "replica %s has changed its parameters without one step() of the wrapped optimizer: the job has nothing of "
+        "it; call step() of what ftopt.wrap() returns, in place of the inner optimizer's"
+    )
+    _log.warning(text, replica)
 
 
 class Leaver(Protocol):

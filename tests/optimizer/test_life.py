@@ -400,3 +400,17 @@ def test_an_optimizer_whose_group_is_closed_says_at_once_what_is_left(
                 call()
     assert (optimizer.versions, optimizer.local_steps) == ((1,), 3)
     assert "left with 1 inner steps that no committed state contains: its group was closed before" in caplog.text
+
+
+@pytest.mark.parametrize("which", ["inner", "wrapped", "neither"])
+def test_a_loop_that_steps_the_inner_optimizer_in_place_of_the_wrapped_one_is_told_of_it(
+    which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TASK.model(0)
+    inner = TASK.inner(model.parameters())
+    optimizer = wrap(inner, model, DiLoCo(sync_every=4), group=solo())
+    with optimizer:
+        for step in range(3 if which != "neither" else 0):
+            TASK.backward(model, 0, step)
+            (inner if which == "inner" else optimizer).step()
+    assert ("without one step() of the wrapped optimizer" in caplog.text) == (which == "inner")
