@@ -56,13 +56,27 @@ class Checkpoints:
         optimizer: the optimizer that `ftopt.wrap` returned; not started yet.
         every: outer steps (of fragment 0) from one checkpoint to the next, >= 1. Default 5. None: writes none.
         keep: how many complete checkpoints are kept, >= 1. Default 2.
+        shared: False: the folder is this replica's alone. Its checkpoints hold its part and no other replica's, and are
+            complete with that: a job that resumes from one begins with the committed state, and with this replica's
+            inner optimizer and pending steps. Default True.
+
+    When the optimizer is closed in good order, the version that it leaves is saved, too, unless it is already; the
+    checkpoint is complete if all members of that outer step leave.
 
     Raises:
         UserError: ``folder`` is a file; an argument is of another kind, or out of range.
     """
 
     @names_arguments("ftopt.Checkpoints(folder, optimizer, every=5)")
-    def __init__(self, folder: str | Path, optimizer: OuterOptimizer, *, every: int | None = 5, keep: int = 2) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: OuterOptimizer,
+        *,
+        every: int | None = 5,
+        keep: int = 2,
+        shared: bool = True,
+    ) -> None:
         if every is not None:
             check_whole("every", every, 1, of="outer steps", hint="use every=5, or None for no checkpoints")
         check_whole("keep", keep, 1, of="checkpoints", hint="use keep=2")
@@ -80,8 +94,10 @@ class Checkpoints:
         self._folder = Path(folder)
         if self._folder.exists() and not self._folder.is_dir():
             raise UserError(f"checkpoints need a folder, and {folder} is a file; give another path")
+        if not isinstance(shared, bool):
+            raise UserError(f"shared={shared!r:.60}; must be True or False")
         self._group = group
-        self._every = every
+        self._every, self._shared = every, shared
         self._writer = Writer(
             self._folder, keep=keep, tell=lambda name, data: group.emit(name, data=data), replica=group.replica
         )
@@ -91,7 +107,9 @@ class Checkpoints:
         self._resumed: SavedReplica | None = None
         self._saved_loop = SavedLoop()
         self._included_alike = False
-        self._core.fallback, self._core.while_waiting = self, self.step
+        self._core.while_waiting, self._core.before_leaving = self.step, self._leave
+        if shared or self._core.place[1] == 1:  # an island's ranks read it on every host
+            self._core.fallback = self
 
     # Resuming.
 
@@ -218,6 +236,26 @@ class Checkpoints:
         self._writer.check()
         return self._begin("checkpoints.last", cut)
 
+    def move_to(self, folder: Path) -> None:
+        """Writes to another folder from now on; before the first checkpoint."""
+        self._folder = folder
+        self._writer.move_to(folder)
+
+    def _leave(self, timeout_s: float) -> None:
+        """The optimizer has handed in its last steps: saves the version that it leaves, unless it is saved."""
+        deadline = time.monotonic() + timeout_s
+        cut = self._core.cut()
+        if self._every is None or cut is None:
+            return
+        self._writer.wait(timeout_s)
+        if cut.attempt > self._begun:
+            self._begin("checkpoints.last", cut)
+        if not self._writer.wait(max(0.0, deadline - time.monotonic())):
+            _log.warning(
+                "replica %s leaves while its last checkpoint is being written: the one before it remains valid",
+                self._group.replica,
+            )
+
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Waits until the checkpoint being written is done. Raises as `step`."""
         self._writer.close(timeout_s)
@@ -258,7 +296,7 @@ class Checkpoints:
             incarnation=held.incarnation,
             attempt=cut.attempt,
             version=cut.version,
-            members=cut.members,
+            members=cut.members if self._shared else 1,
             inner_step=cut.inner_step,
             committed=tuple(SavedVersion(plain(v.record), v.digest, v.tensors) for v in saved.committed),
             offered=tuple(offered.get(index) for index in range(len(saved.committed))),

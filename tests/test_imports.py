@@ -86,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
-    "cli": {"job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},
+    "cli": {"__init__", "job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},
     "__main__": {"cli"},
 }  # fmt: skip
 """A folder or a file -> what it may import of ftopt, besides itself and `COMMON`. A file without a line of its own is
@@ -97,6 +97,7 @@ IN_ONE_FILE = {
     "wandb": "telemetry/wandb.py",
     "omegaconf": "config/loader.py",
     "rich": "telemetry/progress.py",
+    "shtab": "cli/completion.py",
     "sklearn": "data/digits.py",
     "torchdata": "data/workers.py",
 }

@@ -91,12 +91,18 @@ class Writer:
         """Waits until the part is written or has failed; returns False on time-out."""
         return self._idle.wait(timeout_s)
 
+    def move_to(self, folder: Path) -> None:
+        """Writes to another folder from now on; before the first part."""
+        self._folder = folder
+
     def close(self, timeout_s: float) -> None:
-        """Waits for the part being written, then ends the thread."""
+        """Waits for the part being written, then ends the thread; a later part starts another one."""
         self.wait(timeout_s)
         if self._thread is not None:
             self._parts.put(None)
             self._thread.join(timeout_s)
+            if not self._thread.is_alive():
+                self._thread = None
 
     def write(self, part: Part) -> None:
         """Writes a part, and completes the checkpoint if it can, on the caller's thread. What a disk or another replica

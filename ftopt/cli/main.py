@@ -1,20 +1,19 @@
-"""The table of verbs, and what all verbs have in common: exit status and error messages.
+"""The commands, and what all of them have in common: exit status and error messages.
 
-Exit status: 0 success, 1 the run failed, 2 the user's input was wrong. A user's mistake produces one message, never a
-traceback.
+Exit status: 0 success; 1 the run failed; 2 the user's input was wrong; 130 or 143 ended by Ctrl-C or SIGTERM
+(`ftopt.cli.run`). A user's mistake produces one message, never a traceback.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from ftopt.cli.output import complain
+from ftopt.cli.output import complain, set_up_logging
+from ftopt.cli.parser import parse
 from ftopt.errors import FtoptError, UserError
 
 VERBS = {
@@ -27,32 +26,19 @@ VERBS = {
     "status": "show a coordinator's jobs: members, versions, rounds",
     "export": "write a checkpoint's anchor as a plain safetensors state dict",
     "simulate": "run the protocol under random faults and check every invariant",
+    "completion": "print a script that completes ftopt's commands in your shell",
+    "help": "describe a command",
 }
-"""Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when the verb is used."""
+"""Command -> what it does. Its file is ``ftopt/cli/<command>.py``, imported when the command is used."""
+
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status."""
+    """Runs one command; returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)
-    verb = given[0] if given and given[0] in VERBS else None
-    parser = argparse.ArgumentParser(
-        prog="ftopt",
-        description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
-        epilog="`ftopt VERB --help` describes a verb. To begin: `ftopt ls`, then `ftopt run diloco_bytes`.",
-        allow_abbrev=False,
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, text in VERBS.items():
-        sub = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        if name == verb:
-            importlib.import_module(f"ftopt.cli.{name}").add(sub)
-    parsed, rest = parser.parse_known_args(given)
-    if (overrides := vars(parsed).get("overrides")) is not None:  # argparse takes only those that follow RECIPE at once
-        overrides += [word for word in rest if not word.startswith("-")]
-        rest = [word for word in rest if word.startswith("-")]
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    set_up_logging()
+    parsed = parse(given, VERBS)
     parsed.given = given  # `ftopt replica` starts its ranks with the same words
     try:
         return int(importlib.import_module(f"ftopt.cli.{parsed.verb}").run(parsed))
@@ -64,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         complain("interrupted")
-        return 1
+        return INTERRUPTED
     except BrokenPipeError:  # `ftopt ls | head`
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

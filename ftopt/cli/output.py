@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 
@@ -15,3 +16,8 @@ def complain(text: str) -> None:
     """Writes one error message."""
     sys.stderr.write(f"ftopt: {text}\n")
     sys.stderr.flush()
+
+
+def set_up_logging() -> None:
+    """Warnings of all libraries go to standard error, unless the process has set up its logging."""
+    logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import shlex
 import socket
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_ca, add_certificate, add_token, tls_of, token_of
+from ftopt.cli.output import say
+from ftopt.cli.run import add_quiet, digest_lines, resume_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.errors import UserError
+
+if TYPE_CHECKING:
+    from ftopt.config.schema import Recipe
+    from ftopt.job.replica import Result
+    from ftopt.telemetry.screen import Screen
+
+_EXIT = """\
+Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, and leaves; the commands that go on are shown. A
+second one ends it at once.
+
+exit status: 0 the job is done, or the replica has left in good order; 1 it failed; 2 the input was wrong, or the
+coordinator refused it; 130 ended by Ctrl-C before it had joined, or by a second one
+"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
+    add_quiet(parser)
+    parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--coordinator", metavar="URL", help="the coordinator's address (default: FTOPT_COORDINATOR)")
     parser.add_argument("--id", metavar="ID", help="this replica's id (default: FTOPT_REPLICA, else HOST-PID)")
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
@@ -25,13 +45,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="the run's folder (default: <log.dir>/<name>-<ID>)")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="this replica's folder (default: <log.dir>/<name>-<ID>)"
+    )
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains until the job ends; on SIGTERM or Ctrl-C leaves in good order."""
+    """Trains until the job ends; on SIGTERM or Ctrl-C hands in its steps and leaves."""
     from ftopt.config.loader import load
     from ftopt.job.launcher import launch, launches
 
@@ -46,17 +68,74 @@ def run(arguments: argparse.Namespace) -> int:
     from ftopt.job.replica import run_replica
 
     replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
-    run_replica(
-        recipe,
-        url=url,
-        replica=replica,
-        job=arguments.job or os.environ.get("FTOPT_JOB") or recipe.name,
-        token=token_of(arguments),
-        tls=tls_of(arguments),
-        host=arguments.host,
-        interface=arguments.interface,
-        folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
-        started=arguments.started or time.time(),
-        supervised=arguments.supervised,
-    )
+    screen = None if arguments.supervised else _screen(recipe, replica, quiet=arguments.quiet)
+    try:
+        result = run_replica(
+            recipe,
+            url=url,
+            replica=replica,
+            job=arguments.job or os.environ.get("FTOPT_JOB") or recipe.name,
+            token=token_of(arguments),
+            tls=tls_of(arguments),
+            host=arguments.host,
+            interface=arguments.interface,
+            folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
+            started=arguments.started or time.time(),
+            supervised=arguments.supervised,
+            screen=screen,
+        )
+    finally:
+        if screen is not None:
+            screen_off(screen)
+    if result.files is not None and result.summary is not None:
+        _tell(arguments, result, replica)
     return 0
+
+
+def _screen(recipe: Recipe, replica: str, *, quiet: bool) -> Screen | None:
+    """Shows this replica, and what ftopt's log says, in the place of the log; None on another rank than 0."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    from ftopt.telemetry.progress import display_for
+    from ftopt.telemetry.screen import Screen
+    from ftopt.telemetry.view import RunView
+
+    view = RunView(recipe.train.inner_steps, name=f"{recipe.name} {replica}", whole=False)
+    screen = Screen(view, display_for(say, quiet=quiet))
+    log = logging.getLogger("ftopt")
+    log.addHandler(screen)
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.propagate = False
+    return screen
+
+
+def screen_off(screen: Screen) -> None:
+    """Draws what is left; what comes then goes to standard error again."""
+    log = logging.getLogger("ftopt")
+    log.removeHandler(screen)
+    log.propagate = True
+    log.setLevel(logging.WARNING)
+    screen.close()
+
+
+def _tell(arguments: argparse.Namespace, result: Result, replica: str) -> None:
+    """The accounting, and how to go on."""
+    from ftopt.checkpoint.reader import whole
+
+    assert result.files is not None and result.summary is not None
+    for line in [f"folder: {result.files.path}", *digest_lines(result.summary)]:
+        say(line)
+    words = ["ftopt", "replica", arguments.recipe]
+    for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
+        if (value := getattr(arguments, option)) is not None:
+            words += [f"--{option.replace('_', '-')}", str(value)]
+    words += ["--id", replica]
+    own = whole(result.files.checkpoints)
+    if own:
+        say(f"checkpoint: {own[-1]}  (the model: ftopt export {own[-1]} model.safetensors)")
+    if result.done:
+        return
+    kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]
+    say(f"to take part again while the job runs: {shlex.join([*words, *kept])}")
+    if own:
+        say(f"to resume the job when all replicas have left: {resume_command(words, arguments.overrides, own[-1])}")

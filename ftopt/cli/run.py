@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ftopt.cli.output import say
-from ftopt.cli.validate import add as add
+from ftopt.cli.output import complain, say
+from ftopt.cli.validate import add as add_recipe
 from ftopt.errors import UserError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    add_quiet(parser)
+    parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Adds --quiet."""
+    parser.add_argument("--quiet", "-q", action="store_true", help="show errors and the result, but no progress")
+
+
+_EXIT = """\
+Ctrl-C or SIGTERM: the replicas hand in their steps, a checkpoint is written, and the command that resumes the job is
+shown. A second one ends everything at once.
+
+exit status: 0 the job is done; 1 it failed; 2 the input was wrong; 130 Ctrl-C; 143 SIGTERM
+"""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job, then prints the result and the folder that holds it."""
     from ftopt.config.loader import load
-    from ftopt.job.runner import Runner, resolved, resumable
+    from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
     from ftopt.telemetry.folder import RunFolder
-    from ftopt.telemetry.progress import LiveTable, PlainLines
+    from ftopt.telemetry.progress import display_for
     from ftopt.telemetry.wandb import resolve
 
     recipe = resumable(load(arguments.recipe, arguments.overrides))
@@ -29,14 +49,42 @@ def run(arguments: argparse.Namespace) -> int:
     if mode == "offline":
         say(f"wandb is offline: no key found; to upload the runs later: wandb sync {folder}/wandb/offline-run-*")
     files = RunFolder(folder)
-    runner = Runner(resolved(recipe, mode, files), files, LiveTable() if sys.stdout.isatty() else PlainLines(say))
+    runner = Runner(resolved(recipe, mode, files), files, display_for(say, quiet=arguments.quiet))
     try:
         summary = runner.run()
-    finally:
+    except RunFailed as failed:
+        if failed.summary is not None:
+            _tell(failed.summary, folder, digest_lines(failed.summary))
+        _tell_way_on(arguments, runner.newest_checkpoint())
+        complain(str(failed))
+        return 128 + failed.number if isinstance(failed, Interrupted) else 1
+    except UserError:
         say(f"folder: {folder}")
-    for line in digest_lines(summary):
-        say(line)
+        raise
+    _tell(summary, folder, digest_lines(summary))
+    if (checkpoint := runner.newest_checkpoint()) is not None:
+        say(f"checkpoint: {checkpoint}  (the model: ftopt export {checkpoint} model.safetensors)")
     return 0
+
+
+def _tell(summary: dict[str, Any], folder: Path, lines: list[str]) -> None:
+    for line in [f"folder: {folder}", *lines]:
+        say(line)
+
+
+def _tell_way_on(arguments: argparse.Namespace, checkpoint: Path | None) -> None:
+    """How to go on from the newest checkpoint."""
+    if checkpoint is None:
+        say("there is no complete checkpoint to resume from")
+        return
+    say(f"checkpoint: {checkpoint}")
+    say(f"to resume: {resume_command(['ftopt', 'run', arguments.recipe], arguments.overrides, checkpoint)}")
+
+
+def resume_command(words: Sequence[str], overrides: Sequence[str], checkpoint: Path) -> str:
+    """The command line that goes on from a checkpoint, to be pasted into a shell."""
+    kept = [override for override in overrides if not override.startswith("checkpoint.resume=")]
+    return shlex.join([*words, *kept, f"checkpoint.resume={checkpoint}"])
 
 
 def resuming(path: Path, inner_steps: int) -> str:
@@ -65,24 +113,28 @@ def new_folder(parent: Path, name: str) -> Path:
 
 
 def digest_lines(summary: dict[str, Any]) -> list[str]:
-    """Returns the summary as a few lines of text."""
-    digests = summary["anchor_digests"]
-    alike = "identical" if len(set(digests.values())) <= 1 else "NOT IDENTICAL"
+    """Returns the summary as a few lines of text; of one replica's folder, what that replica knows."""
     inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
+    alone = summary["survivor_inner_steps_lost"] is None
+    tried = "" if alone else f", attempts {summary['attempts']}, failed {summary['attempts_aborted']}"
+    checked = "" if alone else f" + lost by survivors {summary['survivor_inner_steps_lost']}"
+    deaths = summary["dead_inner_steps_lost"]
     lines = [
-        f"outer steps {summary['outer_steps']}, attempts {summary['attempts']}, aborted {summary['attempts_aborted']}",
+        f"outer steps {summary['outer_steps']}{tried}; inner step {summary['inner_step']}",
         f"inner steps executed {summary['inner_steps_executed']}{inherited}"
         f" = committed {summary['inner_steps_committed']}"
-        f" + pending {summary['inner_steps_pending']} + lost with dead replicas {summary['dead_inner_steps_lost']}"
-        f" + discarded {sum(summary['inner_steps_discarded'].values())}"
-        f" + lost by survivors {summary['survivor_inner_steps_lost']}",
-        f"anchor digests of {len(digests)} replicas: {alike}",
-        f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s",
+        f" + pending {summary['inner_steps_pending']} + lost with dead replicas {deaths}"
+        f" + discarded {sum(summary['inner_steps_discarded'].values())}{checked}",
     ]
+    if len(digests := summary["anchor_digests"]) > 1:
+        same = len(set(digests.values())) == 1
+        lines.append(f"final weights of {len(digests)} replicas: {'identical' if same else 'NOT IDENTICAL'}")
+    lines.append(
+        f"{summary['wall_s']:.1f} s" if alone
+        else f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s"
+    )  # fmt: skip
     if (stall := summary["stall_s"]) is not None:
-        lines.append(
-            f"time that an outer step kept a replica waiting: median {stall['median']:.3f} s, max {stall['max']:.3f} s"
-        )
+        lines.append(f"sync wait per outer step: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
     if (replay := summary["replay"]) is not None:
         lines.append(
             f"replay: {replay['steps']} inner steps of {replay['replicas']} dead replicas redone in "

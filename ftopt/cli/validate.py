@@ -10,7 +10,7 @@ from ftopt.cli.output import say
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe that ships with ftopt, or path of a file")
     text = "settings to override, e.g. train.inner_steps=200"
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help=text)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:

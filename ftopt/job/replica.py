@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
-from ftopt.events import OnEvent, ignore
+from ftopt.events import Event, OnEvent, ignore
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
+from ftopt.job.own_folder import OwnFolder
 from ftopt.job.ranks import Ranks, meet
-from ftopt.job.subscribers import CurrentStep, fan_out, step_log
+from ftopt.job.subscribers import CurrentStep, OnStep, fan_out, step_log, to_mirror
 from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
+from ftopt.telemetry.screen import Screen
 from ftopt.telemetry.wandb import WandbMirror, resolve
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
 """Seconds that a replica at its end waits for the runner to say that all others are at theirs."""
 _PATIENCE_S = 45.0
+
+
+@dataclass
+class Result:
+    """How a replica has ended.
+
+    Attributes:
+        done: whether the job is at its end.
+        files: this replica's own folder; None: it is the runner's, or another rank's.
+        summary: its figures; None: it has not joined.
+    """
+
+    done: bool
+    files: RunFolder | None = None
+    summary: dict[str, Any] | None = None
 
 
 def run_replica(
@@ -41,9 +61,9 @@ def run_replica(
     folder: Path,
     started: float,
     supervised: bool,
-) -> bool:
-    """Trains one replica, or one rank of it, in this process until the job ends or a signal says so; True at the job's
-    end.
+    screen: Screen | None = None,
+) -> Result:
+    """Trains one replica, or one rank of it, in this process until the job ends or a signal says so.
 
     Of several ranks, rank 0 alone writes to the folder and to wandb, and carries out faults.
 
@@ -53,7 +73,9 @@ def run_replica(
         host, interface: this machine's address as peers reach it, or the interface that has it; None finds it.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.
-        supervised: started by `ftopt.job.runner`, which says when to end.
+        supervised: started by `ftopt.job.runner`, which says when to end, and whose folder it is. Else the folder is
+            this replica's own (`ftopt.job.own_folder`), and is summed up at the end.
+        screen: shows what happens.
 
     Raises:
         ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
@@ -62,20 +84,38 @@ def run_replica(
     torch.set_num_threads(recipe.train.threads)
     ranks = meet(recipe)
     if not ranks.leads:
+        path = None if supervised else (lambda: RunFolder(folder).checkpoints)  # rank 0 writes there
         group = ftopt.connect(url, replica, job=job)
-        return _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, asked=asked)
-    files = RunFolder(folder)
-    files.create()
-    events = EventLog(JsonLines(files.events, started))
+        done = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, asked=asked, own_checkpoints=path)
+        return Result(done)
     record = CurrentStep()
-    mode = resolve(recipe.log.wandb)
-    config = as_dict(recipe)
-    mirror = None if mode == "off" else WandbMirror(mode, folder, job=folder.name, replica=replica, config=config)
-    steps = step_log(JsonLines(files.steps(replica), started), record, mirror)
+    on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
+    mirrors: list[WandbMirror] = []
+
+    def opened(files: RunFolder, started: float) -> None:
+        on_steps.append(JsonLines(files.steps(replica), started).write)
+        if (mode := resolve(recipe.log.wandb)) != "off":
+            path, config = files.path, as_dict(recipe)
+            mirrors.append(WandbMirror(mode, path, job=path.name, replica=replica, config=config))
+            on_steps.append(to_mirror(mirrors[0]))
+
+    own = None if supervised else OwnFolder(recipe, replica, f"{url} {job}", folder, opened)
+    events: OnEvent = own if own is not None else _shared_log(RunFolder(folder), started, opened)
+
+    def mirror(event: Event) -> None:
+        for each in mirrors:
+            each(event)
+
+    def on_step(line: dict[str, Any]) -> None:
+        for each in on_steps:
+            each(line)
+
+    steps = step_log(record, on_step)
     ids = recipe.replica_ids()
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
-    on_event = fan_out(events, steps, *([mirror] if mirror is not None else []), injector)
+    shown = [screen] if screen is not None else []
+    on_event = fan_out(events, steps, mirror, *shown, injector)
     group = ftopt.connect(
         url,
         replica,
@@ -89,13 +129,33 @@ def run_replica(
         sync=recipe.sync,
         on_event=on_event,
     )
+    result = Result(False, own.files if own is not None else None)
+    path = (lambda: own.files.checkpoints) if own is not None else None
     try:
-        done = _train(recipe, group, on_event, record=record, ranks=ranks, asked=asked, injector=injector)
+        result.done = _train(
+            recipe,
+            group,
+            on_event,
+            record=record,
+            ranks=ranks,
+            asked=asked,
+            injector=injector,
+            own_checkpoints=path,
+        )
     finally:
         group.close()
-    if mirror is not None:
-        mirror.finish(_WANDB_S)
-    return done
+        if own is not None and own.is_open:
+            result.summary = own.files.summarize()
+    for each in mirrors:
+        each.finish(_WANDB_S)
+    return result
+
+
+def _shared_log(files: RunFolder, started: float, opened: Callable[[RunFolder, float], None]) -> EventLog:
+    """The runner's folder, to which all its processes write."""
+    files.create()
+    opened(files, started)
+    return EventLog(JsonLines(files.events, started))
 
 
 def _train(
@@ -107,6 +167,7 @@ def _train(
     ranks: Ranks,
     asked: threading.Event | None,
     injector: FaultInjector | None = None,
+    own_checkpoints: Callable[[], Path] | None = None,
 ) -> bool:
     trainer = Trainer(
         recipe,
@@ -116,6 +177,7 @@ def _train(
         evaluates=group.replica == recipe.replica_ids()[0],
         wait_for_others=lambda: ranks.leads and asked is not None and asked.wait(_OTHERS_S),
         ranks=ranks,
+        own_checkpoints=own_checkpoints,
     )
     if injector is not None:
         injector.learn(harm(trainer.optimizer, group))

@@ -25,9 +25,9 @@ from ftopt.faults.spec import COORDINATOR
 from ftopt.job.processes import Child, describe_exit
 from ftopt.job.supervised import on_signals
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail
 from ftopt.telemetry.progress import Display
-from ftopt.telemetry.summary import summarize
+from ftopt.telemetry.sentences import Note
 from ftopt.telemetry.view import RunView
 
 _POLL_S = 0.1
@@ -38,7 +38,23 @@ _LAST_S = 45.0
 
 
 class RunFailed(FtoptError):
-    """The run did not come to its end. Exit status 1."""
+    """The run did not come to its end. Exit status 1.
+
+    Attributes:
+        summary: the run's figures, as far as it came.
+        checkpoint: the newest complete checkpoint; None: there is none.
+    """
+
+    summary: dict[str, Any] | None = None
+    checkpoint: Path | None = None
+
+
+class Interrupted(RunFailed):
+    """A signal has ended the run. Exit status 128 + ``number``."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 @dataclass
@@ -65,7 +81,7 @@ class Runner:
         self._folder = folder
         self._display = display
         self._started = time.time()
-        self._view = RunView(recipe.train.inner_steps)
+        self._view = RunView(recipe.train.inner_steps, name=recipe.name)
         self._children: dict[str, Child] = {}
         self._returns: list[_Return] = []
         self._faults: dict[str, dict[str, Any]] = {}  # the fault that kills a process
@@ -73,7 +89,7 @@ class Runner:
         self._restarts: Counter[str] = Counter()
         self._ended: set[str] = set()
         self._first_end: float | None = None
-        self._interrupts = 0
+        self._interrupts: list[int] = []
         self._url = ""
         self._bind = "127.0.0.1:0"
         self._token = secrets.token_hex(32)  # other users of this machine reach the port, too
@@ -89,26 +105,31 @@ class Runner:
 
         Raises:
             UserError: a process found the user's input wrong, or a replica was refused.
-            RunFailed: all replicas died, or the run was interrupted. The summary is written all the same.
+            RunFailed: all replicas died; `Interrupted`: a signal. They have the summary, which is written all the same.
         """
-        with on_signals(self._interrupted):
+        summary: dict[str, Any] = {}
+        with on_signals(self._interrupts.append):
             try:
                 self._start_coordinator(1)
                 for replica in self._recipe.replica_ids():
                     self._start_replica(replica, 1)
                 self._watch()
+            except RunFailed as failed:
+                failed.summary = summary  # filled below
+                raise
             finally:
                 self._end_all()
                 self._follow()
                 self._display.refresh(self._view)
                 self._display.close()
-                steps = {path.stem: read_lines(path) for path in sorted(self._folder.replicas.glob("*.jsonl"))}
-                summary = summarize(read_lines(self._folder.events), steps)
-                self._folder.write_summary(summary)
+                summary |= self._folder.summarize()
         return summary
 
-    def _interrupted(self) -> None:
-        self._interrupts += 1
+    def newest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint of the run; None: there is none."""
+        folder = self._recipe.checkpoint.dir
+        there = whole(Path(folder)) if folder is not None else []
+        return there[-1] if there else None
 
     # Starting.
 
@@ -151,20 +172,21 @@ class Runner:
                 self._exited(child)
             if self._interrupts and not asked:
                 asked = True
-                self._display.note("interrupted: the replicas leave in good order; once more ends them at once")
+                text = "interrupted: the replicas hand in their steps and leave; another Ctrl-C ends them at once"
+                self._display.note(Note(text, "warn"))
+                self._view.ending = True
                 self._returns.clear()
                 for child in self._replicas():
                     self._let_go(child)
-            if self._interrupts > 1:
-                raise RunFailed("interrupted twice; the processes were killed")
+            if len(self._interrupts) > 1:
+                raise Interrupted(self._interrupts[0], "interrupted twice: the processes were ended at once")
             if not asked:
                 self._bring_back()
                 self._end_when_done()
         if self._interrupts:
-            raise RunFailed(f"interrupted before the end{self._way_on()}")
+            raise Interrupted(self._interrupts[0], "interrupted before the end")
         if not self._ended:
-            logs = self._folder.logs
-            raise RunFailed(f"all replicas died before the end; what they said is in {logs}{self._way_on()}")
+            raise RunFailed(f"all replicas died before the end; what they said is in {self._folder.logs}")
 
     def _follow(self) -> None:
         """Takes up the new lines of all processes."""
@@ -172,11 +194,14 @@ class Runner:
             self._note(record)
         for replica, tail in self._step_tails.items():
             for line in tail.more():
-                self._view.row(replica).stepped(line)
+                self._view.stepped(replica, line)
                 self._incarnations[replica] = line["incarnation"]
         now = time.monotonic()
         if now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
+            self._view.now_s = time.time() - self._started
+            if waiting := self._view.waiting_for():
+                self._display.note(waiting)
             self._display.refresh(self._view)
 
     def _replicas(self) -> list[Child]:
@@ -184,8 +209,8 @@ class Runner:
 
     def _note(self, record: dict[str, Any]) -> None:
         name, who = record["event"], record["replica"]
-        if text := self._view.event(record):
-            self._display.note(text)
+        if note := self._view.event(record):
+            self._display.note(note)
         if name == "join" or who in self._incarnations:
             self._incarnations[who] = max(record["incarnation"], self._incarnations.get(who, 0))
         if name == "fault" and record["data"]["do"] == "kill":
@@ -203,7 +228,7 @@ class Runner:
         child.end(0.0)
         if child.name in self._ended:
             if status:  # It has left in good order, so this is no death; but it is worth a note.
-                self._display.note(f"{describe_exit(status)} after its end: {_last_lines(child)}")
+                self._display.note(Note(f"{describe_exit(status)} after its end: {_last_lines(child)}", "bad"))
             return
         if status == 2:
             self._complain(child, status)
@@ -214,14 +239,14 @@ class Runner:
             data = {"status": describe_exit(status), "by_fault": fault is not None}
             self._events(Event("death", child.name, incarnation, data=data))
         else:
-            self._display.note(f"the coordinator died ({describe_exit(status)})")
+            self._display.note(Note(f"the coordinator died ({describe_exit(status)})", "bad"))
         if fault is not None and fault["rejoin_s"] is not None:
             at = time.monotonic() + fault["rejoin_s"]
             self._returns.append(_Return(child.name, child.life + 1, at, fault["journal"]))
         elif child.name == COORDINATOR:
             raise RunFailed(f"the coordinator died and was not to come back (rejoin_s is null)\n{_last_lines(child)}")
-        elif fault is None:
-            self._display.note(_last_lines(child))
+        elif fault is None and not self._interrupts:
+            self._display.note(Note(_last_lines(child), "bad"))
             if joined and self._restarts[child.name] < self._recipe.restarts:
                 self._restarts[child.name] += 1
                 self._returns.append(_Return(child.name, child.life + 1, time.monotonic()))
@@ -237,12 +262,6 @@ class Runner:
                 for path in self._folder.path.glob(f"{self._folder.journal.name}*"):
                     path.unlink()
             self._start_coordinator(coming.life)
-
-    def _way_on(self) -> str:
-        """How to go on from the newest checkpoint, if there is one."""
-        folder = self._recipe.checkpoint.dir
-        there = whole(Path(folder)) if folder is not None else []
-        return f"; to go on from there: checkpoint.resume={there[-1]}" if there else ""
 
     # Ending.
 
@@ -271,7 +290,7 @@ class Runner:
 
     def _end_all(self) -> None:
         """Ends every process that is left, the coordinator last."""
-        at_once = self._interrupts > 1
+        at_once = len(self._interrupts) > 1
         if not at_once:
             for child in self._replicas():
                 self._let_go(child)
@@ -280,7 +299,7 @@ class Runner:
             if child.name == COORDINATOR and not at_once:
                 child.terminate()
             patience_s = max(0.0, deadline - time.monotonic())
-            while child.process.poll() is None and patience_s > 0 and self._interrupts < 2:
+            while child.process.poll() is None and patience_s > 0 and len(self._interrupts) < 2:
                 time.sleep(_POLL_S)
                 patience_s -= _POLL_S
             child.end(0.0)

@@ -43,9 +43,10 @@ def terminate_self(asked: threading.Event, after_s: float = 0.0) -> None:
 
 
 @contextmanager
-def on_signals(handle: Callable[[], None]) -> Iterator[None]:
-    """Calls ``handle`` on SIGTERM and Ctrl-C in the block."""
-    before = {number: signal.signal(number, lambda *_: handle()) for number in (signal.SIGTERM, signal.SIGINT)}
+def on_signals(handle: Callable[[int], object]) -> Iterator[None]:
+    """Calls ``handle`` with the signal on SIGTERM and Ctrl-C in the block."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
     try:
         yield
     finally:

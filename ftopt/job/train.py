@@ -8,8 +8,11 @@ final loss does not hang on one replica's life.
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +31,10 @@ from ftopt.job.supervised import on_signals
 from ftopt.job.task import task_of
 from ftopt.sync.group import ReplicaGroup
 
+_log = logging.getLogger(__name__)
+
 _LEAVE_S = 30.0
+_ONLY_AT_THE_END = 1 << 62  # outer steps between two checkpoints
 
 
 class Trainer:
@@ -43,6 +49,8 @@ class Trainer:
         wait_for_others: called when the job has ended, before leaving: until then this replica serves its state to
             latecomers.
         ranks: this process' place among the ranks of its replica. All make the same calls; rank 0 tells what happens.
+        own_checkpoints: where this replica alone saves what it leaves behind, if the recipe names no folder that all
+            replicas see; asked before it joins, and again when it has.
 
     Attributes:
         over: whether it has left the job.
@@ -58,6 +66,7 @@ class Trainer:
         evaluates: bool,
         wait_for_others: Callable[[], object] = lambda: None,
         ranks: Ranks = ALONE,
+        own_checkpoints: Callable[[], Path] | None = None,
     ) -> None:
         self._recipe = recipe
         self._group = group
@@ -66,6 +75,7 @@ class Trainer:
         self._evaluates = evaluates
         self._wait_for_others = wait_for_others
         self.ranks = ranks
+        self._own_checkpoints = own_checkpoints
         self._stop = self._exhausted = self.started = self.over = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
@@ -82,6 +92,11 @@ class Trainer:
             leave_on_signals=ranks.size > 1,  # a signal reaches each rank in a step of its own, and they must agree
         )
         self._checkpoints = self._prepare_checkpoints()
+
+    @property
+    def replica(self) -> str:
+        """Its id."""
+        return self._group.replica
 
     def stop(self) -> None:
         """Leaves in good order at the next step boundary; for a replica of one process. Any thread, signal handlers
@@ -107,6 +122,9 @@ class Trainer:
         train, optimizer = self._recipe.train, self.optimizer
         with optimizer:
             self.started = True
+            self._tell("started", {"start_step": optimizer.start_step})
+            if self._saves_alone and self._own_checkpoints is not None and self._checkpoints is not None:
+                self._checkpoints.move_to(self._own_checkpoints())
             seed = seed_of(train.seed, self._group.replica, self.ranks.agree(self._group.incarnation))
             if not optimizer.replaying:
                 torch.manual_seed(seed if self.ranks.leads else seed_of(seed, self.ranks.rank))
@@ -184,11 +202,18 @@ class Trainer:
     def _prepare_checkpoints(self) -> ftopt.Checkpoints | None:
         """Returns the recipe's checkpoints, if any, and reads what to resume from."""
         settings = self._recipe.checkpoint
-        every = settings.every if settings.dir is not None and settings.every > 0 else None
-        folder = settings.dir or settings.resume
+        self._saves_alone = settings.dir is None and self._own_checkpoints is not None and settings.every > 0
+        if self._saves_alone and self._own_checkpoints is not None:
+            folder: str | Path | None = self._own_checkpoints()
+            every: int | None = _ONLY_AT_THE_END
+        else:
+            folder = settings.dir or settings.resume
+            every = settings.every if settings.dir is not None and settings.every > 0 else None
         if folder is None or (every is None and settings.resume is None):
             return None
-        checkpoints = ftopt.Checkpoints(folder, self.optimizer, every=every, keep=settings.keep)
+        checkpoints = ftopt.Checkpoints(
+            folder, self.optimizer, every=every, keep=settings.keep, shared=not self._saves_alone
+        )
         if settings.resume is not None:
             checkpoints.resume(settings.resume, replicas=self._recipe.replica_ids())
         return checkpoints
@@ -279,13 +304,18 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
     """
     asked = False
 
-    def handle() -> None:
+    def handle(number: int) -> None:
         nonlocal asked
         if trainer.over:
             return
         if asked or not trainer.started or trainer.ranks.size > 1:
             raise KeyboardInterrupt
         asked = True
+        _log.warning(
+            "replica %s leaves (%s): it hands in its pending steps; another Ctrl-C ends it at once",
+            trainer.replica,
+            signal.Signals(number).name,
+        )
         trainer.stop()
 
     return on_signals(handle)

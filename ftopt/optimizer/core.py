@@ -24,7 +24,7 @@ from ftopt.optimizer.asked import Asked, leave
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.leaving import at_exit, hand_in, tell_left, tell_not_stepped
+from ftopt.optimizer.leaving import at_exit, hand_in, tell_left, tell_not_stepped, why_at_once
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
@@ -71,6 +71,7 @@ class Core:
     Attributes:
         last: the last step, if steps are recorded.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
+        before_leaving: called by `close` when everything is handed in, with the seconds that are left.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Core:
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
         self.while_waiting: Callable[[], object] = lambda: None
+        self.before_leaving: Callable[[float], object] = lambda timeout_s: None
         self._clock, self._memory = clock, memory
         self._evaluated = OuterParameters()
         self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
@@ -464,11 +466,13 @@ class Core:
             deadline = self._clock() + timeout_s
             self._set_back(closing=True)
             tell_not_stepped(self.outer, self.group.replica)
-            self.outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
-            reason = "it left at once, after an exception or by flush=False"
+            reason = why_at_once()
             if flush:
-                hand_in(self.outer, self.group, self.inner.largest_lr, deadline, self._clock)
+                self.hand_in(deadline)
                 reason = self.group.obstacle() or f"no round has taken them within {timeout_s:g} s"
+                self.before_leaving(max(0.0, deadline - self._clock()))
+            else:
+                self.outer.report("leaving")
             self.group.leave(timeout_s=max(0.0, deadline - self._clock()) if flush else 0.0)
             if flush and not self.group.closed:
                 self.group.check()
@@ -484,6 +488,17 @@ class Core:
                 self.outer.freezer.thread.end()
             if loaded is not None:
                 loaded()
+
+    def hand_in(self, deadline: float) -> None:
+        """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
+        outer = self.started()
+        assert self.group is not None
+        outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
+        hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock)
+
+    def hand_in_within(self, timeout_s: float) -> None:
+        """The same, by seconds from now."""
+        self.hand_in(self._clock() + timeout_s)
 
     def announce(self) -> None:
         """Tells the job that this replica leaves: no round waits for it."""

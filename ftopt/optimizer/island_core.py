@@ -73,6 +73,7 @@ class IslandCore:
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
         self.while_waiting: Callable[[], object] = lambda: None
+        self.before_leaving: Callable[[float], object] | None = None
         self._memory = memory
         self._ranks: Ranks | None = None
         self._mirrored: MirrorInner | None = None
@@ -357,13 +358,23 @@ class IslandCore:
         self.closed, self.island.together = True, None
         at_exit.remove(self)
 
+        deadline = time.monotonic() + timeout_s
+
+        def hand_in(core: Core, inner: MirrorInner) -> None:
+            if core.outer is not None:
+                inner.refresh(anew=True)
+                core.hand_in_within(timeout_s)
+
         def lead(core: Core, inner: MirrorInner) -> None:
             if core.outer is not None:
                 inner.refresh(anew=True)
-            core.close(flush=True, timeout_s=timeout_s)
+            core.close(flush=True, timeout_s=max(0.0, deadline - time.monotonic()))
 
         try:
             if flush and self._ranks is not None and self.island.broken is None:
+                if self.before_leaving is not None and self._standing.started:
+                    self._together("close", hand_in)
+                    self.before_leaving(max(0.0, deadline - time.monotonic()))
                 self._together("close", lead)
             else:
                 self.island.part()

@@ -79,6 +79,13 @@ def tell_not_stepped(outer: OuterStep, replica: str) -> None:
     _log.warning(text, replica)
 
 
+def why_at_once() -> str:
+    """Why a replica leaves without handing in what is pending: for `tell_left`."""
+    if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
+    return "it left at once, after an exception or by flush=False"
+
+
 class Leaver(Protocol):
     """An optimizer that has joined a job and not left it."""
 

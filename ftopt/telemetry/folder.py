@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ftopt.telemetry.jsonl import read_lines
+from ftopt.telemetry.summary import summarize
+
 
 class RunFolder:
     """The files of one run below ``path``; nothing is created but by `create`."""
@@ -26,10 +29,11 @@ class RunFolder:
         self.summary = path / "summary.json"
         """The run's figures."""
 
-    def create(self) -> None:
-        """Makes the folder and its subfolders."""
+    def create(self, *, logs: bool = True) -> None:
+        """Makes the folder and its subfolders; ``logs``: also that of the processes' standard streams."""
         self.replicas.mkdir(parents=True, exist_ok=True)
-        self.logs.mkdir(exist_ok=True)
+        if logs:
+            self.logs.mkdir(exist_ok=True)
 
     def steps(self, replica: str) -> Path:
         """One line an inner step of ``replica``, over all its incarnations."""
@@ -39,5 +43,11 @@ class RunFolder:
         """The standard streams of ``process``."""
         return self.logs / f"{process}.log"
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        self.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    def summarize(self) -> dict[str, Any]:
+        """Computes the run's figures from its lines, and writes them; returns them."""
+        steps = {path.stem: read_lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
+        summary = summarize(read_lines(self.events), steps)
+        new = self.summary.with_suffix(".new")
+        new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        new.replace(self.summary)
+        return summary

@@ -2,80 +2,250 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
+from ftopt.telemetry.sentences import Note
 from ftopt.telemetry.view import Row, RunView
 
-_PLAIN_EVERY_S = 5.0
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_PLAIN_S = 5.0
+_PLAIN_MOST_S = 60.0
+_BURST, _BURST_S = 30, 10.0
+"""In a log: at most so many notes in so many seconds."""
+_COLORS = {"good": "green", "warn": "yellow", "bad": "bold red"}
+_STATE_COLORS = {
+    "training": "green", "waiting": "yellow", "fetching": "cyan", "starting": "dim", "evaluating": "cyan",
+    "done": "bold green", "left": "dim", "dead": "bold red",
+}  # fmt: skip
+
+
+class Display(Protocol):
+    """What is told of a run."""
+
+    def note(self, note: Note) -> None:
+        """Something notable has happened."""
+
+    def refresh(self, view: RunView) -> None:
+        """The run is at this point now."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def display_for(say: Callable[[str], None], *, quiet: bool = False) -> Display:
+    """The display for standard output; ``say`` writes a line to it. ``quiet``: only what is wrong is shown."""
+    if quiet:
+        return PlainLines(say, quiet=True)
+    return LiveTable() if sys.stdout.isatty() else PlainLines(say)
 
 
 class PlainLines:
-    """A line for each notable event, and one every few seconds.
+    """A line for each notable event, and one for the progress, first every five seconds and later each minute.
 
     Args:
         say: writes a line.
         clock: seconds, monotonic.
+        quiet: only notes of what is wrong.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
-        self._clock = clock
+    def __init__(
+        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic, *, quiet: bool = False
+    ) -> None:
+        self._say, self._clock, self._quiet = say, clock, quiet
         self._started = self._last = clock()
+        self._burst_s, self._notes = self._started, 0
 
-    def note(self, text: str) -> None:
-        """Something notable happened."""
-        self._say(f"{self._clock() - self._started:7.1f} s  {text}")
+    def note(self, note: Note) -> None:
+        now = self._clock()
+        if self._quiet and note.tone != "bad":
+            return
+        if now - self._burst_s >= _BURST_S:
+            self._tell_left_out()
+            self._burst_s, self._notes = now, 0
+        self._notes += 1
+        if self._notes <= _BURST:
+            self._line(now, note.text)
 
     def refresh(self, view: RunView) -> None:
-        """The run stands so now."""
         now = self._clock()
-        if now - self._last < _PLAIN_EVERY_S:
+        elapsed = now - self._started
+        if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
             return
         self._last = now
-        rows = "".join(f" | {row.replica} {row.state} at {row.inner_step}, loss {_loss(row)}" for row in _sorted(view))
-        self.note(f"inner step {view.inner_step}/{view.inner_steps}, version {view.version}{rows}")
+        self._line(now, ", ".join(figures(view)))
 
     def close(self) -> None:
-        """The run is over: there is nothing to put away."""
+        self._tell_left_out()
+
+    def _tell_left_out(self) -> None:
+        if (more := self._notes - _BURST) > 0:
+            self._line(self._clock(), f"... and {more} more events; events.jsonl has all of them")
+        self._notes = 0
+
+    def _line(self, now: float, text: str) -> None:
+        self._say(f"{now - self._started:7.1f} s  {text}")
+
+
+def figures(view: RunView) -> list[str]:
+    """The job's figures, the most important ones first."""
+    share = f" ({view.at() / view.inner_steps:.0%})" if view.inner_steps else ""
+    parts = [f"inner step {view.at()}/{view.inner_steps}{share}", f"version {view.version}"]
+    if (loss := view.loss()) is not None:
+        parts.append(f"loss {loss:.3f}")
+    if view.val_loss is not None:
+        parts.append(f"held-out loss {view.val_loss:.3f}")
+    if tokens := view.tokens_per_s():
+        parts.append(f"{_short(tokens)} tokens/s")
+    elif steps := sum(row.steps_per_s for row in view.rows.values() if row.state in ("training", "waiting")):
+        parts.append(f"{steps:.1f} steps/s")
+    if (waits := view.waiting_share()) is not None:
+        parts.append(f"sync wait {waits:.0%}")
+    if view.whole:
+        parts += [f"{count} {state}" for state, count in sorted(view.states().items(), key=lambda x: (-x[1], x[0]))]
+    if view.aborted:
+        parts.append(f"{view.aborted} failed attempt{'s' if view.aborted > 1 else ''}")
+    if (left_s := view.left_s()) is not None and view.at() < view.inner_steps:
+        parts.append(f"{_duration(left_s)} left")
+    return parts
 
 
 class LiveTable:
-    """A table of the replicas that is drawn anew, with the notable events above it."""
+    """A bar and a table of the replicas that is drawn again and again, with the notable events above it.
 
-    def __init__(self) -> None:
+    Args:
+        console: where to draw; None: standard output.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        from rich.console import Console
         from rich.live import Live
 
-        self._live = Live(refresh_per_second=4, transient=False)
+        self._console = console or Console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
         self._live.start()
 
-    def note(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+    def note(self, note: Note) -> None:
+        from rich.text import Text
+
+        now = time.strftime("%H:%M:%S")
+        self._console.print(Text.assemble((now, "dim"), " ", (note.text, _COLORS.get(note.tone, ""))), soft_wrap=True)
 
     def refresh(self, view: RunView) -> None:
-        from rich.table import Table
-
-        val = f", held-out loss {view.val_loss:.4f}" if view.val_loss is not None else ""
-        title = f"inner step {view.inner_step}/{view.inner_steps}, version {view.version}{val}, {view.aborted} aborted"
-        table = Table(title=title, title_justify="left")
-        for name in ("replica", "state", "inner step", "loss", "version", "steps/s"):
-            table.add_column(name, justify="left" if name in ("replica", "state") else "right")
-        for row in _sorted(view):
-            rate = f"{row.steps_per_s:.1f}" if row.state == "training" else ""
-            table.add_row(row.replica, row.state, str(row.inner_step), _loss(row), str(row.version), rate)
-        self._live.update(table)
+        self._live.update(draw(view, *self._console.size), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
 
 
-Display = PlainLines | LiveTable
-"""What the runner tells of a run."""
+def draw(view: RunView, width: int, height: int) -> RenderableType:
+    """The whole picture, at most ``height`` lines less two for the notes above."""
+    from rich.console import Group
+
+    parts: list[RenderableType] = [_bar(view, width), _line_of_figures(view, width)]
+    shown, rest = _fit(view, max(1, height - len(parts) - 4))
+    if shown:
+        parts.append(_table(view, shown, width))
+    if rest:
+        parts.append(_summary(view, rest, width))
+    return Group(*parts)
 
 
-def _sorted(view: RunView) -> list[Row]:
-    return [view.rows[replica] for replica in sorted(view.rows)]
+def _bar(view: RunView, width: int) -> Table:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    left_s, at = view.left_s(), view.at()
+    ends = f"{_duration(left_s)} left" if left_s is not None and at < view.inner_steps else _duration(view.now_s)
+    grid = Table.grid(padding=(0, 1), expand=False)
+    grid.add_row(
+        Text(view.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
+        ProgressBar(view.inner_steps, min(at, view.inner_steps), width=max(10, min(60, width - 56))),
+        Text(f"{at}/{view.inner_steps} inner steps", no_wrap=True),
+        Text(f"{at / view.inner_steps:.0%}" if view.inner_steps else "", no_wrap=True),
+        Text(ends, style="cyan", no_wrap=True),
+    )
+    return grid
 
 
-def _loss(row: Row) -> str:
-    return f"{row.loss:.3f}" if row.loss is not None else "-"
+def _line_of_figures(view: RunView, width: int) -> Text:
+    from rich.text import Text
+
+    parts = [part for part in figures(view)[1:] if not part.endswith(" left")]
+    text = " · ".join(parts)
+    while len(text) > width and len(parts) > 1:
+        parts.pop()
+        text = " · ".join(parts)
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _fit(view: RunView, lines: int) -> tuple[list[Row], list[Row]]:
+    """The rows that are shown, and those that are summed up: they have their usual state."""
+    rows = [view.rows[replica] for replica in sorted(view.rows)]
+    if len(rows) <= lines:
+        return rows, []
+    usual = ("training", "waiting")
+    odd = sorted(rows, key=lambda row: (row.shown_state(view.now_s) in usual, row.replica))
+    shown = {row.replica for row in odd[: lines - 1]}
+    return [row for row in rows if row.replica in shown], [row for row in rows if row.replica not in shown]
+
+
+def _table(view: RunView, rows: list[Row], width: int) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    tokens = any(row.tokens_per_s for row in rows)
+    columns = ["replica", "state", "inner step", "loss", "version", "steps/s"]
+    columns += ["tokens/s"] if tokens else []
+    columns += ["waited"] if width >= 72 else []
+    columns += ["incarnation"] if width >= 100 else []
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("replica", "state") else "right", no_wrap=True)
+    for row in rows:
+        state = row.shown_state(view.now_s)
+        active = state in ("training", "waiting")
+        cells = {
+            "replica": row.replica,
+            "inner step": str(row.inner_step),
+            "loss": f"{row.loss:.3f}" if row.loss is not None else "-",
+            "version": str(row.version),
+            "steps/s": f"{row.steps_per_s:.1f}" if active and row.steps_per_s else "-",
+            "tokens/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
+            "waited": f"{row.waited_s:.1f} s",
+            "incarnation": str(row.incarnation or "-"),
+        }
+        colored = Text(state, style=_STATE_COLORS.get(state, "bold yellow"))
+        table.add_row(*[colored if name == "state" else cells[name] for name in columns])
+    return table
+
+
+def _summary(view: RunView, rows: list[Row], width: int) -> Text:
+    from rich.text import Text
+
+    states = ", ".join(f"{count} {state}" for state, count in sorted(view.states(rows).items()))
+    losses = [row.loss for row in rows if row.loss is not None]
+    loss = f"; loss {min(losses):.3f} to {max(losses):.3f}" if losses else ""
+    return Text(f"{len(rows)} more: {states}{loss}", style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _short(number: float) -> str:
+    """``950``, ``12.3k``, ``4.5M``."""
+    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    """``0:42``, ``1:05:10``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -8,6 +8,10 @@ On each fragment every executed inner step is in exactly one place::
 checkpoint that a run goes on from, or in the copy of a replica that another process has replaced, ``committed`` the
 coordinator's decisions, ``pending`` what each survivor says at its end, ``dead`` the rest of the incarnations that
 died. So ``survivor_inner_steps_lost`` is a check: nothing makes it 0 but each step being counted once.
+
+The folder of a single replica (``ftopt replica``) has no decisions of the coordinator. There ``committed`` is what is
+neither pending nor discarded (of a dead incarnation: what its last `apply` says), and what could only be checked with
+the decisions is None.
 """
 
 from __future__ import annotations
@@ -43,8 +47,14 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
     survivors_end = {_incarnation(event): event for event in by_name["end"] if _incarnation(event) not in dead}
+    alone = not (by_name["decide"] or by_name["start"] or by_name["recover"])  # one replica's folder
+    if alone:
+        decisions = _applied(by_name["apply"])
+        dead |= executed.keys() - survivors_end.keys()
     books = [
         _book(f, executed, inherited[f], decisions[f].values(), by_name["discarded"], survivors_end, dead)
+        if not alone
+        else _own_book(f, executed, inherited[f], by_name, survivors_end, dead)
         for f in sorted(decisions)
     ]
     book = books[0]
@@ -54,17 +64,17 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     last = max(decisions[0].values(), key=lambda event: int(event["version"]), default=None)
     return {
         "outer_steps": sum(map(len, decisions.values())),
-        "attempts": len(by_name["quorum"]),
-        "attempts_aborted": len(by_name["abort"]),
+        "attempts": None if alone else len(by_name["quorum"]),
+        "attempts_aborted": None if alone else len(by_name["abort"]),
         "inner_step": last["inner_step"] if last is not None else 0,
         "inner_steps_executed": executed.total(),
         "inner_steps_inherited": inherited[0].total(),
         "inner_steps_committed": book.committed,
         "inner_steps_pending": book.pending,
-        "survivor_inner_steps_lost": max((b.lost for b in books), key=abs),
+        "survivor_inner_steps_lost": None if alone else max((b.lost for b in books), key=abs),
         "dead_inner_steps_lost": book.lost_by_dead,
         "inner_steps_discarded": book.discarded,
-        "inner_steps_counted_twice": max(b.twice for b in books),
+        "inner_steps_counted_twice": None if alone else max(b.twice for b in books),
         "replay": _replay(by_name),
         "chain_conflicts": conflicts,
         **count_samples(events),
@@ -122,6 +132,45 @@ def _book(
     discarded = {reason: counts.total() for reason, counts in dropped.items() if reason != "reset"}
     accounted = committed.total() + pending + lost_by_dead + sum(discarded.values())
     return _Book(committed.total(), pending, lost_by_dead, discarded, executed.total() - accounted, twice)
+
+
+def _own_book(
+    fragment: int,
+    executed: Counter[Incarnation],
+    inherited: Counter[Incarnation],
+    by_name: Mapping[str, list[Line]],
+    ends: Mapping[Incarnation, Line],
+    dead: set[Incarnation],
+) -> _Book:
+    """The same from what a replica says of itself."""
+    dropped = _discarded(event for event in by_name["discarded"] if event.get("fragment", 0) == fragment)
+    counted = {
+        _incarnation(event): int(data_of(event).get("counted_step", 0))
+        for event in by_name["apply"]
+        if event.get("fragment", 0) == fragment
+    }
+    committed = lost_by_dead = pending = 0
+    for incarnation_id in executed.keys() | inherited.keys():
+        gone = sum(counts[incarnation_id] for counts in dropped.values())
+        taken = executed[incarnation_id] + inherited[incarnation_id] - gone
+        if incarnation_id in dead:
+            kept = max(0, min(taken, counted.get(incarnation_id, 0) - gone))
+            lost_by_dead += taken - kept
+        else:
+            left = _pending(data_of(ends[incarnation_id]), fragment)
+            kept, pending = taken - left, pending + left
+        committed += kept
+    discarded = {reason: counts.total() for reason, counts in dropped.items() if reason != "reset"}
+    return _Book(committed, pending, lost_by_dead + dropped["reset"].total(), discarded, 0, 0)
+
+
+def _applied(events: Iterable[Line]) -> dict[int, dict[int, Line]]:
+    """Fragment -> version -> the committed state that a replica has followed, as `_decisions` has it."""
+    found: dict[int, dict[int, Line]] = {0: {}}
+    for event in events:
+        known = found.setdefault(event.get("fragment", 0), {})
+        known[event["version"]] = {**event, "inner_step": data_of(event).get("committed_step", 0), "data": {}}
+    return found
 
 
 def _inherited(resumed: Iterable[Line]) -> dict[int, Counter[Incarnation]]:

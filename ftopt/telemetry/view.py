@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.telemetry.jsonl import Line, data_of
+from ftopt.telemetry.sentences import Note, names, note_of
 
-_STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "leave": "left", "death": "dead"}
-_STATES |= dict.fromkeys(("join", "apply", "fetched"), "training")
+_STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
+_STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
-_WINDOW_S = 5.0
+_ENDED = ("left", "done", "dead")
+_MAKES_A_ROW = ("spawn", "join", "return")
+"""Other events may name replicas that a checkpoint knows and this run has not."""
+_QUIET = ("mixed", "taken_over")  # as the method means it
+_WINDOW_S = 10.0
+_RATE_S = 60.0
+_WAITS_S = 3.0
+_SILENT_S = 10.0
 
 
 @dataclass(slots=True)
 class Row:
-    """One replica: what it is doing, where it stands."""
+    """One replica: what it is doing, and where it is.
+
+    Attributes:
+        tokens_per_s, steps_per_s: over the last ten seconds.
+        waited_s: how long outer steps have kept it waiting.
+        last_s: when its last inner step ended, in seconds since the run's start.
+        proposed: the version that it has last proposed for.
+    """
 
     replica: str
     state: str = "starting"
@@ -24,110 +40,184 @@ class Row:
     version: int = 0
     loss: float | None = None
     steps_per_s: float = 0.0
-    _times: deque[float] = field(default_factory=deque)
+    tokens_per_s: float = 0.0
+    waited_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    proposed: int = 0
+    proposed_s: float = 0.0
+    _times: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stepped(self, line: Line) -> None:
         """Takes up a line of the replica's own file."""
-        self.state = "training"
+        if self.state not in _ENDED or line["incarnation"] > self.incarnation:
+            self.state = "training"
         self.inner_step, self.incarnation = line["inner_step"], line["incarnation"]
-        self.loss = line["loss"]
-        self._times.append(line["t_s"])
-        while self._times[-1] - self._times[0] > _WINDOW_S:
+        self.loss, self.last_s = line["loss"], line["t_s"]
+        self.first_s = self.last_s if self.first_s is None else self.first_s
+        self._times.append((line["t_s"], line.get("tokens", 0)))
+        while self.last_s - self._times[0][0] > _WINDOW_S:
             self._times.popleft()
-        span = self._times[-1] - self._times[0]
+        span = self.last_s - self._times[0][0]
         self.steps_per_s = (len(self._times) - 1) / span if span else 0.0
+        self.tokens_per_s = sum(tokens for _, tokens in list(self._times)[1:]) / span if span else 0.0
+
+    def shown_state(self, now_s: float) -> str:
+        """Its state, or for how long it has taken no step although it should."""
+        if self.state == "training" and self.first_s is not None:
+            silent_s = now_s - self.last_s
+            if silent_s > max(_SILENT_S, 10 / self.steps_per_s if self.steps_per_s else 0.0):
+                return f"no step for {silent_s:.0f} s"
+        return self.state
 
 
 @dataclass(slots=True)
 class RunView:
-    """The run: its rows and the job's own figures."""
+    """The run: its rows and the job's own figures.
+
+    Args:
+        inner_steps: the committed inner step at which the job ends.
+        name: the job's name, for the title.
+        whole: whether the events are those of the whole job, the coordinator's among them; else of one replica.
+    """
 
     inner_steps: int
+    name: str = ""
+    whole: bool = True
     rows: dict[str, Row] = field(default_factory=dict)
+    now_s: float = 0.0
     inner_step: int = 0
     version: int = 0
     aborted: int = 0
+    members: int = 0
     val_loss: float | None = None
     held: str = ""
     checkpoints_fail: bool = False
+    ending: bool = False
+    """Replicas are leaving since the run ends."""
+    _told_waiting: int = 0
+    _progress: deque[tuple[float, int]] = field(default_factory=deque)
 
     def row(self, replica: str) -> Row:
         """The row of a replica, made when it is new."""
         return self.rows.setdefault(replica, Row(replica))
 
-    def event(self, record: Line) -> str | None:
+    def stepped(self, replica: str, line: Line) -> None:
+        """Takes up a line of a replica's own file."""
+        row = self.row(replica)
+        row.stepped(line)
+        self.now_s = max(self.now_s, row.last_s)
+        if not self._progress or row.inner_step > self._progress[-1][1]:
+            self._progress.append((row.last_s, row.inner_step))
+            while row.last_s - self._progress[0][0] > _RATE_S:
+                self._progress.popleft()
+
+    def event(self, record: Line) -> Note | None:
         """Takes up an event line; returns a sentence when the event is a notable one."""
-        name, replica = record["event"], record["replica"]
-        data = data_of(record)
-        if name == "decide" and record.get("fragment") == 0:
+        name, replica, data = record["event"], record["replica"], data_of(record)
+        self.now_s = max(self.now_s, record["t_s"])
+        if name == "decide" and not record.get("fragment"):
             self.version, self.inner_step = record["version"], record["inner_step"]
+            self.members = len(data.get("members", ()))
+        elif name == "apply" and not self.whole and not record.get("fragment") and "committed_step" in data:
+            self.version, self.inner_step = record["version"], data["committed_step"]
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
             self.val_loss = data["loss"]
-        if replica != "coordinator":
+        known = replica in self.rows
+        if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
-        if name == "hold":
-            if data["text"] == self.held:
-                return None  # Each replica is told the same.
-            self.held = data["text"]
-        if name in ("checkpoint", "checkpoint_failed"):
+        return note_of(record) if self._is_news(record, data) else None
+
+    def waiting_for(self) -> Note | None:
+        """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
+        waiting = [row for row in self.rows.values() if row.state == "waiting"]
+        version = self.version + 1
+        if not self.whole or not waiting or self._told_waiting == version or self.ending:
+            return None
+        since_s = min(row.proposed_s for row in waiting)
+        if self.now_s - since_s < _WAITS_S or any(row.proposed != version for row in waiting):
+            return None
+        late = [row for row in self.rows.values() if row.proposed < version and row.state not in (*_ENDED, "starting")]
+        if not late:
+            return None
+        self._told_waiting = version
+        doing = names(f"{row.replica} ({row.shown_state(self.now_s)})" for row in late)
+        return Note(f"version {version} has waited {self.now_s - since_s:.0f} s for {doing}", "warn")
+
+    def _is_news(self, record: Line, data: Line) -> bool:
+        name = record["event"]
+        if name == "hold":  # each replica is told the same
+            news, self.held = bool(data["text"] != self.held), data["text"]
+            return news
+        if name in ("checkpoint", "checkpoint_failed"):  # one that fails is told once, until one succeeds again
             told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"
-            if told:
-                return None  # Once, until one succeeds again.
-        if name == "rollback" and self.inner_step >= self.inner_steps:
-            return None  # The last holders have left because the job is done.
-        return sentence(record)
+            return not told
+        if name == "discarded":
+            return data.get("reason") not in _QUIET
+        if name == "gone":
+            return data.get("reason") not in ("left", None) and not self.ending and self._away(record["replica"])
+        if name in ("lost", "rollback"):
+            return not (self.ending or self.inner_step >= self.inner_steps or self._ended())
+        return True
+
+    def _away(self, replica: str) -> bool:
+        return replica in self.rows and self.rows[replica].state == "cut off"
+
+    def _ended(self) -> bool:
+        """All replicas have left: what they held goes with them, as it should."""
+        return bool(self.rows) and all(row.state in _ENDED for row in self.rows.values())
 
     def _update(self, row: Row, record: Line, data: Line) -> None:
         name = record["event"]
-        if record["incarnation"] > row.incarnation:
-            row.incarnation = record["incarnation"]
+        row.incarnation = max(row.incarnation, record["incarnation"])
         if name == "apply":
             row.version = record["version"]
+        elif name == "propose" and not record.get("fragment"):
+            row.proposed, row.proposed_s = record.get("version", 0), record["t_s"]
+        elif name == "stall":
+            row.waited_s += data["stall_s"]
         if name == "end":
             row.state = data["reason"]
+        elif name == "leave":
+            row.state = row.state if row.state == "done" else "left"
+        elif name == "lost":
+            row.state = row.state if row.state in _ENDED else "cut off"
         elif name == "fault":
             row.state = _AFTER_FAULT.get(data["do"], row.state)
         else:
             row.state = _STATES.get(name, row.state)
 
+    # Figures.
 
-def sentence(record: Line) -> str | None:
-    """A notable event in words, None for the others."""
-    name, data = record["event"], record.get("data", {})
-    who = record["replica"]
-    if record["incarnation"] > 1:
-        who += f" (incarnation {record['incarnation']})"
-    if name == "fault":
-        lasting = f" for {data['for_s']:g} s" if data.get("for_s") else ""
-        what = f" {data['what']} of" if data.get("what") else ""
-        return f"fault: {data['do']}{what} {who} at {data['point']}, inner step {record.get('inner_step')}{lasting}"
-    if name == "abort":
-        return f"version {record['version']}: an attempt was aborted ({data.get('reason', 'no reason given')})"
-    if name == "evaluate":
-        accuracy = f", accuracy {data['accuracy']:.3f}" if data.get("accuracy") is not None else ""
-        said = f"inner step {record['inner_step']}: held-out loss {data['loss']:.4f}{accuracy}"
-        return None if data["final"] else said
-    words = {
-        "join": f"{who} joined",
-        "leave": f"{who} left",
-        "fetched": f"{who} fetched version {record.get('version')}",
-        "death": f"{who} died ({data.get('status')})",
-        "refuse": f"{who} was refused: {data.get('reason')}",
-        "hold": str(data.get("text")),
-        "reset": f"{who} was away for too long and starts anew",
-        "fork": f"{who} is on another branch of the history",
-        "mismatch": f"version {record.get('version')}: results differ",
-        "evicted": f"version {record.get('version')}: {who} disagrees again; it fetches what the others hold",
-        "damaged": f"{who}: memory of version {record.get('version')} has changed; it fetches it anew",
-        "outlier": f"{who} weighs nothing: {data.get('reason')}",
-        "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
-        "replay": f"{who} does {data.get('steps')} inner steps of incarnation {data.get('of', [0, 0])[1]} again",
-        "replay_failed": f"{who} goes on without what its predecessor has done: {data.get('reason')}",
-        "rollback": f"nobody holds version {record.get('version')} any more",
-        "restore": f"{who} goes on from the checkpoint of version {record.get('version')}",
-    }
-    if name == "spawn" and data.get("life", 1) > 1:
-        return f"{who} is started again"
-    return words.get(name)
+    def at(self) -> int:
+        """The job's inner step, pending ones included: the furthest replica's."""
+        return max([self.inner_step, *(row.inner_step for row in self.rows.values() if row.state != "dead")])
+
+    def left_s(self) -> float | None:
+        """Seconds to the job's end, at the rate of the last minute; None: unknown."""
+        if len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
+            return None
+        (first_s, first), (_, last) = self._progress[0], self._progress[-1]
+        rate = (last - first) / max(self.now_s - first_s, 1e-9)
+        return max(0.0, (self.inner_steps - self.at()) / rate) if rate > 0 else None
+
+    def tokens_per_s(self) -> float:
+        """Of all replicas that train."""
+        return sum(row.tokens_per_s for row in self.rows.values() if row.state in ("training", "waiting"))
+
+    def waiting_share(self) -> float | None:
+        """Which share of their time outer steps have kept the replicas waiting."""
+        trained = [row for row in self.rows.values() if row.first_s is not None and row.last_s > row.first_s]
+        total_s = sum(row.last_s - (row.first_s or 0.0) for row in trained)
+        return min(1.0, sum(row.waited_s for row in trained) / total_s) if total_s > 0 else None
+
+    def loss(self) -> float | None:
+        """The mean of the training losses that are known."""
+        losses = [row.loss for row in self.rows.values() if row.loss is not None and row.state != "dead"]
+        return sum(losses) / len(losses) if losses else None
+
+    def states(self, rows: Iterable[Row] | None = None) -> Counter[str]:
+        """How many replicas are in which state."""
+        return Counter(row.shown_state(self.now_s).split(" for ")[0] for row in rows or self.rows.values())

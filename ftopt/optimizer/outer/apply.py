@@ -156,7 +156,9 @@ class Applier:
         if counted and not state.fetched and not early and since < tau:
             return False
         before, version, view = fragment.applied, state.meta.version, fragment.view
-        self._group.emit("apply", fragment=fragment.index, version=version, inner_step=self._shared.inner_step())
+        told = {"counted_step": state.meta.counted_step, "committed_step": state.meta.inner_step}
+        inner_step = self._shared.inner_step()
+        self._group.emit("apply", fragment=fragment.index, version=version, inner_step=inner_step, data=told)
         if state.made is not None and state.made.size == 1 and state is not before:
             state = self._checked(fragment, state, base.params)
         start = self._shared.committed_memory.place(view.cast(state.anchor))

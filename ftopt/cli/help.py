@@ -1,0 +1,21 @@
+"""``ftopt help [COMMAND]``: describes a command, or lists all of them."""
+
+from __future__ import annotations
+
+import argparse
+
+from ftopt.cli.main import VERBS
+from ftopt.cli.parser import make, parse
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("command", metavar="COMMAND", nargs="?", help="the command to describe (default: all of them)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what ``ftopt COMMAND --help`` does."""
+    if arguments.command is None:
+        make(VERBS).print_help()
+        return 0
+    parse([arguments.command, "--help"], VERBS)  # which ends by SystemExit
+    return 0

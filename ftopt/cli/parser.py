@@ -1,0 +1,95 @@
+"""The command line's grammar: commands, their options, and what is said about a mistyped one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import re
+import sys
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NoReturn
+
+import ftopt
+from ftopt.cli.output import complain
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one message, with what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit status 2."""
+        complain(f"{message}{'' if message.endswith('?') else ';'} `{self.prog} --help` shows its arguments")
+        raise SystemExit(2)
+
+
+class _Wide(argparse.HelpFormatter):
+    """Leaves room for the longest command."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=18)
+
+
+def parse(given: Sequence[str], verbs: Mapping[str, str]) -> argparse.Namespace:
+    """Returns the command, ``verb``, and its arguments; SystemExit: there is nothing to run.
+
+    Args:
+        given: the words behind ``ftopt``.
+        verbs: command -> what it does.
+    """
+    first = given[0] if given else ""
+    if not given:
+        make(verbs).print_help(sys.stderr)
+        raise SystemExit(2)
+    if not first.startswith("-") and first not in verbs:
+        complain(f"{first!r} is not a command{_meant(first, verbs) or ';'} `ftopt help` lists the commands")
+        raise SystemExit(2)
+    parser = make(verbs, complete={first})
+    parsed, rest = parser.parse_known_args(given)
+    if (overrides := vars(parsed).get("overrides")) is not None:  # argparse takes only those that follow RECIPE at once
+        overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        sub = _of_verb(parser, first)
+        meant = _meant_by(rest[0], sub, takes_overrides=overrides is not None)
+        sub.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+    return parsed
+
+
+def make(verbs: Mapping[str, str], complete: Container[str] = ()) -> argparse.ArgumentParser:
+    """Returns the parser, with the options of the commands in ``complete``, each of which costs an import."""
+    parser = Parser(
+        prog="ftopt",
+        description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
+        formatter_class=_Wide,
+        epilog="`ftopt help COMMAND` describes a command. To begin: `ftopt ls`, then `ftopt run diloco_bytes`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")
+    subs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands", required=True)
+    for name, text in verbs.items():
+        sub = subs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        if name in complete:
+            importlib.import_module(f"ftopt.cli.{name}").add(sub)
+    return parser
+
+
+def _of_verb(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return action.choices.get(verb, parser)  # type: ignore[no-any-return]
+    return parser
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def _meant_by(word: str, parser: argparse.ArgumentParser, *, takes_overrides: bool) -> str:
+    """What was probably meant by an option that there is not."""
+    options = [text for action in parser._actions if action.help != argparse.SUPPRESS for text in action.option_strings]
+    near = _meant(word.split("=")[0], options)
+    if not near and takes_overrides and re.match(r"--?[a-z_]+[.a-z_]*=", word):
+        return f"; settings have no dashes: write {word.lstrip('-')}"
+    return near

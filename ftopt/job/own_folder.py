@@ -1,0 +1,129 @@
+"""The folder of a replica that no `ftopt.job.runner` has started: which one it is, and what it begins with.
+
+A replica that comes back continues the folder that its former incarnation has left: one file of events and one of inner
+steps, with the incarnations in turn. Another job begins a folder of its own. Which of the two it is shows when the
+replica has joined: a folder of the same job that has not seen this incarnation yet is continued. Until then nothing is
+written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ftopt.config.loader import dump
+from ftopt.config.schema import Recipe
+from ftopt.errors import UserError
+from ftopt.events import Event
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, data_of, read_lines
+
+_MOST = 10_000
+
+
+class OwnFolder:
+    """Subscribes to a replica's events, and writes them down. Any thread.
+
+    Args:
+        recipe: written to the folder.
+        replica: this replica's id.
+        job: ``URL job``, by which a folder of the same job is known.
+        path: the folder; ``-2``, ``-3`` and so on is added when it holds another job.
+        opened: called with the folder and the run's start, as ``time.time()`` gives it, before the first line.
+
+    Attributes:
+        files: the folder; before the replica has joined, the newest one that is there.
+    """
+
+    def __init__(
+        self, recipe: Recipe, replica: str, job: str, path: Path, opened: Callable[[RunFolder, float], None]
+    ) -> None:
+        self._recipe, self._replica, self._job, self._opened_with = recipe, replica, job, opened
+        self._paths = path
+        self._lock = threading.Lock()
+        self._waiting: list[Event] = []
+        self._log: EventLog | None = None
+        _check_writable(path.parent)
+        self.files = RunFolder(self._newest() or path)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the replica has joined, and the folder is there."""
+        return self._log is not None
+
+    def __call__(self, event: Event) -> None:
+        """Writes the event, once the replica has joined."""
+        with self._lock:
+            if self._log is None:
+                if not event.incarnation:
+                    self._waiting.append(event)
+                    return
+                self._log = self._open(event.incarnation)
+                for waiting in self._waiting:
+                    self._log(waiting)
+                self._waiting.clear()
+        self._log(event)
+
+    def _open(self, incarnation: int) -> EventLog:
+        started, dead = time.time(), []
+        newest = self._newest()
+        if newest is not None:
+            told = read_lines(RunFolder(newest).events)
+            began = self._began(told)
+            if began is not None and incarnation > max(line["incarnation"] for line in told):
+                started = began
+                dead = _dead(told)
+            else:
+                newest = self._free()
+        self.files = RunFolder(newest or self._paths)
+        self.files.create(logs=False)
+        self.files.recipe.write_text(dump(self._recipe), encoding="utf-8")
+        log = EventLog(JsonLines(self.files.events, started))
+        for life in dead:
+            log(Event("death", self._replica, life, data={"status": "unknown", "by_fault": False}))
+        data = {"pid": os.getpid(), "life": incarnation, "time": time.time(), "job": self._job}
+        log(Event("spawn", self._replica, incarnation, data=data))
+        self._opened_with(self.files, started)
+        return log
+
+    def _began(self, told: Sequence[Line]) -> float | None:
+        """When the run began whose lines these are; None: they are not of this job and replica."""
+        for line in told:
+            data = data_of(line)
+            if line["event"] == "spawn" and line["replica"] == self._replica and data.get("job") == self._job:
+                return float(data["time"]) - float(line["t_s"])
+        return None
+
+    def _newest(self) -> Path | None:
+        found = None
+        for path in self._numbered():
+            if not path.exists():
+                break
+            found = path if (path / "events.jsonl").exists() else found
+        return found
+
+    def _free(self) -> Path:
+        return next(path for path in self._numbered() if not path.exists())
+
+    def _numbered(self) -> list[Path]:
+        more = (self._paths.with_name(f"{self._paths.name}-{number}") for number in range(2, _MOST))
+        return [self._paths, *more]
+
+
+def _dead(told: Sequence[Line]) -> list[int]:
+    """The incarnations that have not told their end."""
+    lives = {line["incarnation"] for line in told if line["incarnation"]}
+    return sorted(lives - {line["incarnation"] for line in told if line["event"] in ("end", "death")})
+
+
+def _check_writable(parent: Path) -> None:
+    """Before anything is trained. UserError: there can be no folder in ``parent``."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(parent, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a writable folder") from error

@@ -1,0 +1,117 @@
+"""Notable events in words, for people who watch a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ftopt.telemetry.jsonl import Line, data_of
+
+_NAMED = 8
+
+
+class Note(NamedTuple):
+    """A sentence about an event.
+
+    Attributes:
+        text: the sentence.
+        tone: ``good`` (something works again), ``warn``, ``bad``, or "".
+    """
+
+    text: str
+    tone: str = ""
+
+
+_TONES = {
+    "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore"),
+    "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected"),
+    "bad": (
+        "death", "refuse", "fork", "mismatch", "evicted", "outlier", "checkpoint_failed", "replay_failed", "halt",
+        "rollback", "diverged", "unlike", "implausible", "overflow", "left_out", "discarded",
+    ),
+}  # fmt: skip
+_TONE = {event: tone for tone, events in _TONES.items() for event in events}
+
+
+def note_of(record: Line) -> Note | None:
+    """A notable event in words, None for the others."""
+    text = _text(record)
+    return Note(text, _TONE.get(record["event"], "")) if text is not None else None
+
+
+def names(replicas: Iterable[str]) -> str:
+    """``r0, r1 and r2``; of very many the first ones."""
+    known = sorted(replicas)
+    if len(known) > _NAMED:
+        return f"{', '.join(known[:_NAMED])} and {len(known) - _NAMED} more"
+    return " and ".join(filter(None, (", ".join(known[:-1]), *known[-1:])))
+
+
+def subject(record: Line) -> str:
+    """The replica of an event, with its incarnation if it is not the first."""
+    life = record["incarnation"]
+    return f"{record['replica']} (incarnation {life})" if life > 1 else str(record["replica"])
+
+
+def _text(record: Line) -> str | None:
+    name, data, who = record["event"], data_of(record), subject(record)
+    version, step = record.get("version"), record.get("inner_step")
+    if name == "fault":
+        lasting = f" for {data['for_s']:g} s" if data.get("for_s") else ""
+        what = f" {data['what']} of" if data.get("what") else ""
+        return f"fault: {data['do']}{what} {who} at {data['point']}, inner step {step}{lasting}"
+    if name == "evaluate":
+        accuracy = f", accuracy {data['accuracy']:.3f}" if data.get("accuracy") is not None else ""
+        return None if data["final"] else f"inner step {step}: held-out loss {data['loss']:.4f}{accuracy}"
+    if name == "spawn":
+        again = data.get("life", 1) > 1
+        return f"{'the coordinator' if who == 'coordinator' else who} is started again" if again else None
+    if name in ("start", "recover"):
+        return None if name == "start" else f"the coordinator is back: version {version}, inner step {step}"
+    if name == "discarded":
+        return f"{who}: {data['steps']} inner steps dropped ({_WHY.get(data['reason'], data['reason'])})"
+    words = {
+        "join": f"{who} joined at inner step {step}",
+        "return": f"{who} is back; the job is at version {version}, inner step {step}",
+        "leave": f"{who} left",
+        "lost": f"the connection to {who} has ended",
+        "disconnected": f"{who} has lost the coordinator, and trains on",
+        "gone": f"{who} was away for too long; if it comes back, its pending steps are dropped",
+        "fetched": f"{who} has fetched version {version}",
+        "abort": f"version {version}: an attempt failed ({data.get('reason', 'no reason given')}); it is repeated",
+        "death": f"{who} died ({data.get('status')})",
+        "refuse": f"{who} was refused: {data.get('reason')}",
+        "hold": str(data.get("text")),
+        "halt": f"the job has halted: {data.get('reason')}",
+        "awaited": f"outer steps wait for {names(data.get('for', ()))}, at most {data.get('at_most_s')} s: nobody else "
+        "holds the newest version; training goes on",
+        "held_open": f"version {version} waits for {names(data.get('for', ()))} to fetch the state",
+        "stalled": f"{who} takes no step; version {version} is made without it",
+        "reset": f"{who} was away for too long and starts again from the job's state",
+        "fork": f"{who} holds a state of another history",
+        "mismatch": f"version {version}: results differ",
+        "evicted": f"version {version}: {who} disagrees again; it fetches what the others hold",
+        "diverged": f"{who}: {data.get('reason')}",
+        "unlike": f"{who}: {data.get('reason')}",
+        "damaged": f"{who}: memory of version {version} has changed; it fetches it again",
+        "outlier": f"{who} contributes nothing to version {version}: {data.get('reason')}",
+        "overflow": f"{who}: version {version} is not finite; {data.get('steps')} steps are lost in it",
+        "left_out": f"{who}: a micro-batch is left out: {data.get('reason')}",
+        "checkpoint_failed": f"{who}: no checkpoint: {data.get('reason')}",
+        "replay": f"{who} repeats {data.get('steps')} inner steps of incarnation {data.get('of', [0, 0])[1]}",
+        "replay_failed": f"{who} cannot repeat its predecessor's steps: {data.get('reason')}",
+        "rollback": f"version {version} is lost: no replica holds it any more",
+        "restore": f"{who} restores the checkpoint of version {version}",
+    }
+    return words.get(name)
+
+
+_WHY = {
+    "nonfinite": "NaN or Inf in its parameters or gradients",
+    "reset": "it was away for too long",
+    "outlier": "they were out of line twice in a row",
+    "loaded": "user code has loaded other weights",
+    "taken_over": "the others have computed its share",
+    "replaced": "a peer's parameters have replaced them",
+    "mixed": "the method mixes them with the others'",
+}
