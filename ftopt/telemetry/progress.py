@@ -55,7 +55,7 @@ class LiveTable:
     def refresh(self, view: RunView) -> None:
         from rich.table import Table
 
-        val = f", held-out loss {view.val_loss:.4f}" if view.val_loss is not None else ""
+        val = f", {view.score}" if view.score else ""
         title = f"inner step {view.inner_step}/{view.inner_steps}, version {view.version}{val}, {view.aborted} aborted"
         table = Table(title=title, title_justify="left")
         for name in ("replica", "state", "inner step", "loss", "version", "steps/s"):

@@ -47,7 +47,7 @@ class RunView:
     inner_step: int = 0
     version: int = 0
     aborted: int = 0
-    val_loss: float | None = None
+    score: str = ""
     held: str = ""
     checkpoints_fail: bool = False
 
@@ -64,7 +64,7 @@ class RunView:
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
-            self.val_loss = data["loss"]
+            self.score = f"held-out loss {_number(data['loss'])}{_metrics(data)}"
         if replica != "coordinator":
             self._update(self.row(replica), record, data)
         if name == "hold":
@@ -93,6 +93,16 @@ class RunView:
             row.state = _STATES.get(name, row.state)
 
 
+def _metrics(data: Line) -> str:
+    """What an evaluation reports besides the loss."""
+    accuracy = {"accuracy": data.get("accuracy")} if data.get("accuracy") is not None else {}
+    return "".join(f", {name} {_number(value)}" for name, value in {**accuracy, **data.get("metrics", {})}.items())
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
 def sentence(record: Line) -> str | None:
     """A notable event in words, None for the others."""
     name, data = record["event"], record.get("data", {})
@@ -106,8 +116,7 @@ def sentence(record: Line) -> str | None:
     if name == "abort":
         return f"version {record['version']}: an attempt was aborted ({data.get('reason', 'no reason given')})"
     if name == "evaluate":
-        accuracy = f", accuracy {data['accuracy']:.3f}" if data.get("accuracy") is not None else ""
-        said = f"inner step {record['inner_step']}: held-out loss {data['loss']:.4f}{accuracy}"
+        said = f"inner step {record['inner_step']}: held-out loss {_number(data['loss'])}{_metrics(data)}"
         return None if data["final"] else said
     words = {
         "join": f"{who} joined",
