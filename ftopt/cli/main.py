@@ -22,10 +22,11 @@ VERBS = {
     "cp": "copy a recipe to edit it",
     "validate": "check a recipe and report every error at once",
     "run": "run a whole job on this machine: coordinator and replicas",
+    "resume": "go on with a run from its newest checkpoint",
     "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",
     "replica": "run one replica of a job",
     "status": "show a coordinator's jobs: members, versions, rounds",
-    "export": "write a checkpoint's anchor as a plain safetensors state dict",
+    "export": "write the trained parameters as a plain state dict",
     "simulate": "run the protocol under random faults and check every invariant",
 }
 """Verb -> what it does. Its file is ``ftopt/cli/<verb>.py``, imported when the verb is used."""

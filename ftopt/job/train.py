@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 import ftopt
 from ftopt.config.schema import Recipe
@@ -23,8 +22,8 @@ from ftopt.data.seeds import seed_of
 from ftopt.events import Event, OnEvent
 from ftopt.job.devices import compile_model, device_of
 from ftopt.job.inner import inner_optimizers
+from ftopt.job.parts import make_loader, make_scheduler
 from ftopt.job.ranks import ALONE, Ranks, spread
-from ftopt.job.schedule import factor
 from ftopt.job.subscribers import CurrentStep
 from ftopt.job.supervised import on_signals
 from ftopt.job.task import task_of
@@ -116,7 +115,7 @@ class Trainer:
                 torch.manual_seed(seed if self.ranks.leads else seed_of(seed, self.ranks.rank))
             batches = self._loader or self._task.batches(seed, (self.ranks.rank, self.ranks.size))
             steps = self._micro_batches(batches)
-            scheduler = LambdaLR(optimizer, self._rates())
+            scheduler = make_scheduler(self._recipe, optimizer, self._inner)
             if self._checkpoints is not None:
                 self._checkpoints.include(batches=batches, scheduler=scheduler)
             evaluated_at = optimizer.committed.inner_step
@@ -170,23 +169,10 @@ class Trainer:
 
     def _sampler(self, *, pin_memory: bool) -> ftopt.DataLoader | None:
         """Draws each sample once. Made before the replica joins: its worker processes must not inherit its sockets."""
-        data, train = self._recipe.data, self._recipe.train
-        if data.sampling != "once":
+        if self._recipe.data.sampling != "once":
             return None
-        return ftopt.DataLoader(
-            self._task.dataset(),
-            data.batch_size,
-            group=self._group,
-            seed=train.seed,
-            epochs=data.epochs,
-            drop_last=self.ranks.size > 1 if data.drop_last is None else data.drop_last,
-            accumulate=train.accumulate,
-            num_workers=data.workers,
-            collate_fn=self._task.collate,
-            pin_memory=pin_memory and data.workers > 0,
-            global_batch=data.global_batch,
-            split=data.split,
-        )
+        several = self.ranks.size > 1
+        return make_loader(self._recipe, self._task, self._group, drop_last=several, pin_memory=pin_memory)
 
     def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Iterable[Any]]:
         """The batches of each inner step in turn; of a global batch, as long as there are any left for this replica."""
@@ -207,15 +193,6 @@ class Trainer:
         if settings.resume is not None:
             checkpoints.resume(settings.resume, replicas=self._recipe.replica_ids())
         return checkpoints
-
-    def _rates(self) -> list[Callable[[int], float]]:
-        """For each parameter group, what its rate is multiplied with now."""
-        optimizer, inner_steps = self.optimizer, self._recipe.train.inner_steps
-        return [
-            lambda _, schedule=section.schedule: factor(schedule, optimizer.inner_step, inner_steps)  # type: ignore[misc]
-            for section, inner in zip(self._recipe.inner_sections(), self._inner, strict=True)
-            for _ in inner.param_groups
-        ]
 
     def _step(self, micro_batches: Iterable[Any]) -> bool:
         """Takes an inner step; False: it is to `stop`, and the rest of a global batch is left to the others."""
