@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ftopt.checkpointing import Checkpoints
     from ftopt.data.loader import DataLoader
     from ftopt.data.tokens import TokenWindows
+    from ftopt.job.parts import recipe
     from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
     from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
     from ftopt.sync.group import ReplicaGroup
@@ -28,7 +29,7 @@ __all__ = [
     "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "LocalSGD",
     "Method", "OuterOptimizer", "Refused", "ReplicaGroup", "SlowMo", "StreamingDiLoCo", "Sync", "SyncSGD",
     "TokenWindows", "Undone", "Unreachable", "UserError", "codecs", "connect", "fragments", "local_groups", "methods",
-    "outer", "solo", "triggers", "undo_step", "undoable", "wrap",
+    "outer", "recipe", "solo", "triggers", "undo_step", "undoable", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _LATER = {
     "DataLoader": "ftopt.data.loader",
     "ReplicaGroup": "ftopt.sync.group",
     "TokenWindows": "ftopt.data.tokens",
+    "recipe": "ftopt.job.parts",
     **dict.fromkeys(_METHODS, "ftopt.methods"),
     **dict.fromkeys(_OPTIMIZER, "ftopt.optimizer"),
 }

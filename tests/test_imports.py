@@ -78,12 +78,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # Where the parts are put together.
     "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
+    # What a recipe makes, apart from the loop: for scripts, too (`ftopt.recipe`).
+    "job/schedule": {"config"},
+    "job/inner": {"config"},
+    "job/objective": {"config"},
+    "job/model": {"config", "data"},
+    "job/task": {"config", "data", "job/model", "job/objective"},
+    "job/parts": {"config", "data", "job/inner", "job/model", "job/schedule", "job/task", "optimizer", "sync/group"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
-        "sync/group", "sync/protocol",
+        "job/parts", "sync/group", "sync/protocol",
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
-    "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},
+    "job": {
+        "__init__", "job/harm", "job/inner", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
+        "telemetry", "sync/group",
+    },
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {"__init__", "job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},

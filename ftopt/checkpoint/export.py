@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import FIXED, shard
 from ftopt.checkpoint.reader import Checkpoint
 from ftopt.errors import UserError
+
+FORMATS = (".safetensors", ".pt", ".pth")
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -58,17 +61,53 @@ def _tensor(
     return part.view(place["shape"]).to(_DTYPES[place["dtype"]]).contiguous().clone()
 
 
-def export(checkpoint: Checkpoint, path: Path) -> dict[str, Tensor]:
-    """Writes the state dict to a new safetensors file and returns it.
+def check_target(path: Path, *, force: bool = False) -> None:
+    """Raises UserError unless `export` can write ``path``: its format is known, and no file is in the way."""
+    if path.suffix not in FORMATS:
+        raise UserError(
+            f"{path} has the ending {path.suffix or 'none'!r}, which says its format; use one of {', '.join(FORMATS)}"
+        )
+    if path.is_dir() or (path.exists() and not force):
+        hint = "give another FILE" if path.is_dir() else "give another FILE, or --force to replace it"
+        raise UserError(f"{path} already exists; {hint}")
+
+
+def export(checkpoint: Checkpoint, path: Path, *, force: bool = False) -> dict[str, Tensor]:
+    """Writes the state dict to a file and returns it.
+
+    Args:
+        path: ``.safetensors``, or ``.pt`` or ``.pth`` for `torch.load` with ``weights_only=True``.
+        force: whether an existing file is replaced.
 
     Raises:
-        UserError: the file exists, or cannot be written.
+        UserError: the file exists, has another ending, or cannot be written.
     """
-    if path.exists():
-        raise UserError(f"{path} already exists; give another FILE, or remove it first")
+    check_target(path, force=force)
     tensors = state_dict(checkpoint)
+    chunks: Iterable[memoryview | bytes]
+    if path.suffix == ".safetensors":
+        chunks = shard(tensors, ftopt_version=str(checkpoint.manifest.version))
+    else:
+        buffer = io.BytesIO()
+        torch.save(tensors, buffer)
+        chunks = [buffer.getbuffer()]
     try:
-        store(Disk(), path, shard(tensors, ftopt_version=str(checkpoint.manifest.version)))
+        store(Disk(), path, chunks)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}; give another FILE") from error
     return tensors
+
+
+def how_to_load(path: Path, recipe: Path | None) -> str:
+    """Lines of Python that load the file that `export` has written at ``path``.
+
+    Args:
+        recipe: of the run, to make the model with.
+    """
+    lines = ["import safetensors.torch" if path.suffix == ".safetensors" else "import torch"]
+    if recipe is not None:
+        lines = ["import ftopt", *lines, f"model = ftopt.recipe({str(recipe)!r}).build_model()"]
+    read = f"safetensors.torch.load_file({str(path)!r})"
+    if path.suffix != ".safetensors":
+        read = f"torch.load({str(path)!r}, weights_only=True)"
+    return "\n".join([*lines, f"model.load_state_dict({read})"])

@@ -18,6 +18,8 @@ from ftopt.checkpoint.part import SavedVersion, read_note
 from ftopt.errors import UserError
 from ftopt.tree import unflatten
 
+OF_A_RUN = "checkpoint"
+"""The folder of checkpoints in a run's folder."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -127,17 +129,18 @@ def whole(folder: Path) -> list[Path]:
 
 
 def find(path: Path) -> Checkpoint:
-    """Returns the checkpoint at ``path``, or the newest complete one in that folder.
+    """Returns the checkpoint at ``path``, or the newest complete one in that folder, or in a run's folder.
 
     Raises:
         UserError: there is none. BadCheckpoint: it is damaged; the message names the previous sound one, if any.
     """
     if order(path.name) is None and not (path / NAME).exists():
-        there = whole(path)
+        there = whole(path) or whole(path / OF_A_RUN)
         if not there:
+            elsewhere = "; its recipe.yaml says where its checkpoints are (checkpoint.dir)"
             raise UserError(
-                f"{path} holds no complete checkpoint; give the folder of a run's checkpoints, or one of them "
-                f"(a folder v<version>-<attempt> with a {NAME})"
+                f"{path} holds no complete checkpoint{elsewhere if (path / 'recipe.yaml').exists() else ''}; give a "
+                f"run's folder, a folder of checkpoints, or one of them (a folder v<version>-<attempt> with a {NAME})"
             )
         path = there[-1]
     try:

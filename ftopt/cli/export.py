@@ -1,4 +1,4 @@
-"""``ftopt export CHECKPOINT FILE``: writes the anchor as a plain safetensors state dict."""
+"""``ftopt export RUN FILE``: writes a checkpoint's parameters as a plain state dict."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from ftopt.cli.output import say
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    text = "a checkpoint, or a folder of checkpoints: its newest complete one"
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=text)
-    parser.add_argument("file", metavar="FILE", type=Path, help="file to write, e.g. model.safetensors; must not exist")
+    text = "a run's folder, a folder of checkpoints (the newest complete one), or a checkpoint"
+    parser.add_argument("checkpoint", metavar="RUN", type=Path, help=text)
+    text = "file to write: .safetensors, or .pt or .pth for torch.load"
+    parser.add_argument("file", metavar="FILE", type=Path, help=text)
+    parser.add_argument("--force", action="store_true", help="replace FILE if it exists")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the file, for ``model.load_state_dict`` and Hugging Face."""
-    from ftopt.checkpoint.export import export
+    """Writes the file, for ``model.load_state_dict`` and Hugging Face; prints how to load it."""
+    from ftopt.checkpoint.export import check_target, export, how_to_load
     from ftopt.checkpoint.manifest import BadCheckpoint
     from ftopt.checkpoint.reader import find, with_offer
 
+    check_target(arguments.file, force=arguments.force)
     checkpoint = find(arguments.checkpoint.resolve())
     try:
-        tensors = export(checkpoint, arguments.file)
+        tensors = export(checkpoint, arguments.file, force=arguments.force)
     except BadCheckpoint as bad:
         raise with_offer(bad, checkpoint.path) from None
     elements = sum(tensor.numel() for tensor in tensors.values())
     at = f"version {checkpoint.manifest.version}, inner step {checkpoint.manifest.inner_step}"
-    say(f"{arguments.file}: {len(tensors)} tensors, {elements:,} elements, of {at}")
+    say(f"{arguments.file}: {len(tensors)} tensors, {elements:,} elements, of {at}; to load it:\n")
+    recipe = checkpoint.path.parent.parent / "recipe.yaml"
+    say(how_to_load(arguments.file, recipe if recipe.is_file() else None))
     return 0

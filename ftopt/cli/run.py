@@ -142,7 +142,10 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
             f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
         )
     if summary["val_loss_final"] is not None:
-        lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f} nats")
+        lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f}")
     if summary["val_accuracy_final"] is not None:
         lines.append(f"held-out accuracy {summary['val_accuracy_initial']:.3f} -> {summary['val_accuracy_final']:.3f}")
+    before = summary["val_metrics_initial"] or {}
+    for name, value in (summary["val_metrics_final"] or {}).items():
+        lines.append(f"held-out {name} {before.get(name)} -> {value}")
     return lines

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
 from collections.abc import Mapping
 
 from ftopt import fragments, outer, triggers
 from ftopt.codecs.named import CODECS
-from ftopt.config import data, inner, model
+from ftopt.config import data, inner, model, own, task
 from ftopt.errors import UserError
 from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
 
 CHOICES: Mapping[str, Mapping[str, type]] = {
     "model": {"gpt": model.GptConfig, "convnet": model.ConvnetConfig, "factory": model.FactoryConfig},
-    "data": {"stdlib_bytes": data.StdlibBytes, "text": data.Text, "tokens": data.TokensConfig, "digits": data.Digits},
+    "data": {
+        "stdlib_bytes": data.StdlibBytes,
+        "text": data.Text,
+        "tokens": data.TokensConfig,
+        "digits": data.Digits,
+        "factory": data.OwnData,
+    },
+    "task": {"cross_entropy": task.CrossEntropyConfig, "factory": task.OwnTask},
     "sync.codec": CODECS,
     "inner": {
         "adamw": inner.AdamWConfig,
@@ -57,10 +63,13 @@ CHOICES: Mapping[str, Mapping[str, type]] = {
         "all_of": triggers.AllOf,
     },
 }
-"""Path of a section -> name -> dataclass. When a recipe gives no name, that of the setting's own default is meant
-(`DecoupledDiLoCo`'s fragments are balanced), else the first; `REQUIRED` ones ask."""
+"""Path of a section -> name -> dataclass. When a recipe gives no name, it is ``factory`` if there is a ``factory``,
+else that of the setting's own default (`DecoupledDiLoCo`'s fragments are balanced), else the first; `REQUIRED` ones
+ask."""
 
 REQUIRED = frozenset({"method", "method.trigger", "sync.codec"})
+
+WITH_FACTORIES = tuple(path for path, choices in CHOICES.items() if "factory" in choices)
 
 SHORT = frozenset({"sync.codec"})
 """Sections that may also be a word, their short form."""
@@ -88,13 +97,7 @@ def class_of(path: str, name: object) -> type:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"{path}.name={name!r}; allowed: {', '.join(choices)}{hint}")
     module, _, attribute = word.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{path}.name={name!r} cannot be imported: {error}; use package.module.Class, and make it importable "
-            "(PYTHONPATH=. for a file of this folder)"
-        ) from None
+    found = own.find(f"{path}.name", f"{module}:{attribute}", shown=word)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise UserError(f"{path}.name={name!r} is not a method; must be a subclass of ftopt.Method, a frozen dataclass")
     return found

@@ -1,10 +1,12 @@
-"""The section ``data`` of a recipe: a dataclass a kind of data."""
+"""The section ``data`` of a recipe: a dataclass per kind of data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from ftopt.config.checks import at_least
+from ftopt.config.own import check_form
 from ftopt.errors import UserError, check_choice
 
 
@@ -110,4 +112,24 @@ class Digits(Drawn):
     batch_size: int = 32
 
 
-Data = StdlibBytes | Text | TokensConfig | Digits
+@dataclass(frozen=True, kw_only=True)
+class OwnData(Drawn):
+    """Data of the user's own (``data.name: factory``).
+
+    Args:
+        factory: ``package.module:function`` or ``FILE.py:function``, called with ``args``; returns a pair of data sets
+            with positions (``len(dataset)``, ``dataset[index]``): to train on, and to evaluate on. A sample is any
+            nested structure of tensors, numbers and strings, a pair of inputs and targets without a ``task.factory``.
+            A data set with a method ``collate_fn(samples)`` makes its batches itself.
+        args: its keyword arguments.
+    """
+
+    factory: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_form("data.factory", self.factory)
+        super().__post_init__()
+
+
+Data = StdlibBytes | Text | TokensConfig | Digits | OwnData

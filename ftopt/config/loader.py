@@ -21,7 +21,18 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ftopt.config.choices import CHOICES, LISTS, REQUIRED, SHORT, choices_of, class_of, name_of, section_of
+from ftopt.config.choices import (
+    CHOICES,
+    LISTS,
+    REQUIRED,
+    SHORT,
+    WITH_FACTORIES,
+    choices_of,
+    class_of,
+    name_of,
+    section_of,
+)
+from ftopt.config.own import located
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
 from ftopt.errors import UserError
@@ -38,14 +49,33 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: what is wrong, everything at once.
     """
-    over = _dotted(overrides)
-    if isinstance(model := over.get("model"), dict) and "factory" in model:
-        model.setdefault("name", "factory")
-    recipe, errors = build_recipe(_merge(_read(locate(source)), over, ""))
+    recipe, errors = build_recipe(read(source, overrides))
     if recipe is None:
         count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
         raise UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
     return recipe
+
+
+def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The nested mappings of a recipe with its overrides; files of factories by absolute paths.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = locate(source)
+    raw: dict[str, Any] = _merge(_named(_read(path)), _named(_dotted(overrides)), "")
+    for section in (raw[key] for key in WITH_FACTORIES if isinstance(raw.get(key), dict)):
+        if isinstance(spec := section.get("factory"), str):
+            section["factory"] = located(spec, path.resolve().parent)
+    return raw
+
+
+def _named(raw: dict[str, Any]) -> dict[str, Any]:
+    """A section with a ``factory`` and no ``name`` is one of the user's own."""
+    for key in WITH_FACTORIES:
+        if isinstance(section := raw.get(key), dict) and "factory" in section:
+            section.setdefault("name", "factory")
+    return raw
 
 
 def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:

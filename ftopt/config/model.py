@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.config.checks import at_least
+from ftopt.config.own import check_form
 from ftopt.errors import UserError
 
 
@@ -15,8 +16,9 @@ class GptConfig:
 
     Args:
         layers, heads, width, dropout: as usual.
-        context: tokens a window.
+        context: tokens per window.
         vocab: size of the vocabulary; 256 for bytes.
+        tied: whether the embedding and the head are one matrix. Default false.
     """
 
     layers: int = 2
@@ -25,6 +27,7 @@ class GptConfig:
     context: int = 64
     dropout: float = 0.0
     vocab: int = 256
+    tied: bool = False
 
     def __post_init__(self) -> None:
         at_least("model", 1, layers=self.layers, heads=self.heads, width=self.width, context=self.context)
@@ -59,10 +62,11 @@ class FactoryConfig:
     """A model of the user's own (``model.name: factory``).
 
     Args:
-        factory: ``package.module:function``, called with ``args``; returns a module that maps bytes or tokens (batch,
-            time), int64, to logits (batch, time, vocabulary), or images (batch, 1, 8, 8), fp32, to logits (batch, 10).
+        factory: ``package.module:function`` or ``FILE.py:function``, called with ``args``; returns a module. Without a
+            ``task.factory`` it maps bytes or tokens (batch, time), int64, to logits (batch, time, vocabulary), digits
+            (batch, 1, 8, 8), fp32, to logits (batch, 10), and the inputs of ``data.factory`` to logits.
         args: its keyword arguments.
-        context: bytes or tokens a window; without effect on images.
+        context: bytes or tokens per window; without effect on images and on ``data.factory``.
     """
 
     factory: str = ""
@@ -70,11 +74,7 @@ class FactoryConfig:
     context: int = 64
 
     def __post_init__(self) -> None:
-        module, _, function = self.factory.partition(":")
-        if not (module and function):
-            raise UserError(
-                f"model.factory={self.factory!r}; must be package.module:function, a function that returns the model"
-            )
+        check_form("model.factory", self.factory)
         at_least("model", 1, context=self.context)
 
 

@@ -8,14 +8,16 @@ the methods up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ftopt.config.checks import above_zero, at_least
-from ftopt.config.data import Data, Digits, StdlibBytes, Text
+from ftopt.config.data import Data, Digits, OwnData, StdlibBytes, Text
 from ftopt.config.inner import AdamWConfig, InnerConfig
 from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
+from ftopt.config.task import CrossEntropyConfig, TaskConfig
 from ftopt.errors import UserError, check_choice
 from ftopt.faults.spec import FLIPPED, OF_EACH_RANK, Fault
 from ftopt.sync.protocol.limits import MAX_INT, MAX_NAME, MAX_REPLICAS
@@ -36,8 +38,11 @@ class TrainConfig:
             only.
         clip_norm: L2 norm that the gradients are clipped to; null for none.
         autocast: ``bf16`` or null.
-        accumulate: micro-batches an inner step.
-        threads: torch threads a replica.
+        device: ``auto`` (default): CUDA if there is a GPU, else the CPU; ``cpu``; ``cuda``: of several GPUs, replica i
+            takes number i modulo their number, as with ``auto``; ``cuda:N``: this one.
+        compile: whether the model is compiled with ``torch.compile``. Default false.
+        accumulate: micro-batches per inner step.
+        threads: torch threads per replica.
         state_dir: folder on each replica's local disk for its committed state, memory-mapped; null (default): in RAM.
     """
 
@@ -46,6 +51,8 @@ class TrainConfig:
     eval_every: int = 100
     clip_norm: float | None = 1.0
     autocast: str | None = None
+    device: str = "auto"
+    compile: bool = False
     accumulate: int = 1
     threads: int = 1
     state_dir: str | None = None
@@ -58,6 +65,8 @@ class TrainConfig:
         if self.clip_norm is not None:
             above_zero("train", clip_norm=self.clip_norm)
         check_choice("train.autocast", self.autocast, (None, "bf16"))
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", self.device):
+            raise UserError(f"train.device={self.device!r}; allowed: auto, cpu, cuda, and cuda:0, cuda:1, ...")
         if self.state_dir == "":
             raise UserError("train.state_dir is empty; give a folder, or null")
 
@@ -111,7 +120,7 @@ class Recipe:
         restarts: how often ``ftopt run`` starts each replica again that has joined the job and dies, other than by one
             of the ``faults``, which say it themselves. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
-        model, data, sync, train, checkpoint, log: see their dataclasses.
+        model, data, task, sync, train, checkpoint, log: see their dataclasses.
         faults: what breaks, and when; see ``docs/faults.md``.
     """
 
@@ -123,6 +132,7 @@ class Recipe:
     restarts: int = 0
     model: ModelConfig = field(default_factory=GptConfig)
     data: Data = field(default_factory=StdlibBytes)
+    task: TaskConfig = field(default_factory=CrossEntropyConfig)
     inner: InnerConfig | list[InnerConfig] = field(default_factory=AdamWConfig)
     sync: Sync = field(default_factory=Sync)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -160,6 +170,12 @@ class Recipe:
             yield f"restarts={self.restarts}; must be at least 0"
         if not 1 < ranks <= MAX_RANKS:
             return
+        if self.train.device.startswith("cuda") or self.train.compile:
+            what = "train.compile=true" if self.train.compile else f"train.device={self.train.device}"
+            yield (
+                f"{what} with ranks={ranks}; recipes train islands on the CPU, uncompiled: use a script "
+                "(docs/islands.md), or ranks=1"
+            )
         if self.data.batch_size % ranks:
             yield (
                 f"data.batch_size={self.data.batch_size} with ranks={ranks}; it is the whole replica's, and its ranks "
@@ -183,6 +199,8 @@ class Recipe:
                 )
 
     def _of_model(self) -> Iterator[str]:
+        if isinstance(self.data, OwnData):
+            return  # whether they suit each other, `ftopt validate` tries
         images = isinstance(self.data, Digits)
         if isinstance(self.model, GptConfig) and images:
             yield "model.name=gpt with data.name=digits; gpt reads bytes; use model.name=convnet, or a factory"

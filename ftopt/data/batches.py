@@ -72,11 +72,11 @@ class Batches(Dataset[Any]):
     def _randomly(self, unit: int) -> AbstractContextManager[None]:
         is_random = getattr(self.dataset, "random", True)
         rank = self._share[:1] if self._share[0] else ()
-        return _seeded(seed_of("unit", self._samples.seed, unit, *rank)) if is_random else nullcontext()
+        return seeded(seed_of("unit", self._samples.seed, unit, *rank)) if is_random else nullcontext()
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seeds all CPU generators that a data set may draw from, and restores them after the block."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.default_generator
     state = generator.get_state()

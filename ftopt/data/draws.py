@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ class Draws:
 
     Args:
         places: number of places to draw from.
-        load: places, (batch_size,), int64 -> inputs and targets.
+        load: places, (batch_size,), int64 -> a batch.
         batch_size: samples in a batch.
         seed: of the generator.
         share: this rank's number, and how many ranks divide each batch. All of them draw the same places, so that one
@@ -26,7 +27,7 @@ class Draws:
     def __init__(
         self,
         places: int,
-        load: Callable[[Tensor], Sequence[Tensor]],
+        load: Callable[[Tensor], Any],
         *,
         batch_size: int,
         seed: int,
@@ -38,11 +39,10 @@ class Draws:
         self._rank, self._ranks = share
         self._generator = torch.Generator().manual_seed(seed)
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Returns the next inputs and targets."""
+    def batch(self) -> Any:
+        """Returns the next batch."""
         places = torch.randint(self._places, (self._batch_size,), generator=self._generator)
-        inputs, targets = self._load(places[self._rank :: self._ranks])
-        return inputs, targets
+        return self._load(places[self._rank :: self._ranks])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns the generator's state."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ftopt.config import own
 from ftopt.config.inner import AdamConfig, AdamWConfig, InnerConfig, MuonConfig, SgdConfig, TorchConfig
 from ftopt.errors import UserError
 
@@ -93,13 +93,7 @@ def _class_of(section: InnerConfig, where: str) -> tuple[type[Optimizer], Mappin
 
 def _imported(section: TorchConfig, where: str) -> type[Optimizer]:
     module, _, name = section.cls.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"{where}.cls={section.cls!r}; {error}; must be an optimizer's class that can be imported, "
-            "package.module.Class, e.g. torch.optim.RMSprop"
-        ) from error
+    found = own.find(f"{where}.cls", f"{module}:{name}", shown=section.cls)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise UserError(f"{where}.cls={section.cls!r} is not a torch.optim.Optimizer; use e.g. torch.optim.RMSprop")
     closure = inspect.signature(found.step).parameters.get("closure")

@@ -7,12 +7,11 @@ The GPT: pre-norm blocks, causal attention, rotary positions, no biases.
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ftopt.config import own
 from ftopt.config.model import ConvnetConfig, GptConfig, ModelConfig
 from ftopt.data.digits import CLASSES
 from ftopt.errors import UserError
@@ -75,6 +74,8 @@ class Transformer(nn.Module):
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         self.apply(_initial)
+        if settings.tied:
+            self.head.weight = self.embed.weight
         for block in self.blocks:
             assert isinstance(block, Block)
             for last in (block.attention.out, block.mlp[2]):
@@ -131,28 +132,21 @@ def build_model(settings: ModelConfig) -> nn.Module:
     """The model of a recipe. Seed torch before: the initial parameters come from its global generator.
 
     Raises:
-        UserError: the user's factory cannot be imported, fails on its arguments, or returns no module.
+        UserError: the user's factory cannot be imported, fails, or returns no module or one without parameters to
+            train.
     """
     if isinstance(settings, GptConfig):
         return Transformer(settings)
     if isinstance(settings, ConvnetConfig):
         return ConvolutionalNet(settings)
-    name, _, attribute = settings.factory.partition(":")
-    try:
-        function = getattr(importlib.import_module(name), attribute)
-    except Exception as error:
-        raise UserError(
-            f"model.factory={settings.factory!r}: {type(error).__name__}: {error}; it must be package.module:function "
-            "and importable (PYTHONPATH=. for a file of this folder)"
-        ) from error
-    try:
-        model = function(**settings.args)
-    except Exception as error:
-        raise UserError(
-            f"model.factory={settings.factory!r} with args={dict(settings.args)}: {type(error).__name__}: {error}"
-        ) from error
+    model = own.call("model.factory", settings.factory, settings.args)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model.factory={settings.factory!r} returned a {type(model).__name__}; must be a torch.nn.Module"
+        )
+    if not any(p.requires_grad and p.numel() for p in model.parameters()):
+        raise UserError(
+            f"model.factory={settings.factory!r} returned a {type(model).__name__} without parameters to train; at "
+            "least one must have requires_grad=True"
         )
     return model

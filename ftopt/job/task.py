@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import Subset, default_collate
 
-from ftopt.config.data import Digits, StdlibBytes, Text, TokensConfig
+from ftopt.config import own
+from ftopt.config.data import Digits, OwnData, StdlibBytes, Text, TokensConfig
 from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig
 from ftopt.config.schema import Recipe
-from ftopt.data.batches import MapStyle
+from ftopt.config.task import CrossEntropyConfig, OwnTask
+from ftopt.data.batches import Collate, MapStyle, seeded
 from ftopt.data.corpus import HELD_OUT, stdlib_bytes, text
 from ftopt.data.digits import CLASSES, digits
 from ftopt.data.draws import Draws, windows
@@ -24,31 +26,34 @@ from ftopt.data.seeds import seed_of
 from ftopt.data.tokens import TokenWindows
 from ftopt.errors import UserError
 from ftopt.job.model import build_model
+from ftopt.job.objective import Metrics, logits, moved, objective_of
 
 _BYTES = 256
 _WINDOWS = {False: 128, True: 512}
 """Windows of an evaluation, thorough or not."""
 _WINDOWS_AT_ONCE = 32
 _IMAGES_AT_ONCE = 256
+_TRIED = 2
+"""Samples of the batch that `Task.try_out` makes."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What an evaluation found.
+    """What an evaluation found: means over the samples.
 
     Args:
-        loss: mean cross-entropy, nats a target.
-        accuracy: share of samples whose target has the largest logit; None if the task does not report it.
-        samples: windows or images that it is the mean of.
+        loss: of the task, for cross-entropy nats per target.
+        metrics: what else the task reports.
+        samples: how many samples there were.
     """
 
     loss: float
-    accuracy: float | None
+    metrics: Metrics
     samples: int
 
 
 class Task(ABC):
-    """A model that gives logits, and the data for it. Alike in all replicas, but for the seed of `batches`.
+    """A model, the data for it, and the objective. Alike in all replicas, but for the seed of `batches`.
 
     Args:
         recipe: what to train. Seed torch before: the initial parameters come from its global generator.
@@ -56,40 +61,110 @@ class Task(ABC):
     Attributes:
         model: what is trained.
         called: what the batches go through: the model, or what makes several ranks train it together.
+        device: where the model is, and where batches are moved to.
+        collate: makes a batch of a list of samples; None: torch's ``default_collate``.
 
     Raises:
         UserError: data or model cannot be had, or a user's model does not give what the data need.
     """
 
-    classifies: ClassVar[bool] = False
-    """A sample has one target, and the share of right answers is asked for."""
+    collate: Collate | None = None
 
     def __init__(self, recipe: Recipe) -> None:
         self.model: nn.Module = build_model(recipe.model)
         self.called = self.model
-        self._autocast = recipe.train.autocast == "bf16"
+        self.device = torch.device("cpu")
         self.batch_size = recipe.data.batch_size
+        self._objective = objective_of(recipe.task)
+        self._autocast = recipe.train.autocast == "bf16"
+        self._seed = recipe.train.seed
+        named = recipe.task, recipe.data, recipe.model
+        self._own = [part.factory for part in named if isinstance(part, OwnTask | OwnData | FactoryConfig)]
+        self._checks_classes = isinstance(recipe.task, CrossEntropyConfig)
 
     @abstractmethod
     def dataset(self) -> MapStyle:
-        """All samples to train on, inputs and targets: for ``data.sampling: once``."""
+        """All samples to train on: for ``data.sampling: once``."""
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         """Batches drawn with replacement, of each the ``share`` of this rank: for ``data.sampling: random``."""
-        dataset = self.dataset()
+        dataset, collate = self.dataset(), self.collate or default_collate
 
-        def load(places: Tensor) -> list[Tensor]:
-            return list(default_collate([dataset[place] for place in places.tolist()]))
+        def load(places: Tensor) -> Any:
+            return collate([dataset[place] for place in places.tolist()])
 
         return Draws(len(dataset), load, batch_size=self.batch_size, seed=seed, share=share)
 
-    def tokens(self, inputs: Tensor) -> int:
-        """Tokens (bytes) of a batch; an image counts as one."""
-        return inputs.numel()
-
     @abstractmethod
-    def held_out(self, *, thorough: bool) -> Iterable[tuple[Tensor, Tensor]]:
+    def held_out(self, *, thorough: bool) -> Iterable[Any]:
         """Fixed batches to evaluate on; more of them for a thorough evaluation, the first and the last one."""
+
+    def to(self, device: torch.device) -> None:
+        """Moves the model to ``device``, and all later batches. Before an optimizer has its parameters."""
+        self.device = device
+        self.model.to(device)
+
+    def loss(self, batch: Any) -> Tensor:
+        """The objective's mean over a batch, a scalar."""
+        batch = batch if self.device.type == "cpu" else moved(batch, self.device)
+        with self._precision():
+            return self._objective.loss(self.called, batch)
+
+    def samples(self, batch: Any) -> int:
+        """How many samples a batch has."""
+        return self._objective.samples(batch)
+
+    def tokens(self, batch: Any) -> int:
+        """Tokens (bytes) of a batch; an image counts as one."""
+        return self._objective.tokens(batch)
+
+    @torch.no_grad()
+    def score(self, *, thorough: bool) -> Score:
+        """Evaluates the parameters that are in the model, on held-out data. Random numbers are the same each time.
+
+        Raises:
+            OwnCodeFailed: the user's code raises.
+        """
+        loss, samples, metrics = 0.0, 0, defaultdict[str, float](float)
+        with _evaluating(self.model), seeded(seed_of("evaluate", self._seed)), self.own_code("an evaluation"):
+            for batch in self.held_out(thorough=thorough):
+                count = self.samples(batch)
+                loss += count * float(self.loss(batch))
+                with self._precision():
+                    found = self._objective.metrics(self.called, moved(batch, self.device))
+                for name, value in found.items():
+                    metrics[name] += count * value
+                samples += count
+        return Score(loss / samples, {name: total / samples for name, total in metrics.items()}, samples)
+
+    def own_code(self, what: str) -> AbstractContextManager[object]:
+        """Reports what the user's code raises in the block, if the recipe has any, with the user's own line."""
+        return own.failing(f"{what} failed ({', '.join(self._own)})") if self._own else nullcontext()
+
+    def try_out(self, *, backward: bool) -> None:
+        """Computes loss and metrics of one small batch, and leaves the model and all random numbers as they were.
+
+        Raises:
+            UserError: the parts do not suit each other.
+        """
+        dataset, collate = self.dataset(), self.collate or default_collate
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with seeded(0), own.failing(f"a batch of {_TRIED} samples fails ({', '.join(self._own)})", UserError):
+            batch = collate([dataset[index] for index in range(min(_TRIED, len(dataset)))])
+            try:
+                with nullcontext() if backward else torch.no_grad():
+                    loss = self.loss(batch)
+                    if backward:
+                        loss.backward()  # type: ignore[no-untyped-call]
+                    self.tokens(batch)
+                with _evaluating(self.model), torch.no_grad():
+                    held_out = next(iter(self.held_out(thorough=False)))
+                    self.samples(held_out)
+                    self._objective.metrics(self.called, moved(held_out, self.device))
+            finally:
+                self.model.zero_grad(set_to_none=True)
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(buffers[name])
 
     def classes(self, model: FactoryConfig, inputs: Tensor, shape: tuple[int, ...]) -> int:
         """How many a user's model tells apart: its answer to ``inputs`` is of ``shape`` and one dimension more."""
@@ -97,34 +172,16 @@ class Task(ABC):
         must = f"must give logits ({', '.join(map(str, shape))}, n), a number for each of n classes"
         with _evaluating(self.model), torch.no_grad(), torch.random.fork_rng([]):
             try:
-                answer = self.logits(inputs)
+                answer = logits(self.called, inputs)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}"
+                text = own.described(error)
                 raise UserError(f"model.factory={model.factory!r} fails on {given}: {text}; {must}") from error
         if answer.shape[:-1] != shape:
             raise UserError(f"model.factory={model.factory!r} gives {tuple(answer.shape)} for {given}; {must}")
         return answer.shape[-1]
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """The model's answer, (..., classes), fp32."""
-        with torch.autocast("cpu", dtype=torch.bfloat16) if self._autocast else nullcontext():
-            return torch.as_tensor(self.called(inputs)).float()
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of a batch, in nats."""
-        return _cross_entropy(self.logits(inputs), targets)
-
-    @torch.no_grad()
-    def score(self, *, thorough: bool) -> Score:
-        """Evaluates the parameters that are in the model, on held-out data."""
-        loss, right, samples = 0.0, 0, 0
-        with _evaluating(self.model):
-            for inputs, targets in self.held_out(thorough=thorough):
-                logits = self.logits(inputs)
-                loss += len(targets) * float(_cross_entropy(logits, targets))
-                right += int((logits.argmax(-1) == targets).sum())
-                samples += len(targets)
-        return Score(loss / samples, right / samples if self.classifies else None, samples)
+    def _precision(self) -> AbstractContextManager[object]:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self._autocast else nullcontext()
 
 
 class NextByte(Task):
@@ -133,8 +190,7 @@ class NextByte(Task):
     def __init__(self, recipe: Recipe, data: StdlibBytes | Text, model: GptConfig | FactoryConfig) -> None:
         super().__init__(recipe)
         self._context = model.context
-        self._seed = recipe.train.seed
-        if isinstance(model, FactoryConfig):
+        if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, _vocabulary(self, model), _BYTES, "bytes")
         self._corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
 
@@ -144,7 +200,7 @@ class NextByte(Task):
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed, share=share)
 
-    def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out(self, *, thorough: bool) -> Iterator[Any]:
         """512 windows, or 128 in between."""
         seed = seed_of("held out", self._seed)
         draws = windows(self._corpus.held_out, self._context, batch_size=_WINDOWS_AT_ONCE, seed=seed)
@@ -157,7 +213,9 @@ class NextToken(Task):
 
     def __init__(self, recipe: Recipe, data: TokensConfig, model: GptConfig | FactoryConfig) -> None:
         super().__init__(recipe)
-        vocab = model.vocab if isinstance(model, GptConfig) else _vocabulary(self, model)
+        vocab = model.vocab if isinstance(model, GptConfig) else None
+        if isinstance(model, FactoryConfig) and self._checks_classes:
+            vocab = _vocabulary(self, model)
 
         def tokens(path: str) -> TokenWindows:
             return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
@@ -177,7 +235,7 @@ class NextToken(Task):
     def dataset(self) -> MapStyle:
         return self._train
 
-    def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out(self, *, thorough: bool) -> Iterator[Any]:
         """512 windows spread over the held-out ones, or 128 in between; all if there are fewer."""
         count = min(_WINDOWS[thorough], len(self._held_out))
         chosen = [number * len(self._held_out) // count for number in range(count)]
@@ -189,11 +247,9 @@ class NextToken(Task):
 class WhichDigit(Task):
     """Images: the digit that each shows."""
 
-    classifies = True
-
     def __init__(self, recipe: Recipe, model: ConvnetConfig | FactoryConfig) -> None:
         super().__init__(recipe)
-        if isinstance(model, FactoryConfig):
+        if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), CLASSES, "digits")
         self._train, self._held_out = digits()
 
@@ -203,12 +259,44 @@ class WhichDigit(Task):
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed, share=share)
 
-    def held_out(self, *, thorough: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out(self, *, thorough: bool) -> Iterator[Any]:
         pixels, labels = (torch.split(tensor, _IMAGES_AT_ONCE) for tensor in self._held_out.tensors)
         return zip(pixels, labels, strict=True)
 
-    def tokens(self, inputs: Tensor) -> int:
-        return len(inputs)
+
+class OwnSamples(Task):
+    """Data of the user's own."""
+
+    def __init__(self, recipe: Recipe, data: OwnData) -> None:
+        super().__init__(recipe)
+        found = own.call("data.factory", data.factory, data.args)
+        given = f"data.factory={data.factory!r}"
+        if not (isinstance(found, tuple | list) and len(found) == 2):
+            raise UserError(f"{given} returned a {type(found).__name__}; must be a pair: {_PAIR}")
+        for name, part in zip(("to train on", "to evaluate on"), found, strict=True):
+            if not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+                raise UserError(
+                    f"{given}: the data set {name} is a {type(part).__name__}; must have positions, len(dataset) and "
+                    "dataset[index]"
+                )
+            with own.failing(f"{given}: len() of the data set {name}", UserError):
+                if not len(part):
+                    raise UserError(f"{given}: the data set {name} is empty; must have at least one sample")
+        self._train: MapStyle = found[0]
+        self._held_out: MapStyle = found[1]
+        self.collate = getattr(self._train, "collate_fn", None)
+
+    def dataset(self) -> MapStyle:
+        return self._train
+
+    def held_out(self, *, thorough: bool) -> Iterator[Any]:
+        """All of them, in order."""
+        samples, collate = self._held_out, getattr(self._held_out, "collate_fn", self.collate) or default_collate
+        for first in range(0, len(samples), self.batch_size):
+            yield collate([samples[index] for index in range(first, min(first + self.batch_size, len(samples)))])
+
+
+_PAIR = "the data set to train on, and the one to evaluate on"
 
 
 def task_of(recipe: Recipe) -> Task:
@@ -218,6 +306,8 @@ def task_of(recipe: Recipe) -> Task:
         UserError: see `Task`.
     """
     match recipe.data, recipe.model:
+        case OwnData() as data, _:
+            return OwnSamples(recipe, data)
         case Digits(), ConvnetConfig() | FactoryConfig() as model:
             return WhichDigit(recipe, model)
         case TokensConfig() as data, GptConfig() | FactoryConfig() as model:
@@ -235,10 +325,6 @@ def _vocabulary(task: Task, model: FactoryConfig) -> int:
 def _enough(model: FactoryConfig, classes: int, needed: int, what: str) -> None:
     if classes < needed:
         raise UserError(f"model.factory={model.factory!r} gives {classes} classes; {what} need {needed}")
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 @contextmanager

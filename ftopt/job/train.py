@@ -13,19 +13,20 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
 import ftopt
 from ftopt.config.schema import Recipe
 from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
 from ftopt.events import Event, OnEvent
+from ftopt.job.devices import compile_model, device_of
 from ftopt.job.inner import inner_optimizers
+from ftopt.job.parts import make_loader, make_scheduler
 from ftopt.job.ranks import ALONE, Ranks, spread
-from ftopt.job.schedule import factor
 from ftopt.job.subscribers import CurrentStep
 from ftopt.job.supervised import on_signals
 from ftopt.job.task import task_of
@@ -79,7 +80,9 @@ class Trainer:
         self._stop = self._exhausted = self.started = self.over = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
-        self._loader = self._sampler()
+        device = device_of(recipe.train.device, group.replica) if ranks.size == 1 else torch.device("cpu")
+        self._loader = self._sampler(pin_memory=device.type == "cuda")
+        self._prepare(device)
         model = self._task.model
         self._task.called = spread(model, recipe.parallel, ranks)
         self._inner = inner_optimizers(recipe.inner_sections(), model)
@@ -130,14 +133,15 @@ class Trainer:
                 torch.manual_seed(seed if self.ranks.leads else seed_of(seed, self.ranks.rank))
             batches = self._loader or self._task.batches(seed, (self.ranks.rank, self.ranks.size))
             steps = self._micro_batches(batches)
-            scheduler = LambdaLR(optimizer, self._rates())
+            scheduler = make_scheduler(self._recipe, optimizer, self._inner)
             if self._checkpoints is not None:
                 self._checkpoints.include(batches=batches, scheduler=scheduler)
             evaluated_at = optimizer.committed.inner_step
             if self._evaluates and evaluated_at == 0:
                 self._evaluate(thorough=True)
             while not self._stop and not self._is_done():
-                micro_batches = next(steps, None)
+                with self._task.own_code("loading a batch"):
+                    micro_batches = next(steps, None)
                 self._exhausted = micro_batches is None and not self._stop
                 if micro_batches is None or not self._step(micro_batches):
                     break
@@ -173,25 +177,22 @@ class Trainer:
         waits at the end of the data. All ranks know both in the same step."""
         return self._exhausted or self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
 
-    def _sampler(self) -> ftopt.DataLoader | None:
-        """Draws each sample once. Made before the replica joins: its worker processes must not inherit its sockets."""
-        data, train = self._recipe.data, self._recipe.train
-        if data.sampling != "once":
-            return None
-        return ftopt.DataLoader(
-            self._task.dataset(),
-            data.batch_size,
-            group=self._group,
-            seed=train.seed,
-            epochs=data.epochs,
-            drop_last=self.ranks.size > 1 if data.drop_last is None else data.drop_last,
-            accumulate=train.accumulate,
-            num_workers=data.workers,
-            global_batch=data.global_batch,
-            split=data.split,
-        )
+    def _prepare(self, device: torch.device) -> None:
+        """Puts the model where it trains; behind the loader, whose worker processes must not inherit a GPU."""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._task.to(device)
+        if self._recipe.train.compile:
+            compile_model(self._task)
 
-    def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Iterable[tuple[Tensor, Tensor]]]:
+    def _sampler(self, *, pin_memory: bool) -> ftopt.DataLoader | None:
+        """Draws each sample once. Made before the replica joins: its worker processes must not inherit its sockets."""
+        if self._recipe.data.sampling != "once":
+            return None
+        several = self.ranks.size > 1
+        return make_loader(self._recipe, self._task, self._group, drop_last=several, pin_memory=pin_memory)
+
+    def _micro_batches(self, batches: ftopt.DataLoader | Draws) -> Iterator[Iterable[Any]]:
         """The batches of each inner step in turn; of a global batch, as long as there are any left for this replica."""
         if isinstance(batches, ftopt.DataLoader):
             yield from batches.steps() if self._recipe.data.global_batch is None else batches.global_batches()
@@ -218,16 +219,7 @@ class Trainer:
             checkpoints.resume(settings.resume, replicas=self._recipe.replica_ids())
         return checkpoints
 
-    def _rates(self) -> list[Callable[[int], float]]:
-        """For each parameter group, what its rate is multiplied with now."""
-        optimizer, inner_steps = self.optimizer, self._recipe.train.inner_steps
-        return [
-            lambda _, schedule=section.schedule: factor(schedule, optimizer.inner_step, inner_steps)  # type: ignore[misc]
-            for section, inner in zip(self._recipe.inner_sections(), self._inner, strict=True)
-            for _ in inner.param_groups
-        ]
-
-    def _step(self, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    def _step(self, micro_batches: Iterable[Any]) -> bool:
         """Takes an inner step; False: it is to `stop`, and the rest of a global batch is left to the others."""
         record = self._record
         record.lr, record.local_step = self.optimizer.param_groups[0]["lr"], self.optimizer.local_steps + 1
@@ -236,28 +228,31 @@ class Trainer:
         self._step_alone(micro_batches)
         return True
 
-    def _step_together(self, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> bool:
+    def _step_together(self, micro_batches: Iterable[Any]) -> bool:
         task, optimizer, record = self._task, self.optimizer, self._record
         total, samples = 0.0, 0
-        for inputs, targets in micro_batches:
-            loss = task.loss(inputs, targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total, samples = total + float(loss.detach()) * len(inputs), samples + len(inputs)
-            record.loss = total / samples
-            optimizer.count(tokens=task.tokens(inputs), samples=len(inputs), loss=record.loss)
+        with task.own_code(f"inner step {record.local_step}"):
+            for batch in micro_batches:
+                loss, count = task.loss(batch), task.samples(batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total, samples = total + float(loss.detach()) * count, samples + count
+                record.loss = total / samples
+                optimizer.count(tokens=task.tokens(batch), samples=count, loss=record.loss)
         if self._stop:
             return False
         optimizer.step()
         return True
 
-    def _step_alone(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _step_alone(self, micro_batches: Sequence[Any]) -> None:
         train, task, optimizer, record = self._recipe.train, self._task, self.optimizer, self._record
-        total, samples, tokens = 0.0, sum(len(inputs) for inputs, _ in micro_batches), 0
-        for inputs, targets in micro_batches:
-            loss = task.loss(inputs, targets) * (len(inputs) / samples)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            tokens += task.tokens(inputs)
+        with task.own_code(f"inner step {record.local_step}"):
+            counts = [task.samples(batch) for batch in micro_batches]
+            total, samples, tokens = 0.0, sum(counts), 0
+            for batch, count in zip(micro_batches, counts, strict=True):
+                loss = task.loss(batch) * (count / samples)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+                tokens += task.tokens(batch)
         if train.clip_norm is not None:
             nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm)
         record.loss = self.ranks.mean(total)
@@ -270,9 +265,9 @@ class Trainer:
         optimizer = self.optimizer
         with optimizer.busy("evaluating"), optimizer.outer_parameters():
             score = self._task.score(thorough=thorough)
-        accuracy = None if score.accuracy is None else round(score.accuracy, 5)
-        data = {"loss": round(score.loss, 5), "accuracy": accuracy, "final": final, "samples": score.samples}
-        self._tell("evaluate", data)
+        metrics = {name: round(value, 5) for name, value in score.metrics.items()}
+        data = {"loss": round(score.loss, 5), "accuracy": metrics.pop("accuracy", None), "metrics": metrics}
+        self._tell("evaluate", {**data, "final": final, "samples": score.samples})
 
     def _tell_end(self, reason: str) -> None:
         if not self.ranks.leads:

@@ -99,8 +99,8 @@ def figures(view: RunView) -> list[str]:
     parts = [f"inner step {view.at()}/{view.inner_steps}{share}", f"version {view.version}"]
     if (loss := view.loss()) is not None:
         parts.append(f"loss {loss:.3f}")
-    if view.val_loss is not None:
-        parts.append(f"held-out loss {view.val_loss:.3f}")
+    if view.score:
+        parts.append(view.score)
     if tokens := view.tokens_per_s():
         parts.append(f"{_short(tokens)} tokens/s")
     elif steps := sum(row.steps_per_s for row in view.rows.values() if row.state in ("training", "waiting")):

@@ -53,6 +53,13 @@ def subject(record: Line) -> str:
     return f"{record['replica']} (incarnation {life})" if life > 1 else str(record["replica"])
 
 
+def score(data: Line) -> str:
+    """What an evaluation has found."""
+    accuracy = {"accuracy": data["accuracy"]} if data.get("accuracy") is not None else {}
+    found = {"held-out loss": data["loss"], **accuracy, **data.get("metrics", {})}
+    return ", ".join(f"{name} {'not finite' if x is None else f'{x:.4g}'}" for name, x in found.items())
+
+
 def _text(record: Line) -> str | None:
     name, data, who = record["event"], data_of(record), subject(record)
     version, step = record.get("version"), record.get("inner_step")
@@ -61,8 +68,7 @@ def _text(record: Line) -> str | None:
         what = f" {data['what']} of" if data.get("what") else ""
         return f"fault: {data['do']}{what} {who} at {data['point']}, inner step {step}{lasting}"
     if name == "evaluate":
-        accuracy = f", accuracy {data['accuracy']:.3f}" if data.get("accuracy") is not None else ""
-        return None if data["final"] else f"inner step {step}: held-out loss {data['loss']:.4f}{accuracy}"
+        return None if data["final"] else f"inner step {step}: {score(data)}"
     if name == "spawn":
         again = data.get("life", 1) > 1
         return f"{'the coordinator' if who == 'coordinator' else who} is started again" if again else None

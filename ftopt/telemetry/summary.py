@@ -265,13 +265,13 @@ def _discarded(events: Iterable[Line]) -> dict[str, Counter[Incarnation]]:
     return dropped
 
 
-def _scores(events: Sequence[Line], dead: set[Incarnation]) -> dict[str, float | None]:
+def _scores(events: Sequence[Line], dead: set[Incarnation]) -> dict[str, Any]:
     """Of the first evaluation, and of the final one of the first survivor in the order of ids."""
     final = [event for event in events if data_of(event).get("final") and _incarnation(event) not in dead]
     first = min(events, key=lambda event: float(event["t_s"]), default=None)
     last = min(final, key=lambda event: str(event["replica"]), default=None)
-    found: dict[str, float | None] = {}
-    for name in ("loss", "accuracy"):
+    found: dict[str, Any] = {}
+    for name in ("loss", "accuracy", "metrics"):
         found[f"val_{name}_initial"] = data_of(first).get(name) if first is not None else None
         found[f"val_{name}_final"] = data_of(last).get(name) if last is not None else None
     return found

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.telemetry.jsonl import Line, data_of
-from ftopt.telemetry.sentences import Note, names, note_of
+from ftopt.telemetry.sentences import Note, names, note_of, score
 
 _STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
@@ -90,7 +90,7 @@ class RunView:
     version: int = 0
     aborted: int = 0
     members: int = 0
-    val_loss: float | None = None
+    score: str = ""
     held: str = ""
     checkpoints_fail: bool = False
     ending: bool = False
@@ -124,7 +124,7 @@ class RunView:
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
-            self.val_loss = data["loss"]
+            self.score = score(data)
         known = replica in self.rows
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)

@@ -284,8 +284,8 @@ def test_errors_in_a_list_of_choices_name_the_item() -> None:
     ("name", "said"),
     [
         ("tests.config.test_loader.Fault", "is not a method; must be a subclass of ftopt.Method"),
-        ("tests.config.test_loader.Nothing", "cannot be imported: module 'tests.config.test_loader' has no attribute"),
-        ("no_such_module.Mine", "cannot be imported: No module named 'no_such_module'; use package.module.Class"),
+        ("tests.config.test_loader.Nothing", "cannot be imported: tests.config.test_loader has no 'Nothing'"),
+        ("no_such_module.Mine", "cannot be imported: No module named 'no_such_module'; the working"),
         ("..", "cannot be imported"),
         ("ftopt.methods.method.Method", "abstract"),
     ],

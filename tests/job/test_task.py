@@ -78,9 +78,9 @@ def test_text_is_scored_by_its_loss_alone(tmp_path: Path) -> None:
 
 def test_what_a_batch_counts(tmp_path: Path) -> None:
     images = task_of(load("digits"))
-    assert images.tokens(images.batches(0).batch()[0]) == 32
+    assert images.tokens(images.batches(0).batch()) == 32
     windows = task_of(load("diloco_bytes", [*TINY, text(tmp_path)]))
-    assert windows.tokens(windows.batches(0).batch()[0]) == 4 * 16
+    assert windows.tokens(windows.batches(0).batch()) == 4 * 16
 
 
 def test_the_convolutional_net_has_the_documented_size() -> None:
@@ -90,7 +90,7 @@ def test_the_convolutional_net_has_the_documented_size() -> None:
 
 def test_a_factory_may_read_images(factory: Make) -> None:
     task = task_of(load("digits", [factory(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))]))
-    assert float(task.loss(*task.batches(0).batch()).detach()) > 0
+    assert float(task.loss(task.batches(0).batch()).detach()) > 0
     assert task.score(thorough=True).samples == 359
     assert task.model.training
 
@@ -101,6 +101,7 @@ class Fn(nn.Module):
     def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self.function = function
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, inputs: torch.Tensor) -> Any:
         return self.function(inputs)
@@ -157,7 +158,6 @@ def test_a_recipe_that_was_not_checked_is_refused_all_the_same() -> None:
 
 def test_an_evaluation_leaves_no_gradient_and_half_precision_gives_fp32_logits() -> None:
     task = task_of(load("digits", ["train.autocast=bf16"]))
-    pixels, _ = task.batches(0).batch()
-    assert task.logits(pixels).dtype == torch.float32
+    assert task.loss(task.batches(0).batch()).dtype == torch.float32
     task.score(thorough=False)
     assert all(p.grad is None for p in task.model.parameters())

@@ -1,0 +1,37 @@
+"""``ftopt resume RUN [key=value ...]``: goes on with a run, from its newest checkpoint, by its own recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ftopt.errors import UserError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, e.g. runs/diloco_bytes-20260102-030405")
+    text = "settings to override, e.g. train.inner_steps=1200, replicas=2"
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs a new run of the recipe in the folder, with a folder of its own; the old one stays as it is."""
+    from ftopt.checkpoint.reader import find
+    from ftopt.cli import run as run_verb
+    from ftopt.config.loader import load
+
+    folder = arguments.run.resolve()
+    recipe = folder / "recipe.yaml"
+    if not recipe.is_file():
+        raise UserError(
+            f"{arguments.run} is not a run's folder: it has no recipe.yaml; give one such as runs/NAME-DATE-TIME, or "
+            "use `ftopt run RECIPE checkpoint.resume=FOLDER`"
+        )
+    written = load(str(recipe)).checkpoint.dir
+    own = written is None or Path(written).is_relative_to(folder)
+    checkpoint = find(folder if own else Path(str(written))).path
+    arguments.recipe = str(recipe)
+    there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
+    arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
+    return run_verb.run(arguments)

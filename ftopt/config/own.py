@@ -1,0 +1,182 @@
+"""The user's own code that a recipe names: where it is found, and how its errors are reported.
+
+A function is named by ``package.module:function`` or by ``FILE.py:function``. Modules are searched in the working
+folder, too, whichever way ftopt was started; a file in the working folder, then beside the recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ftopt.errors import FtoptError, UserError
+
+_log = logging.getLogger(__name__)
+_PATIENCE_S = 20.0
+"""After so many seconds a factory that is still running is reported."""
+_PACKAGE = Path(__file__).resolve().parent.parent
+_INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+
+
+class OwnCodeFailed(FtoptError):
+    """The user's own code has failed while the job was training. Exit status 1."""
+
+
+def check_form(where: str, spec: object) -> None:
+    """Raises UserError unless ``spec`` has one of the two forms."""
+    source, _, name = str(spec).rpartition(":")
+    if not (isinstance(spec, str) and source and name.isidentifier()):
+        raise UserError(f"{where}={spec!r}; must be package.module:function or FILE.py:function")
+
+
+def located(spec: str, folder: Path) -> str:
+    """``spec`` with the path of its file made absolute: relative to the working folder, or else to ``folder``, the
+    recipe's. As it is if there is no such file, or it names a module."""
+    source, _, name = spec.rpartition(":")
+    if source.endswith(".py"):
+        for base in (Path.cwd(), folder):
+            if (found := base / Path(source).expanduser()).is_file():
+                return f"{found.resolve()}:{name}"
+    return spec
+
+
+def find(where: str, spec: str, *, shown: str | None = None) -> Any:
+    """Imports what ``spec`` names.
+
+    Args:
+        where: the setting, for messages.
+        shown: the setting's value, if it is another one.
+
+    Raises:
+        UserError: there is no such file, module or name, or the module raises.
+    """
+    source, _, name = spec.rpartition(":")
+    what = f"{where}={shown or spec!r}"
+    try:
+        module = _of_file(what, Path(source)) if source.endswith(".py") else _of_path(source)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and source.startswith(error.name):
+            searched = f"the working folder {Path.cwd()} and Python's path were searched"
+            raise UserError(f"{what} cannot be imported: {error}; {searched}; or name its file, FILE.py") from None
+        raise UserError(f"{what} cannot be imported: {described(error)}") from error
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"did you mean {near[0]}?" if near else "correct the name"
+        raise UserError(f"{what} cannot be imported: {source} has no {name!r}; {hint}")
+    return getattr(module, name)
+
+
+def call(where: str, spec: str, args: Mapping[str, Any]) -> Any:
+    """Returns what the function that ``spec`` names returns for ``args``.
+
+    Raises:
+        UserError: it cannot be imported or called, or it raises; the message names the user's own line.
+    """
+    with patience(f"{where}={spec}"):
+        function = find(where, spec)
+        if not callable(function):
+            raise UserError(f"{where}={spec!r} is a {type(function).__name__}; must be a function or a class")
+        try:
+            return function(**args)
+        except (Exception, SystemExit) as error:
+            raise UserError(f"{where}={spec!r} with args={dict(args)}: {described(error)}") from error
+
+
+@contextmanager
+def failing(what: str, kind: Callable[[str], FtoptError] = OwnCodeFailed) -> Iterator[None]:
+    """Raises what the user's code raises in the block as ``kind``, with the user's own line."""
+    try:
+        yield
+    except FtoptError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not place_of(error):
+            raise  # a signal that asks this process to leave
+        raise kind(f"{what}: {described(error)}") from error
+
+
+@contextmanager
+def patience(what: str) -> Iterator[None]:
+    """Logs a warning if the block takes long."""
+    text = "%s has been running for %g s; Ctrl-C stops it"
+    timer = threading.Timer(_PATIENCE_S, _log.warning, [text, what, _PATIENCE_S])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def described(error: BaseException) -> str:
+    """The error in a line or two: its type, its text, and the user's own line that has raised it."""
+    if isinstance(error, SystemExit):
+        text = f"it called sys.exit({error.code!r}); return or raise instead"
+    else:
+        text = f"{type(error).__name__}: {error}"
+    place = place_of(error)
+    return f"{text}\n    at {place}" if place else text
+
+
+def place_of(error: BaseException) -> str:
+    """``FILE, line N, in FUNCTION: SOURCE`` of the innermost line of the user's; "" if none is in the traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{_shown(error.filename)}, line {error.lineno}: {(error.text or '').strip()}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+    own = [frame for frame in frames if not frame.filename.startswith(_INSTALLED)]
+    if not own:  # an installed package of the user's
+        own = [frame for frame in frames if "site-packages" in frame.filename and "/torch/" not in frame.filename]
+    if not own:
+        return ""
+    frame = own[-1]
+    return f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}: {frame.line}"
+
+
+def _is_ours(name: str) -> bool:
+    path = Path(name)
+    ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "recipes")
+    return ours or name.startswith("<")
+
+
+def _shown(name: str) -> str:
+    path = Path(name)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
+
+
+def _of_path(module: str) -> ModuleType:
+    _search(Path.cwd())
+    return importlib.import_module(module)
+
+
+def _of_file(what: str, file: Path) -> ModuleType:
+    """By the file's name, as its neighbours and the loader's worker processes import it."""
+    path = file.expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"{what}: there is no file {path}; give its path from the working folder or from the recipe's")
+    _search(path.parent)
+    module = importlib.import_module(path.stem)
+    found = getattr(module, "__file__", None)
+    if found is None or Path(found).resolve() != path:
+        raise UserError(
+            f"{what}: Python has another module of the name {path.stem} ({found or 'built in'}); rename the file"
+        )
+    return module
+
+
+def _search(folder: Path) -> None:
+    """Last, so that no file of the user's takes the place of a module that others import."""
+    importlib.invalidate_caches()
+    if str(folder) not in sys.path and not ("" in sys.path and folder == Path.cwd()):
+        sys.path.append(str(folder))
