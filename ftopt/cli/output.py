@@ -15,3 +15,9 @@ def complain(text: str) -> None:
     """Writes one error message."""
     sys.stderr.write(f"ftopt: {text}\n")
     sys.stderr.flush()
+
+
+def tell(text: str) -> None:
+    """Writes one line about how far the work has come."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ftopt.cli import report
 from ftopt.cli.output import say
 from ftopt.cli.validate import add as add
 from ftopt.errors import UserError
@@ -34,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         summary = runner.run()
     finally:
         say(f"folder: {folder}")
+        report.after(folder)
     for line in digest_lines(summary):
         say(line)
     return 0

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ class RunFolder:
         self.path = path
         self.recipe = path / "recipe.yaml"
         """The resolved recipe."""
+        self.about = path / "about.json"
+        """When the run began, on which machine, with which versions."""
         self.events = path / "events.jsonl"
         """One line an event, from all processes."""
         self.replicas = path / "replicas"
@@ -27,9 +34,11 @@ class RunFolder:
         """The run's figures."""
 
     def create(self) -> None:
-        """Makes the folder and its subfolders."""
+        """Makes the folder and its subfolders; the first process to do so writes ``about.json``."""
         self.replicas.mkdir(parents=True, exist_ok=True)
         self.logs.mkdir(exist_ok=True)
+        with suppress(OSError), self.about.open("x", encoding="utf-8") as file:  # nothing depends on it
+            file.write(json.dumps(_about(), indent=2) + "\n")
 
     def steps(self, replica: str) -> Path:
         """One line an inner step of ``replica``, over all its incarnations."""
@@ -41,3 +50,12 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def _about() -> dict[str, str]:
+    versions = {}
+    for name in ("ftopt", "torch"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"began": began, "host": socket.gethostname(), "python": platform.python_version(), **versions}
