@@ -25,7 +25,12 @@ COORDINATOR = "coordinator"
 """The ``replica`` of the coordinator's events."""
 _NOT_NEEDED = tuple(f'"event":"{name}"'.encode() for name in ("gather", "payload", "reduce.after", "serve", "kept"))
 """Events of every outer step that nothing here uses; most of a long run's lines."""
+_MOST = 1e300
+"""No number of a run is so large; NaN is not below it either."""
+_LAST_S = 1e11
+_MOST_STEPS = 1 << 62
 _TELL_EVERY_S = 2.0
+_BLOCK_BYTES = 1 << 18
 _GOING_ON_S = 60.0
 """A run without a summary whose last line is younger than this is taken for one that is still going on."""
 
@@ -48,6 +53,7 @@ class Steps:
         return bisect_right(self.t_s, stop) - bisect_right(self.t_s, start)
 
     def add(self, t_s: float, incarnation: int, inner_step: int, loss: float) -> None:
+        """One step."""
         self.t_s.append(t_s)
         self.incarnation.append(incarnation)
         self.inner_step.append(inner_step)
@@ -201,15 +207,30 @@ def _check(path: Path, files: RunFolder) -> None:
 def _lines(path: Path, progress: _Progress, leave: Sequence[bytes] = ()) -> Iterator[dict[str, Any] | None]:
     """The lines of a file, None for one that is no JSON object; the last one may have been cut off."""
     with path.open("rb") as file:
-        for line in file:
-            progress.took(len(line))
-            if any(word in line for word in leave):
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            yield record if isinstance(record, dict) else None
+        while lines := file.readlines(_BLOCK_BYTES):
+            progress.took(sum(map(len, lines)))
+            if leave:
+                lines = [line for line in lines if not any(word in line for word in leave)]
+            for record in _parsed(lines):
+                yield record if isinstance(record, dict) else None
+
+
+def _parsed(lines: Sequence[bytes]) -> Sequence[Any]:
+    """Each line's value, None where it has none; all at once if all are right, which is three times as fast."""
+    try:
+        values: list[Any] = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(values) == len(lines):
+            return values
+    except (ValueError, RecursionError):
+        pass
+    return [_value(line) for line in lines]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _events(path: Path, progress: _Progress) -> tuple[list[Line], int]:
@@ -227,11 +248,12 @@ def _is_event(line: Line) -> bool:
     data = data_of(line)
     return (
         _finite(line.get("t_s"))
+        and abs(line["t_s"]) < _LAST_S
         and isinstance(line.get("event"), str)
         and isinstance(line.get("replica"), str)
-        and isinstance(line.get("incarnation"), int)
+        and _is_whole(line.get("incarnation"))
         and isinstance(data, dict)
-        and all(isinstance(line.get(name, 0), int) for name in ("fragment", "version", "attempt", "inner_step"))
+        and all(_is_whole(line.get(name, 0)) for name in ("fragment", "version", "attempt", "inner_step"))
         and all(isinstance(line.get(name), int) for name in _POSITIONS.get(line["event"], ()))
         and all(_finite(data.get(name)) for name in _NUMBERS.get(line["event"], ()))
         and (line["event"] != "decide" or _is_decision(data))
@@ -257,7 +279,7 @@ _NUMBERS = {
 def _is_decision(data: Line) -> bool:
     try:
         return all(
-            isinstance(replica, str) and isinstance(incarnation, int) and _finite(steps) and _finite(last_step)
+            isinstance(replica, str) and _is_whole(incarnation) and _is_whole(steps) and _is_whole(last_step)
             for replica, incarnation, steps, last_step, _weight, _finite_ in data["members"]
         )
     except (LookupError, TypeError, ValueError):
@@ -266,19 +288,25 @@ def _is_decision(data: Line) -> bool:
 
 def _steps(path: Path, progress: _Progress) -> tuple[Steps, int]:
     steps, skipped = Steps(), 0
+    add = steps.add
     for line in _lines(path, progress):
         try:
-            assert line is not None
-            loss = line.get("loss")
-            known = float(loss) if _finite(loss) else math.nan  # type: ignore[arg-type]
-            steps.add(float(line["t_s"]), line["incarnation"], line["inner_step"], known)
-        except (AssertionError, LookupError, TypeError, ValueError, OverflowError):
+            t_s, incarnation, inner_step = line["t_s"], line["incarnation"], line["inner_step"]  # type: ignore[index]
+            loss = line.get("loss")  # type: ignore[union-attr]
+            if not (abs(t_s) < _LAST_S and abs(incarnation) < _MOST_STEPS and abs(inner_step) < _MOST_STEPS):
+                raise ValueError
+            add(t_s, int(incarnation), int(inner_step), loss if _finite(loss) else math.nan)  # type: ignore[arg-type]
+        except (LookupError, TypeError, ValueError):
             skipped += 1
     return steps, skipped
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < _MOST_STEPS
+
+
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # no NaN either
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -56,13 +56,15 @@ def test_lines_of_other_shapes_are_left_out(tmp_path: Path) -> None:
         {"t_s": 1.0, "event": "decide", "replica": "coordinator", "incarnation": 0, "version": 9, "inner_step": 90},
         {"t_s": 1.0, "event": "stall", "replica": "r0", "incarnation": 1, "data": {"stall_s": None}},
         {"t_s": 1.0, "event": "evaluate", "replica": "r0", "incarnation": 1, "data": []},
+        {"t_s": 1.0, "event": "join", "replica": "r0", "incarnation": 10**400},
         {"t_s": 1.0, "event": {}, "replica": "r0", "incarnation": 1},
     ]
     with run.files.events.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in wrong)
     with run.files.steps("r0").open("a", encoding="utf-8") as file:
-        file.write('{"t_s":null}\n' + "[" * 100_000 + "\n")
-    assert f"{len(wrong) + 2} lines of the files could not be read" in text_of(tmp_path)
+        file.write('{"t_s":null}\n' + "[" * 100_000 + "\n" + '{"t_s":1,"incarnation":1,"inner_step":1},{"loss":2}\n')
+        file.write(f'{{"t_s":1,"incarnation":1,"inner_step":{10**400},"loss":{10**400}}}\n')
+    assert f"{len(wrong) + 4} lines of the files could not be read" in text_of(tmp_path)
 
 
 def test_what_is_no_runs_folder_is_refused_with_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
