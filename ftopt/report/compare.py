@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ftopt.report.html import Html, el, table
+from ftopt.report.html import Html, Number, el, table
 from ftopt.report.losses import COLORS, Mean, held_out, pair
 from ftopt.report.plot import legend
 from ftopt.report.rounds import sent
 from ftopt.report.run import Run, Steps
-from ftopt.report.text import count, cut, real, share, size, span, whole
+from ftopt.report.text import cut, real, share, size, span, whole
 
 _POINTS = 300
 _LEFT_OUT = ("checkpoint.dir", "log.dir", "name")
@@ -24,7 +25,7 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Html:
     figures = [[what, *(cell(run) for run in runs)] for what, cell in _FIGURES]
     return el(
         "section",
-        el("h2", f"Comparison of {count(len(runs), 'run')}"),
+        el("h2", "Side by side"),
         table(head, figures),
         _losses(runs, names),
         _settings(runs, head),
@@ -32,7 +33,7 @@ def comparison(runs: Sequence[Run], names: Sequence[str]) -> Html:
 
 
 _FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
-    ("state", lambda run: "ended" if run.ended else "going on" if run.going_on else "no end on record"),
+    ("state", lambda run: Number("ended" if run.ended else "going on" if run.going_on else "no end on record")),
     ("replicas", lambda run: whole(len(run.replicas()))),
     ("time", lambda run: span(run.end_s)),
     ("committed inner step", lambda run: whole(run.summary["inner_step"]) if run.decided else whole(None)),
@@ -132,4 +133,4 @@ def _flatten(name: str, value: Any, into: dict[str, str]) -> None:
         for key, item in value.items():
             _flatten(f"{name}.{key}" if name else str(key), item, into)
     else:
-        into[name] = "null" if value is None else str(value)
+        into[name] = json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -82,7 +82,8 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
     x = times(0.0, run.end_s)
     lanes = len(names) + 1
     plot = Plot(x, height=height * lanes)
-    used = set()
+    used: set[str] = set()
+    thinned = False
     for lane, name in enumerate(names):
         top, bottom = (lane + 0.12) / lanes, (lane + 0.88) / lanes
         total = seconds(states[name])
@@ -92,10 +93,11 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
             if parts:
                 used.add(state)
                 plot.blocks(parts, top, bottom, state, f"{name}: {state} for {span(total[state])} in all")
-        for event in run.named("fault"):
-            if event["replica"] == name:
-                said = f"fault: {data_of(event).get('do')} {name} at {clock(event['t_s'])}"
-                plot.dots([(event["t_s"], (lane + 0.5) / lanes)], "fault", said)
+        thinned = thinned or drawn is not states[name]
+    for event in run.named("fault"):  # those of the coordinator are where its outer steps are
+        lane = names.index(event["replica"]) if event["replica"] in states else len(names)
+        said = f"fault: {data_of(event).get('do')} {event['replica']} at {clock(event['t_s'])}"
+        plot.dots([(event["t_s"], (lane + 0.5) / lanes)], "fault", said)
     low = (lanes - 0.8) / lanes
     plot.marks([x.t_s for x in made], low, 1.0, "decided", f"{count(len(made), 'outer step')} committed")
     aborted = [event["t_s"] for event in run.named("abort")]
@@ -112,7 +114,8 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
         cut(name, 14) if height >= 12 or number % 4 == 0 else "" for number, name in enumerate([*names, "outer steps"])
     ]
     picture = el("figure", plot.html("timeline of the replicas", rows=labels), el("figcaption", "time since the start"))
-    return el("section", el("h3", "Replicas over time"), legend(entries), picture, _in_state(run, states, used))
+    note = el("p", "A column of the picture shows what took most of its time.", class_="note") if thinned else None
+    return el("section", el("h3", "Replicas over time"), legend(entries), picture, note, _in_state(run, states, used))
 
 
 def happened(run: Run) -> Html | None:

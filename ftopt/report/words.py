@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ftopt.report.rounds import sent, stalls
-from ftopt.report.run import Run
+from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, count, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
 from ftopt.telemetry.jsonl import data_of
@@ -82,15 +82,18 @@ def _deaths(run: Run) -> str:
     by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
     status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
     deaths = sorted((died, replica, back) for replica, each in lives(run).items() for died, back in each)
+    again = sum(event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.named("spawn"))
+    coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
     if not deaths:
-        return "No replica died." if run.decided else ""
+        none = "No replica died." if run.ended else "No replica's death is on record."
+        return f"{none}{coordinator}" if run.decided else coordinator.strip()
     told = []
     for died, replica, back in deaths[:6]:
         why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
         after = f", and trained again {span(back - died)} later" if back is not None else " and did not come back"
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
     more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
-    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}."
+    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
 
 
 def _steps(run: Run) -> str:

@@ -154,7 +154,7 @@ def test_jobs_that_happen_to_share_numbers_stay_two_runs(tmp_path: Path) -> None
     record(tmp_path / "a")
     record(tmp_path / "b")
     assert reported(tmp_path / "a", tmp_path / "b") == 0
-    assert "Comparison of 2 runs" in page_of(tmp_path / "a" / "report.html").text
+    assert "2 runs compared" in page_of(tmp_path / "a" / "report.html").text
 
 
 def test_a_report_that_fails_does_not_fail_the_run(
