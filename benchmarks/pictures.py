@@ -139,5 +139,49 @@ def lines(panels: Sequence[Panel], path: Path) -> None:
     pyplot.close(figure)
 
 
+def course(
+    curves: Mapping[str, Sequence[tuple[float, float]]], marks: Sequence[float], path: Path, *, x: str, y: str
+) -> None:
+    """What is reached over time, to be read at 700 pixels; a PNG, written anew.
+
+    Args:
+        curves: label, which is written at the curve's end -> points, with steps between them.
+        marks: moments of failures, which get an upright line.
+        path: the PNG.
+        x, y: what the axes show.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.9), dpi=200)
+    for color, (label, points) in zip(("#0b62a4", "#c2570c"), curves.items(), strict=True):
+        across, up = zip(*points, strict=True)
+        axes.plot(across, up, color=color, linewidth=2, drawstyle="steps-post")
+        axes.annotate(
+            label,
+            (across[-1], up[-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=color,
+            va="center",
+            weight="bold",
+        )
+    for number, mark in enumerate(marks):
+        axes.axvline(mark, color="#b3261e", linewidth=1, linestyle="--")
+        text = "a process is killed" if number == 0 else "another one" if number == 1 else "and another"
+        axes.annotate(text, (mark, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
+                      color="#b3261e", fontsize=9, ha="center")  # fmt: skip
+    axes.set(xlabel=x, ylabel=y, xlim=(0, None), ylim=(0, None))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
 def _plainly(value: float, _: object) -> str:
     return f"{value:g}"

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "triggers": {"methods"},
     "faults": set(),
     "telemetry": set(),
+    "report": {"telemetry"},
     # How payloads and states travel. Others know its types alone; `connect` chooses what stands behind them.
     "transport/interface": {"codecs"},
     "transport": {"transport/interface", "codecs", "net"},
@@ -96,7 +97,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
-    "cli": {"__init__", "job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},
+    "cli": {
+        "__init__", "job", "checkpoint", "config", "faults", "net", "report", "simulate", "sync/server", "telemetry",
+    },
     "__main__": {"cli"},
 }  # fmt: skip
 """A folder or a file -> what it may import of ftopt, besides itself and `COMMON`. A file without a line of its own is

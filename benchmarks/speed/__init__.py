@@ -7,6 +7,6 @@ path)``. The things compared are measured in turns, so that load on the machine 
 
 NAMES = (
     *("import", "inner", "outer", "codec", "memory", "scale", "control"),
-    *("stall", "goodput", "join", "bandwidth", "convergence", "islands"),
+    *("stall", "goodput", "failure", "join", "bandwidth", "convergence", "islands"),
 )
 """In the order in which they run."""

@@ -25,6 +25,7 @@ VERBS = {
     "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",
     "replica": "run one replica of a job",
     "status": "show a coordinator's jobs: members, versions, rounds",
+    "report": "write what happened in a run, or in several, as one HTML file",
     "export": "write the trained parameters as a plain state dict",
     "simulate": "run the protocol under random faults and check every invariant",
     "completion": "print a script that completes ftopt's commands in your shell",

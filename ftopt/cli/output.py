@@ -21,3 +21,9 @@ def complain(text: str) -> None:
 def set_up_logging() -> None:
     """Warnings of all libraries go to standard error, unless the process has set up its logging."""
     logging.basicConfig(format="ftopt: %(message)s", level=logging.WARNING)
+
+
+def tell(text: str) -> None:
+    """Writes one line about how far the work has come."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

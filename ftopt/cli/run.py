@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ftopt.cli import report
 from ftopt.cli.output import complain, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.errors import UserError
@@ -70,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _tell(summary: dict[str, Any], folder: Path, lines: list[str]) -> None:
     for line in [f"folder: {folder}", *lines]:
         say(line)
+    report.after(folder)
 
 
 def _tell_way_on(arguments: argparse.Namespace, checkpoint: Path | None) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ class RunFolder:
         self.path = path
         self.recipe = path / "recipe.yaml"
         """The resolved recipe."""
+        self.about = path / "about.json"
+        """When the run began, on which machine, with which versions."""
         self.events = path / "events.jsonl"
         """One line an event, from all processes."""
         self.replicas = path / "replicas"
@@ -30,10 +37,13 @@ class RunFolder:
         """The run's figures."""
 
     def create(self, *, logs: bool = True) -> None:
-        """Makes the folder and its subfolders; ``logs``: also that of the processes' standard streams."""
+        """Makes the folder and its subfolders; the first process to do so writes ``about.json``. ``logs``: also that of
+        the processes' standard streams."""
         self.replicas.mkdir(parents=True, exist_ok=True)
         if logs:
             self.logs.mkdir(exist_ok=True)
+        with suppress(OSError), self.about.open("x", encoding="utf-8") as file:  # nothing depends on it
+            file.write(json.dumps(_about(), indent=2) + "\n")
 
     def steps(self, replica: str) -> Path:
         """One line an inner step of ``replica``, over all its incarnations."""
@@ -51,3 +61,12 @@ class RunFolder:
         new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         new.replace(self.summary)
         return summary
+
+
+def _about() -> dict[str, str]:
+    versions = {}
+    for name in ("ftopt", "torch"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"began": began, "host": socket.gethostname(), "python": platform.python_version(), **versions}

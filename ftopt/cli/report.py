@@ -1,0 +1,39 @@
+"""``ftopt report RUN...``: writes one HTML file that shows what happened in a run, or compares several."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from ftopt.cli.output import say, tell
+
+_log = logging.getLogger("ftopt.report")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Folders that several machines wrote of one job (`ftopt replica` on each) are merged into one run."
+    text = "a run's folder, as `ftopt run` prints it; several are compared"
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help=text)
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, help="file to write (default: report.html in the first RUN)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite a file that is not a report")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report and prints its path."""
+    from ftopt.report.write import write
+
+    say(str(write(arguments.runs, output=arguments.output, force=arguments.force, say=tell)))
+    return 0
+
+
+def after(folder: Path) -> None:
+    """Writes the report of a run that is over, and prints its path; whatever fails is one line of the log."""
+    try:
+        from ftopt.report.write import write
+
+        say(f"report: {write([folder], say=tell)}")
+    except Exception as error:
+        _log.warning("no report of %s: %s: %s", folder, type(error).__name__, error)

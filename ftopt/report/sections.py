@@ -1,0 +1,317 @@
+"""The parts of a page about one run, besides its losses: pictures, and the same figures as tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from ftopt.report import rounds as found_rounds
+from ftopt.report.html import Html, el, table
+from ftopt.report.losses import COLORS
+from ftopt.report.plot import Plot, axis, durations, legend, times
+from ftopt.report.rounds import Round
+from ftopt.report.run import Run
+from ftopt.report.text import clock, count, cut, listed, share, size, some, span, spread, whole
+from ftopt.report.timeline import STATES, Span, seconds
+from ftopt.report.words import REASONS, log, not_committed, versions
+from ftopt.telemetry.jsonl import data_of
+
+_BLOCKS = 24_000
+"""Of all replicas together; if there are more, each column of the picture shows what took most of its time."""
+_DOTS = 4_000
+
+
+def account(run: Run) -> Html:
+    """Where every inner step went, and the other figures of ``summary.json``."""
+    s = run.summary
+    rows: list[tuple[str, object]] = [("inner steps executed", whole(s["inner_steps_executed"]))]
+    if s["inner_steps_inherited"]:
+        rows.append(("inherited from a checkpoint or a copy", whole(s["inner_steps_inherited"])))
+    if run.decided:
+        rows += [("committed: in the model", whole(s["inner_steps_committed"]))]
+        if run.ended:
+            rows += [
+                ("pending at the end", whole(s["inner_steps_pending"])),
+                ("lost with dead replicas", whole(s["dead_inner_steps_lost"])),
+                *(
+                    (f"dropped: {REASONS.get(why, why)}", whole(n))
+                    for why, n in s["inner_steps_discarded"].items()
+                    if n
+                ),
+                ("lost by survivors (must be 0)", whole(s["survivor_inner_steps_lost"])),
+                ("counted twice (must be 0)", whole(s["inner_steps_counted_twice"])),
+            ]
+        else:
+            rows += [
+                ("lost with dead replicas so far", whole(s["dead_inner_steps_lost"])),
+                *(
+                    (f"dropped: {REASONS.get(why, why)}", whole(n))
+                    for why, n in s["inner_steps_discarded"].items()
+                    if n
+                ),
+                ("not committed when the record ends", whole(not_committed(run))),
+            ]
+        rows += [
+            ("outer steps", whole(s["outer_steps"])),
+            ("attempts", whole(s["attempts"])),
+            ("attempts that failed and were repeated", whole(s["attempts_aborted"])),
+        ]
+    if s["samples_committed"] is not None:
+        rows += [
+            ("samples in the model", whole(s["samples_committed"])),
+            ("samples used twice", whole(s["samples_duplicated"])),
+            ("samples lost", whole(s["samples_lost"])),
+        ]
+    if (replay := s["replay"]) is not None:
+        rows += [
+            ("inner steps redone for dead replicas", whole(replay["steps"])),
+            ("time for that", span(replay["seconds"])),
+        ]
+    if s["chain_conflicts"]:
+        rows.append(("versions decided twice (must be none)", listed([str(v) for v in s["chain_conflicts"]])))
+    if digests := s["anchor_digests"]:
+        alike = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
+        rows.append((f"final weights of {count(len(digests), 'replica')}", alike))
+    return el("section", el("h3", "Where every inner step went"), table(["what", "figure"], rows))
+
+
+def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) -> Html:
+    """The timeline, and how long each replica was in each state."""
+    names = list(states)
+    height = max(6, min(22, 1400 // max(1, len(names))))
+    x = times(0.0, run.end_s)
+    lanes = len(names) + 1
+    plot = Plot(x, height=height * lanes)
+    used: set[str] = set()
+    thinned = False
+    for lane, name in enumerate(names):
+        top, bottom = (lane + 0.12) / lanes, (lane + 0.88) / lanes
+        total = seconds(states[name])
+        drawn = _drawn(states[name], run.end_s, max(100, _BLOCKS // max(1, len(names))))
+        for state in STATES:
+            parts = [(span_.start, span_.stop) for span_ in drawn if span_.state == state]
+            if parts:
+                used.add(state)
+                plot.blocks(parts, top, bottom, state, f"{name}: {state} for {span(total[state])} in all")
+        thinned = thinned or drawn is not states[name]
+    for event in run.named("fault"):  # those of the coordinator are where its outer steps are
+        lane = names.index(event["replica"]) if event["replica"] in states else len(names)
+        said = f"fault: {data_of(event).get('do')} {event['replica']} at {clock(event['t_s'])}"
+        plot.dots([(event["t_s"], (lane + 0.5) / lanes)], "fault", said)
+    low = (lanes - 0.8) / lanes
+    plot.marks([x.t_s for x in made], low, 1.0, "decided", f"{count(len(made), 'outer step')} committed")
+    aborted = [event["t_s"] for event in run.named("abort")]
+    plot.marks(aborted, low, 1.0, "aborted", f"{count(len(aborted), 'attempt')} failed")
+    entries = [
+        (f"b {state}", "training, a reduction under way" if state == "overlapped" else state)
+        for state in STATES
+        if state in used
+    ]
+    entries += [("b decided", "outer step")]
+    entries += [("b aborted", "failed attempt")] if aborted else []
+    entries += [("round fault", "fault")] if run.named("fault") else []
+    labels = [
+        cut(name, 14) if height >= 12 or number % 4 == 0 else "" for number, name in enumerate([*names, "outer steps"])
+    ]
+    picture = el("figure", plot.html("timeline of the replicas", rows=labels), el("figcaption", "time since the start"))
+    note = el("p", "A column of the picture shows what took most of its time.", class_="note") if thinned else None
+    return el("section", el("h3", "Replicas over time"), legend(entries), picture, note, _in_state(run, states, used))
+
+
+def happened(run: Run) -> Html | None:
+    """What happened, line by line."""
+    lines, left = some(log(run))
+    if not lines:
+        return None
+    rows = [[clock(t_s), text] for t_s, text in lines]
+    shown = table(["time", "what"], rows)
+    return el(
+        "section", el("details", el("summary", f"What happened, line by line{left}"), shown, open=len(rows) <= 30)
+    )
+
+
+def outer_steps(run: Run, made: Sequence[Round]) -> Html | None:
+    """The outer steps: when, whose steps, bytes, seconds; bytes over time."""
+    if not made:
+        return None
+    some_rounds, left = some(made)
+    several = len({x.fragment for x in made}) > 1
+    rows = [
+        [
+            whole(x.version), *([whole(x.fragment)] if several else []), clock(x.t_s), whole(x.inner_step), _members(x),
+            size(sum(x.bytes_sent.values()) if x.bytes_sent else None), span(x.seconds), whole(x.aborted),
+        ]
+        for x in some_rounds
+    ]  # fmt: skip
+    head = ["version", *(["fragment"] if several else []), "time", "inner step", "inner steps of each replica", "sent"]
+    shown = table([*head, "reduction", "failed before"], rows)
+    return el(
+        "section",
+        el("h3", "Outer steps and what they sent"),
+        _sent_over_time(run, made),
+        _bytes(run, made),
+        el("details", el("summary", f"Each outer step{left}"), shown, open=len(rows) <= 12),
+    )
+
+
+def waits(run: Run) -> Html | None:
+    """How long outer steps kept the training threads."""
+    of = found_rounds.stalls(run)
+    if not of:
+        return None
+    names = [name for name in run.replicas() if name in of]
+    few = len(names) <= COLORS
+    most = max(stall_s for each in of.values() for _, stall_s in each)
+    plot = Plot(times(0.0, run.end_s), durations(1.05 * most), height=200)
+    rows = []
+    for number, name in enumerate(names):
+        values = [stall_s for _, stall_s in of[name]]
+        plot.dots(_greatest(of[name], _DOTS // len(names)), f"c{number}" if few else "many", name)
+        rows.append([name, whole(len(values)), *map(span, spread(values)), span(sum(values))])
+    lasting = [stall_s for each in found_rounds.stalls(run, survivors=True).values() for _, stall_s in each]
+    if lasting:
+        who = "all but those that died" if run.named("death") else "all"
+        rows.append([who, whole(len(lasting)), *map(span, spread(lasting)), span(sum(lasting))])
+    entries = (
+        [(f"round c{n}" if few else "round many", name) for n, name in enumerate(names)]
+        if few
+        else [("round many", "a replica each")]
+    )
+    return el(
+        "section",
+        el("h3", "Waiting for outer steps"),
+        el("p", "How long each outer step kept a replica's training thread from its next inner step."),
+        legend(entries),
+        el("figure", plot.html("waits over time"), el("figcaption", "time since the start")),
+        table(["replica", "outer steps", "median", "99 %", "longest", "in all"], rows),
+    )
+
+
+def staleness(run: Run) -> Html | None:
+    """How old contributions were: outer steps missed before, and inner steps until the result was applied."""
+    counts, delays = found_rounds.ages(run), found_rounds.delays(run)
+    if not counts and not delays:
+        return None
+    total = sum(counts.values())
+    rows = [[whole(n), whole(counts[n]), share(counts[n], total)] for n in sorted(counts)]
+    aged = table(["outer steps missed before", "contributions", "share"], some(rows)[0]) if counts else None
+    applied = None
+    if delays:
+        median, p99, most = spread(delays)
+        applied = el(
+            "p",
+            f"From a contribution's snapshot until its result was applied, a replica took {median:g} inner steps at "
+            f"the median, {p99:g} at the 99th percentile, {most:g} at most.",
+        )
+    text = "A contribution is stale when outer steps were committed without its replica since its previous one."
+    return el("section", el("h3", "Staleness"), el("p", text) if counts else None, aged, applied)
+
+
+def recipe(run: Run) -> Html:
+    """The recipe, and the versions."""
+    known = versions(run)
+    about = (
+        table(["", ""], known) if known else el("p", "The folder does not tell the versions (it has no about.json).")
+    )
+    text: Html = el("p", "The folder has no recipe.yaml.")
+    if run.recipe is not None:
+        text = el("details", el("summary", "The recipe, as it was resolved"), el("pre", run.recipe[:50_000]))
+    return el("section", el("h3", "Recipe and versions"), text, about)
+
+
+def _members(x: Round) -> str:
+    if not x.steps:
+        return listed([*x.bytes_sent])
+    if len(x.steps) > COLORS:
+        least, most = min(x.steps.values()), max(x.steps.values())
+        return f"{count(len(x.steps), 'replica')}, {least:,}" + (f" to {most:,} each" if most > least else " each")
+    return ", ".join(f"{replica} {steps:,}" for replica, steps in x.steps.items())
+
+
+def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Html:
+    shown_states = [state for state in STATES if state in used]
+    rows = []
+    for name, spans in states.items():
+        total = seconds(spans)
+        steps = len(run.steps.get(name, ()))
+        rows.append([name, whole(steps), *(span(total[state]) if state in total else "" for state in shown_states)])
+    head = [
+        "replica",
+        "inner steps",
+        *("training, reducing" if state == "overlapped" else state for state in shown_states),
+    ]
+    words = el("ul", [el("li", el("b", s), f": {STATES[s]}") for s in shown_states])
+    return el("div", table(head, rows), el("details", el("summary", "What the states mean"), words))
+
+
+def _drawn(spans: Sequence[Span], end_s: float, columns: int) -> Sequence[Span]:
+    """The spans themselves, or, if there are more than columns, what took most of the time of each column."""
+    if len(spans) <= columns or end_s <= 0:
+        return spans
+    width = end_s / columns
+    shares: list[dict[str, float]] = [defaultdict(float) for _ in range(columns)]
+    for span_ in spans:
+        first, last = int(span_.start / width), min(columns - 1, int(span_.stop / width))
+        for column in range(max(0, first), last + 1):
+            inside = min(span_.stop, (column + 1) * width) - max(span_.start, column * width)
+            shares[column][span_.state] += max(0.0, inside)
+    merged: list[Span] = []
+    for column, share_ in enumerate(shares):
+        if share_:
+            state = max(share_, key=lambda name: share_[name])
+            if merged and merged[-1].state == state and merged[-1].stop >= column * width - 1e-9:
+                merged[-1] = Span(merged[-1].start, (column + 1) * width, state)
+            else:
+                merged.append(Span(column * width, (column + 1) * width, state))
+    return merged
+
+
+def _greatest(points: Sequence[tuple[float, float]], most: int) -> Sequence[tuple[float, float]]:
+    """Of as many equal parts of the points, the greatest of each."""
+    if len(points) <= most or not most:
+        return points
+    size_ = -(-len(points) // most)
+    return [max(points[n : n + size_], key=lambda point: point[1]) for n in range(0, len(points), size_)]
+
+
+def _sent_over_time(run: Run, made: Sequence[Round]) -> Html | None:
+    total, points = 0, [(0.0, 0.0)]
+    for x in made:
+        points.append((x.t_s, total / 1e6))
+        total += sum(x.bytes_sent.values())
+        points.append((x.t_s, total / 1e6))
+    if not total:
+        return None
+    stride = max(1, len(points) // 2000)
+    points = [*points[::stride], (run.end_s, total / 1e6)]
+    plot = Plot(times(0.0, run.end_s), axis(0.0, 1.05 * total / 1e6, ticks=4), height=160)
+    plot.line(points, "c0", "sent by all replicas")
+    return el(
+        "figure", plot.html("bytes sent over time"), el("figcaption", "MB sent in committed outer steps, over time")
+    )
+
+
+def _bytes(run: Run, made: Sequence[Round]) -> Html | None:
+    of_fragment: dict[int, list[int]] = defaultdict(list)
+    for x in made:
+        of_fragment[x.fragment] += x.bytes_sent.values()
+    rows = []
+    for fragment, sizes in sorted(of_fragment.items()):
+        if sizes:
+            median, _, most = spread(sizes)
+            name = (
+                "each replica, per outer step"
+                if len(of_fragment) == 1
+                else f"each replica, per outer step of fragment {fragment}"
+            )
+            rows.append([name, size(median), size(min(sizes)), size(most), size(sum(sizes))])
+    if not rows:
+        return None
+    per_replica = found_rounds.sent(run)
+    totals = [[name, size(sent)] for name, sent in per_replica.items()]
+    totals.append(["all", size(sum(per_replica.values()))])
+    says = "In all, failed attempts included"
+    sizes_table = table(["sent by", "median", "least", "most", "in all"], rows)
+    if len(totals) > COLORS + 1:
+        return el("div", sizes_table, el("details", el("summary", says), table(["replica", "sent"], totals)))
+    return el("div", sizes_table, table(["replica", "sent"], totals, caption=says))

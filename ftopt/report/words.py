@@ -1,0 +1,191 @@
+"""What happened in a run and what it cost, in a few sentences; and what happened when, line by line."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from ftopt.report.rounds import sent, stalls
+from ftopt.report.run import COORDINATOR, Run
+from ftopt.report.text import clock, count, cut, listed, share, size, span, spread
+from ftopt.report.timeline import Span, lives, seconds
+from ftopt.telemetry.jsonl import data_of
+from ftopt.telemetry.view import RunView
+
+REASONS = {
+    "nonfinite": "the contribution was not finite",
+    "outlier": "out of line for the second time in a row",
+    "reset": "the replica was away for too long",
+    "mixed": "overwritten by an outer step that mixes",
+    "taken_over": "the others have computed this share",
+    "loaded": "user code has loaded other weights",
+    "replaced": "replaced by a peer's parameters after a cut",
+}
+"""Reason of an event `discarded` -> in words."""
+
+
+def story(run: Run, states: dict[str, list[Span]]) -> list[str]:
+    """A few sentences: how long, who died and came back, where the steps are, the longest wait, bytes, losses."""
+    parts = [
+        _beginning(run, states),
+        _deaths(run),
+        _steps(run),
+        _attempts(run),
+        _waits(run, states),
+        _sent(run),
+        _losses(run),
+    ]
+    return [part for part in parts if part]
+
+
+def log(run: Run) -> list[tuple[float, str]]:
+    """Moment and sentence of each notable event."""
+    view = RunView(0)
+    found = []
+    for event in run.events:
+        try:
+            note = view.event(event)
+        except (LookupError, TypeError, ValueError, AttributeError):  # a line that somebody has changed
+            note = None
+        if note is not None:
+            found.append((float(event["t_s"]), cut(note.text, 240)))
+    return found
+
+
+def not_committed(run: Run) -> int | None:
+    """Of a run without its last lines: steps that are in no commit and not given up, as far as is known."""
+    s = run.summary
+    return None if not run.decided else int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"])
+
+
+def _beginning(run: Run, states: dict[str, list[Span]]) -> str:
+    replicas = len(run.replicas())
+    first = min((event["t_s"] for event in run.named("join")), default=0.0)
+    got = f"{count(replicas, 'replica')} ran for {span(run.end_s)}"
+    before = f" (the first {span(first)} of it went into starting them)" if first >= 0.05 * run.end_s > 0 else ""
+    if run.decided:
+        outer = count(int(run.summary["outer_steps"]), "outer step")
+        made = f" and committed {outer}; the job came to inner step {int(run.summary['inner_step']):,}."
+    else:
+        made = "."
+    if run.going_on:
+        state = f" The run is still going on: its last line was written {span(run.age_s)} before this report."
+    elif not run.ended and run.decided:
+        state = " The run has no summary.json: it was killed before its end. This is what it had recorded."
+    else:
+        state = ""
+    return f"{got}{before}{made}{state}"
+
+
+def _deaths(run: Run) -> str:
+    by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.named("death")}
+    status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.named("death")}
+    deaths = sorted((died, replica, back) for replica, each in lives(run).items() for died, back in each)
+    again = sum(event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.named("spawn"))
+    coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
+    if not deaths:
+        none = "No replica died." if run.ended else "No replica's death is on record."
+        return f"{none}{coordinator}" if run.decided else coordinator.strip()
+    told = []
+    for died, replica, back in deaths[:6]:
+        why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
+        after = f", and trained again {span(back - died)} later" if back is not None else " and did not come back"
+        told.append(f"{replica} died at {clock(died)} ({why}){after}")
+    more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
+    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{coordinator}"
+
+
+def _steps(run: Run) -> str:
+    s = run.summary
+    executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
+    if not run.decided:
+        return _by_replicas(run, executed)
+    if not executed:
+        return "No inner step is on record."
+    discarded = {reason: steps for reason, steps in s["inner_steps_discarded"].items() if steps}
+    committed = int(s["inner_steps_committed"])
+    kept = f"Of {count(executed, 'inner step')}, {committed:,} ({share(committed, executed)}) are in the model"
+    parts = []
+    if run.ended:
+        if s["inner_steps_pending"]:
+            parts.append(f"{int(s['inner_steps_pending']):,} were pending at the end")
+    elif rest := not_committed(run):
+        parts.append(f"{rest:,} are not in it {'yet' if run.going_on else 'and were pending when the record ends'}")
+    if s["dead_inner_steps_lost"]:
+        parts.append(f"{int(s['dead_inner_steps_lost']):,} were lost with replicas that died")
+    parts += [f"{steps:,} were dropped ({REASONS.get(reason, reason)})" for reason, steps in discarded.items()]
+    if run.ended and s["survivor_inner_steps_lost"]:
+        parts.append(f"{int(s['survivor_inner_steps_lost']):,} cannot be accounted for")
+    survivors = (
+        ". No survivor lost a step." if run.ended and not s["survivor_inner_steps_lost"] and not discarded else "."
+    )
+    return f"{kept}{'; ' if parts else ''}{listed(parts)}{survivors}"
+
+
+def _by_replicas(run: Run, executed: int) -> str:
+    """Without the coordinator's events: what the replicas themselves have told at their ends."""
+    ends = [data_of(event) for event in run.named("end")]
+    pending = sum(int(data.get("pending_steps", 0)) for data in ends)
+    told = f"; {pending:,} of them were pending when their replicas left" if ends else ""
+    return (
+        f"{count(executed, 'inner step')} are on record{told}. The folder has no events of the coordinator, so it does "
+        "not tell which of them are in the model; `ftopt coordinator --folder DIR` records that."
+    )
+
+
+def _attempts(run: Run) -> str:
+    aborted = int(run.summary["attempts_aborted"])
+    if not aborted:
+        return ""
+    reasons = (str(data_of(event).get("reason", "no reason given")) for event in run.named("abort"))
+    why = Counter(cut(re.sub(r"\[/\S*\] ?", "", reason), 160) for reason in reasons)  # where in Gloo's source
+    first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
+    attempts = count(int(run.summary["attempts"]), "attempt")
+    return f"{aborted:,} of {attempts} to average failed and were repeated ({first.rstrip('.')})."
+
+
+def _waits(run: Run, states: dict[str, list[Span]]) -> str:
+    of = stalls(run, survivors=True)
+    every = [(stall_s, t_s, replica) for replica, each in of.items() for t_s, stall_s in each]
+    if not every:
+        return ""
+    median, _, _ = spread([stall_s for stall_s, _, _ in every])
+    longest, t_s, replica = max(every)
+    there = sum(sum(v for k, v in seconds(spans).items() if k not in ("dead", "starting")) for spans in states.values())
+    total = sum(stall_s for each in stalls(run).values() for _, stall_s in each)
+    return (
+        f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
+        f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
+        "time in the job."
+    )
+
+
+def _sent(run: Run) -> str:
+    total = sum(sent(run).values())
+    if not total:
+        return ""
+    each = f", {size(total / run.summary['outer_steps'])} per outer step" if run.summary["outer_steps"] else ""
+    return f"The replicas sent {size(total)} in reductions{each}."
+
+
+def _losses(run: Run) -> str:
+    s = run.summary
+    tests = run.named("evaluate")
+    if not tests:
+        return ""
+    first, last = s["val_loss_initial"], s["val_loss_final"]
+    if last is None:
+        return (
+            f"Held-out loss: {first:.4f} nats at first, {float(data_of(tests[-1])['loss']):.4f} at the last evaluation."
+        )
+    accuracy = ""
+    if isinstance(s["val_accuracy_final"], float) and isinstance(s["val_accuracy_initial"], float):
+        accuracy = f"; accuracy {s['val_accuracy_initial']:.3f} to {s['val_accuracy_final']:.3f}"
+    return f"Held-out loss went from {first:.4f} to {last:.4f} nats{accuracy}."
+
+
+def versions(run: Run) -> Sequence[tuple[str, str]]:
+    """When and where it ran, and with which versions; as far as the folder tells."""
+    names = {"began": "began", "host": "machine", "ftopt": "ftopt", "torch": "torch", "python": "Python"}
+    return [(said, str(run.about[name])) for name, said in names.items() if name in run.about]

@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from tests.job.running import start as start

@@ -1,0 +1,166 @@
+"""Folders that are not what a run leaves behind at its end; and files that a report must not replace."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ftopt.cli import report
+from ftopt.cli.main import main
+from tests.report.recorded import Recorder, page_of, record
+
+
+def reported(*arguments: str | Path) -> int:
+    return main(["report", *map(str, arguments)])
+
+
+def text_of(path: Path) -> str:
+    assert reported(path) == 0
+    return page_of(path / "report.html").text
+
+
+def test_a_run_that_is_still_going_on_says_so(tmp_path: Path) -> None:
+    record(tmp_path, ended=False)
+    text = text_of(tmp_path)
+    assert "The run is still going on: its last line was written" in text
+    assert "lost with dead replicas so far" in text
+
+
+def test_a_killed_run_tells_what_it_had_recorded(tmp_path: Path) -> None:
+    run = record(tmp_path, ended=False)
+    run.steps("r0", 31, 4)
+    with run.files.events.open("a", encoding="utf-8") as file:
+        file.write('{"t_s":9.5,"event":"deci')
+    for path in (run.files.events, *run.files.replicas.iterdir()):
+        os.utime(path, (1e9, 1e9))
+    text = text_of(tmp_path)
+    assert "The run has no summary.json: it was killed before its end." in text
+    assert "4 are not in it and were pending when the record ends" in text
+    assert "1 line of the files could not be read" in text
+
+
+def test_a_run_that_has_recorded_nothing_yet_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    assert "0 replicas ran for 0 s" in text_of(tmp_path)
+
+
+def test_lines_of_other_shapes_are_left_out(tmp_path: Path) -> None:
+    run = record(tmp_path)
+    wrong = [
+        [],
+        {"t_s": "soon", "event": "join", "replica": "r0", "incarnation": 1},
+        {"t_s": 1e400, "event": "join", "replica": "r0", "incarnation": 1},
+        {"t_s": 1.0, "event": "decide", "replica": "coordinator", "incarnation": 0, "version": 9, "inner_step": 90},
+        {"t_s": 1.0, "event": "stall", "replica": "r0", "incarnation": 1, "data": {"stall_s": None}},
+        {"t_s": 1.0, "event": "evaluate", "replica": "r0", "incarnation": 1, "data": []},
+        {"t_s": 1.0, "event": "join", "replica": "r0", "incarnation": 10**400},
+        {"t_s": 1.0, "event": {}, "replica": "r0", "incarnation": 1},
+    ]
+    with run.files.events.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in wrong)
+    with run.files.steps("r0").open("a", encoding="utf-8") as file:
+        file.write('{"t_s":null}\n' + "[" * 100_000 + "\n" + '{"t_s":1,"incarnation":1,"inner_step":1},{"loss":2}\n')
+        file.write(f'{{"t_s":1,"incarnation":1,"inner_step":{10**400},"loss":{10**400}}}\n')
+    assert f"{len(wrong) + 4} lines of the files could not be read" in text_of(tmp_path)
+
+
+def test_what_is_no_runs_folder_is_refused_with_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "runs" / "mine")
+    for path, said in (
+        (tmp_path / "nothing", "there is no such folder"),
+        (tmp_path / "runs", f"the newest run in it is {tmp_path}/runs/mine"),
+        (tmp_path / "runs" / "mine" / "logs", "it has no events.jsonl"),
+        (tmp_path / "runs" / "mine" / "summary.json", f"is a file; give the run's folder, {tmp_path}/runs/mine"),
+    ):
+        assert reported(path) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert "Traceback" not in error
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_a_file_of_somebody_else_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path)
+    target = tmp_path / "report.html"
+    target.write_text("mine", encoding="utf-8")
+    assert reported(tmp_path) == 2
+    assert "is not a report of ftopt" in capsys.readouterr().err
+    assert target.read_text(encoding="utf-8") == "mine"
+    assert reported(tmp_path, "--force") == 0
+    assert reported(tmp_path) == 0, "our own report is"
+
+
+def test_an_output_that_cannot_be_written_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "run")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    for output, said in (
+        (tmp_path / "no" / "such.html", "cannot be written: No such file or directory"),
+        (tmp_path / "run", "is a folder"),
+        (fifo, "is not a plain file"),
+        (tmp_path / "run" / "summary.json" / "x", "cannot be written: Not a directory"),
+        (tmp_path / ("x" * 300), "cannot be written: File name too long"),
+    ):
+        assert reported(tmp_path / "run", "--output", output, "--force") == 2
+        assert said in capsys.readouterr().err
+    assert not [path for path in (tmp_path / "run").iterdir() if "html" in path.name]
+
+
+def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:
+    """r1's machine started 100 s after the coordinator's, and its clock is 7 s ahead."""
+    head, far = Recorder(tmp_path / "head"), Recorder(tmp_path / "far", started=500.0)
+    head.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    head.now = 100.0
+    for replica in ("r0", "r1"):
+        head.event("join", replica, 1)
+    for version in (1, 2):
+        members = {"r0": (1, 10, 10 * version), "r1": (1, 10, 10 * version)}
+        head.steps("r0", 10 * version - 9, 10)
+        far.steps("r1", 10 * version - 9, 10)
+        head.now, far.now = head.now + 1.0, far.now + 1.0
+        head.round(version, members)
+        far.round(version, {"r1": members["r1"]}, coordinator=False)
+    head.end("r0")
+    far.end("r1")
+    assert reported(tmp_path / "head", tmp_path / "far") == 0
+    found = page_of(tmp_path / "head" / "report.html")
+    assert "2 replicas ran for 1 min 43 s (the first 1 min 40 s" in found.text
+    assert "Merged from 2 folders of one job (head and far). Their clocks and starts differ" in found.text
+    assert "Of 40 inner steps, 40 (100 %) are in the model" in found.text
+    assert [row[1:3] for row in found.table("version", "time")] == [["1:41", "10"], ["1:43", "20"]]
+
+
+def test_folders_of_replicas_alone_say_what_they_do_not_know(tmp_path: Path) -> None:
+    parts = []
+    for number in range(2):
+        run = Recorder(tmp_path / f"m{number}", started=50.0 * number)
+        run.event("hold", f"r{number}", 0, data={"text": "1 of 2 replicas connected"})
+        run.steps(f"r{number}", 1, 10)
+        run.now += 1.0
+        run.round(1, {f"r{number}": (1, 10, 10)}, coordinator=False)
+        run.end(f"r{number}", pending=number)
+        parts.append(run.files.path)
+    assert reported(*parts) == 0
+    text = page_of(parts[0] / "report.html").text
+    assert "2 replicas ran for 1.5 s" in text
+    assert "20 inner steps are on record; 1 of them were pending when their replicas left" in text
+    assert "no events of the coordinator" in text
+
+
+def test_jobs_that_happen_to_share_numbers_stay_two_runs(tmp_path: Path) -> None:
+    record(tmp_path / "a")
+    record(tmp_path / "b")
+    assert reported(tmp_path / "a", tmp_path / "b") == 0
+    assert "2 runs compared" in page_of(tmp_path / "a" / "report.html").text
+
+
+def test_a_report_that_fails_does_not_fail_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    report.after(tmp_path)
+    assert capsys.readouterr().out == ""
+    (line,) = caplog.messages
+    assert line.startswith(f"no report of {tmp_path}: UserError: ")
