@@ -80,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "connect": {"net", "sync/group", "sync/island", "sync/local", "sync/protocol", "sync/replica", "transport"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
-        "sync/group", "sync/protocol",
+        "sync/group", "sync/protocol", "telemetry",
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},

@@ -10,17 +10,17 @@ import torch
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
-from ftopt.events import OnEvent, ignore
+from ftopt.events import OnEvent, Subscribers, ignore
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
 from ftopt.job.ranks import Ranks, meet
-from ftopt.job.subscribers import CurrentStep, fan_out, step_log
+from ftopt.job.subscribers import CurrentStep, step_log
 from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
-from ftopt.telemetry.wandb import WandbMirror, resolve
+from ftopt.telemetry.wandb import Wandb, resolve, run_id
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
@@ -69,13 +69,15 @@ def run_replica(
     events = EventLog(JsonLines(files.events, started))
     record = CurrentStep()
     mode = resolve(recipe.log.wandb)
-    config = as_dict(recipe)
-    mirror = None if mode == "off" else WandbMirror(mode, folder, job=folder.name, replica=replica, config=config)
-    steps = step_log(JsonLines(files.steps(replica), started), record, mirror)
+    run = folder.name if supervised else job  # `ftopt run` begins a new one each time
+    wandb = None
+    if mode != "off":
+        wandb = Wandb(mode=mode, dir=folder, group=run, id=run_id(run, replica), config=as_dict(recipe))
+    steps = step_log(JsonLines(files.steps(replica), started), record)
     ids = recipe.replica_ids()
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
-    on_event = fan_out(events, steps, *([mirror] if mirror is not None else []), injector)
+    on_event = Subscribers([events, steps, *([wandb] if wandb is not None else []), injector])
     group = ftopt.connect(
         url,
         replica,
@@ -93,8 +95,8 @@ def run_replica(
         done = _train(recipe, group, on_event, record=record, ranks=ranks, asked=asked, injector=injector)
     finally:
         group.close()
-    if mirror is not None:
-        mirror.finish(_WANDB_S)
+        if wandb is not None:
+            wandb.close(_WANDB_S)
     return done
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from ftopt.events import Event, OnEvent
 from ftopt.telemetry.jsonl import JsonLines
-from ftopt.telemetry.wandb import WandbMirror
 
 
 @dataclass(slots=True)
@@ -19,10 +18,10 @@ class CurrentStep:
     local_step: int = 0
 
 
-def step_log(lines: JsonLines, record: CurrentStep, mirror: WandbMirror | None = None) -> OnEvent:
+def step_log(lines: JsonLines, record: CurrentStep) -> OnEvent:
     """Writes a line for each inner step when it is done and before its outer step begins.
 
-    A replica killed in an outer step has thus every executed step on record. ``mirror`` gets each step, too.
+    A replica killed in an outer step has thus every executed step on record.
     """
 
     def on_event(event: Event) -> None:
@@ -31,17 +30,5 @@ def step_log(lines: JsonLines, record: CurrentStep, mirror: WandbMirror | None =
         assert event.inner_step is not None
         line = {"incarnation": event.incarnation, "local_step": record.local_step, "inner_step": event.inner_step}
         lines.write({**line, "loss": round(record.loss, 5), "lr": record.lr})
-        if mirror is not None:
-            mirror.step(event.inner_step, loss=record.loss, lr=record.lr)
-
-    return on_event
-
-
-def fan_out(*subscribers: OnEvent) -> OnEvent:
-    """One ``on_event`` that calls each of ``subscribers``, in this order."""
-
-    def on_event(event: Event) -> None:
-        for subscriber in subscribers:
-            subscriber(event)
 
     return on_event
