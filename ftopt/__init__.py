@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from ftopt.methods import PAFT, BySpeed, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
     from ftopt.optimizer import OuterOptimizer, Undone, undo_step, undoable, wrap
     from ftopt.sync.group import ReplicaGroup
+    from ftopt.telemetry.tensorboard import TensorBoard
+    from ftopt.telemetry.wandb import Wandb
 
 __all__ = [
     "PAFT", "BySpeed", "Checkpoints", "DataLoader", "DecoupledDiLoCo", "DiLoCo", "Event", "FtoptError", "LocalSGD",
     "Method", "OuterOptimizer", "Refused", "ReplicaGroup", "SlowMo", "StreamingDiLoCo", "Sync", "SyncSGD",
-    "TokenWindows", "Undone", "Unreachable", "UserError", "codecs", "connect", "fragments", "local_groups", "methods",
-    "outer", "recipe", "solo", "triggers", "undo_step", "undoable", "wrap",
+    "TensorBoard", "TokenWindows", "Undone", "Unreachable", "UserError", "Wandb", "codecs", "connect", "fragments",
+    "local_groups", "methods", "outer", "recipe", "solo", "triggers", "undo_step", "undoable", "wrap",
 ]  # fmt: skip
 __version__ = "0.1.0"
 
@@ -41,8 +43,10 @@ _LATER = {
     "Checkpoints": "ftopt.checkpointing",
     "DataLoader": "ftopt.data.loader",
     "ReplicaGroup": "ftopt.sync.group",
+    "TensorBoard": "ftopt.telemetry.tensorboard",
     "TokenWindows": "ftopt.data.tokens",
     "recipe": "ftopt.job.parts",
+    "Wandb": "ftopt.telemetry.wandb",
     **dict.fromkeys(_METHODS, "ftopt.methods"),
     **dict.fromkeys(_OPTIMIZER, "ftopt.optimizer"),
 }

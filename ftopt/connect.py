@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from ftopt.errors import UserError, check_number, check_whole, names_arguments
-from ftopt.events import Event, OnEvent, ignore
+from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
 from ftopt.net.interfaces import address_of, interface_of
 from ftopt.net.tls import Tls, find_tls, is_public
 from ftopt.net.token import find_token
@@ -42,7 +42,7 @@ def connect(
     sync: Sync | None = None,
     host: str | None = None,
     interface: str | None = None,
-    on_event: OnEvent = ignore,
+    on_event: OnEvent | Sequence[OnEvent] = ignore,
     connect_s: float = 10.0,
     mesh: DeviceMesh | ProcessGroup | bool | None = None,
 ) -> ReplicaGroup:
@@ -65,7 +65,7 @@ def connect(
             there, while control goes where ``url`` is. Peers must reach that address. Give it or ``host``. Default:
             ``FTOPT_INTERFACE``, else ``host``.
         on_event: called with each event, on several threads, which wait for it: it must return at once. One that never
-            returns hangs this replica.
+            returns hangs this replica. `ftopt.Wandb`, `ftopt.TensorBoard`, a function of your own, or a list of them.
         connect_s: seconds to wait for a coordinator that does not answer. Default 10.
         mesh: the ranks that are this replica together, with one model between them (DDP, FSDP2, tensor parallel): their
             `DeviceMesh` or process group. Each of them calls this; rank 0's arguments count. Default None: all ranks of
@@ -101,7 +101,7 @@ def connect(
     for what, name in (("replica", replica), ("job", job)):
         _check_name(what, name)
     _check_sync(sync)
-    _check_on_event(on_event)
+    on_event = _one_on_event(on_event)
     check_number("connect_s", connect_s, "[0, inf)", of="seconds")
     if host is not None and not isinstance(host, str):
         raise UserError(f"host={host!r:.60}; must be this machine's name or address, or None")
@@ -121,6 +121,7 @@ def connect(
     _log.info("replica %s: payloads and states go by %s", replica, way)
     if on_event is ignore:
         on_event = _Log(way)
+    attend(on_event, job, replica)
     session = Session(
         replica,
         job,
@@ -140,14 +141,18 @@ def connect(
 
 
 @names_arguments("ftopt.solo()")
-def solo(*, on_event: OnEvent = ignore) -> ReplicaGroup:
+def solo(*, on_event: OnEvent | Sequence[OnEvent] = ignore) -> ReplicaGroup:
     """A group of one: every method runs, nothing is sent."""
     return local_groups(1, on_event=on_event)[0]
 
 
 @names_arguments("ftopt.local_groups(2, sync=ftopt.Sync())")
 def local_groups(
-    n: int, *, sync: Sync | None = None, on_event: OnEvent = ignore, names: Sequence[str] | None = None
+    n: int,
+    *,
+    sync: Sync | None = None,
+    on_event: OnEvent | Sequence[OnEvent] = ignore,
+    names: Sequence[str] | None = None,
 ) -> list[ReplicaGroup]:
     """``n`` groups of one job in this process, for as many threads: tests, notebooks.
 
@@ -160,7 +165,7 @@ def local_groups(
         names: the replicas' ids, default ``r0 .. r{n-1}``. A name that comes again is that replica's next life.
     """
     check_whole("n", n, 1, of="replicas", hint="use ftopt.local_groups(2)")
-    _check_on_event(on_event)
+    on_event = _one_on_event(on_event)
     if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
         raise UserError(f"names={names!r:.60}; must be a list of {n} names, one for each group")
     names = [f"r{i}" for i in range(n)] if names is None else list(names)
@@ -181,6 +186,9 @@ def local_groups(
     hub, network = LocalHub("local", on_event), LoopThread()
     transport = LocalTransport(sync.dead_after_s)
 
+    for name in names:
+        attend(on_event, "local", name)
+
     def group(number: int, name: str) -> ReplicaGroup:
         link, state = LocalLink(hub), LocalState(hub, f"{name} of group {number}")
         return Client(
@@ -197,9 +205,17 @@ def _check_name(what: str, name: object) -> None:
         raise UserError(f"{what} {name!r:.60}: {wrong}; give it a short name")
 
 
-def _check_on_event(on_event: object) -> None:
-    if not callable(on_event):
-        raise UserError(f"on_event={on_event!r:.60}; must be a function of a ftopt.Event; leave it out for none")
+def _one_on_event(on_event: OnEvent | Sequence[OnEvent]) -> OnEvent:
+    several = isinstance(on_event, list | tuple)
+    for each in on_event if isinstance(on_event, list | tuple) else [on_event]:
+        if not callable(each):
+            raise UserError(
+                f"on_event={on_event!r:.60}; must be a function of a ftopt.Event, or a list of such functions; leave "
+                "it out for none"
+            )
+    if not several:
+        return cast(OnEvent, on_event)
+    return Subscribers(cast("Sequence[OnEvent]", on_event)) if on_event else ignore
 
 
 def _check_sync(sync: object) -> None:

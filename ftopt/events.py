@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Event:
         version: the version that the round works towards, None outside of a round.
         attempt: the attempt, None outside of one.
         inner_step: the replica's inner step (the coordinator's: the committed one).
-        data: whatever else belongs to it; JSON values only.
+        data: whatever else belongs to it; JSON values only, but for the loss in ``stepped``.
     """
 
     event: str
@@ -77,7 +77,7 @@ _telling = threading.local()
 def guarded(on_event: OnEvent) -> OnEvent:
     """``on_event``, whose exceptions are logged, the first one of all, and go no further. (`SystemExit` and
     `KeyboardInterrupt` are no errors of a subscriber, and pass.)"""
-    if on_event is ignore:
+    if on_event is ignore or isinstance(on_event, Subscribers):  # which guards each of its own
         return on_event
     said = set[str]()
 
@@ -134,7 +134,44 @@ def check_not_telling(what: str) -> None:
         )
 
 
+class Subscribers:
+    """One ``on_event`` of several, called in this order. What one of them raises keeps no other from hearing."""
+
+    def __init__(self, subscribers: Sequence[OnEvent]) -> None:
+        self._told = [(guarded(each), wants_steps(each)) for each in subscribers]
+        self._all = tuple(subscribers)
+        self.every_step = any(wants_steps(each) for each in subscribers)
+        self.outer_gradient = any(wants_gradients(each) for each in subscribers)
+
+    def __call__(self, event: Event) -> None:
+        of_a_step = event.event in OF_A_STEP
+        for tell, wants in self._told:
+            if wants or not of_a_step:
+                tell(event)
+
+    def attend(self, job: str, replica: str) -> None:
+        """See `attend`."""
+        for each in self._all:
+            attend(each, job, replica)
+
+
+def attend(on_event: OnEvent, job: str, replica: str) -> None:
+    """Tells a subscriber whose events will come, if it has a method of this name."""
+    if (method := getattr(on_event, "attend", None)) is not None:
+        method(job, replica)
+
+
+OF_A_STEP = ("inner", "stepped")
+"""The events of every inner step."""
+
+
 def wants_steps(on_event: OnEvent) -> bool:
     """Whether it is to be told of every inner step (``inner``, ``stepped``): all but `ignore` and those that have an
     attribute ``every_step`` that is False."""
-    return on_event is not ignore and getattr(on_event, "every_step", True)
+    return on_event is not ignore and bool(getattr(on_event, "every_step", True))
+
+
+def wants_gradients(on_event: OnEvent) -> bool:
+    """Whether outer gradients are to be measured for it (``gradient_norm``, ``cosine`` of ``prepare``): if it has an
+    attribute ``outer_gradient`` that is True."""
+    return bool(getattr(on_event, "outer_gradient", False))

@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job/parts": {"config", "data", "job/inner", "job/model", "job/schedule", "job/task", "optimizer", "sync/group"},
     "__init__": {
         "codecs", "fragments", "outer", "triggers", "methods", "optimizer", "checkpointing", "connect", "data",
-        "job/parts", "sync/group", "sync/protocol",
+        "job/parts", "sync/group", "sync/protocol", "telemetry",
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.net import add_certificate, add_file, add_token, tls_of, token_of
 from ftopt.cli.output import say
-from ftopt.events import OnEvent, ignore
+from ftopt.events import OnEvent, Subscribers, ignore
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
@@ -76,7 +76,6 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
         return ignore, None
     from ftopt.faults.injector import FaultInjector
     from ftopt.faults.spec import Fault
-    from ftopt.job.subscribers import fan_out
     from ftopt.telemetry.folder import RunFolder
     from ftopt.telemetry.jsonl import EventLog, JsonLines
 
@@ -89,4 +88,4 @@ def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[Coor
     def made(server: CoordinatorServer) -> None:
         injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
 
-    return fan_out(log, injector), made
+    return Subscribers([log, injector]), made

@@ -13,19 +13,19 @@ import torch
 import ftopt
 from ftopt.config.loader import as_dict
 from ftopt.config.schema import Recipe
-from ftopt.events import Event, OnEvent, ignore
+from ftopt.events import Event, OnEvent, Subscribers, attend, ignore
 from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
 from ftopt.job.own_folder import OwnFolder
 from ftopt.job.ranks import Ranks, meet
-from ftopt.job.subscribers import CurrentStep, OnStep, fan_out, step_log, to_mirror
+from ftopt.job.subscribers import CurrentStep, OnStep, step_log
 from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines
 from ftopt.telemetry.screen import Screen
-from ftopt.telemetry.wandb import WandbMirror, resolve
+from ftopt.telemetry.wandb import Wandb, resolve, run_id
 
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
@@ -90,21 +90,19 @@ def run_replica(
         return Result(done)
     record = CurrentStep()
     on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
-    mirrors: list[WandbMirror] = []
+    mode = resolve(recipe.log.wandb)
+    mirror = _Mirror() if mode != "off" else None
 
     def opened(files: RunFolder, started: float) -> None:
         on_steps.append(JsonLines(files.steps(replica), started).write)
-        if (mode := resolve(recipe.log.wandb)) != "off":
-            path, config = files.path, as_dict(recipe)
-            mirrors.append(WandbMirror(mode, path, job=path.name, replica=replica, config=config))
-            on_steps.append(to_mirror(mirrors[0]))
+        if mirror is not None:
+            run = files.path.name if supervised else job  # `ftopt run` begins a new one each time
+            wandb = Wandb(mode=mode, dir=files.path, group=run, id=run_id(run, replica), config=as_dict(recipe))
+            attend(wandb, job, replica)
+            mirror.wandb = wandb
 
     own = None if supervised else OwnFolder(recipe, replica, f"{url} {job}", folder, opened)
     events: OnEvent = own if own is not None else _shared_log(RunFolder(folder), started, opened)
-
-    def mirror(event: Event) -> None:
-        for each in mirrors:
-            each(event)
 
     def on_step(line: dict[str, Any]) -> None:
         for each in on_steps:
@@ -114,8 +112,8 @@ def run_replica(
     ids = recipe.replica_ids()
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
-    shown = [screen] if screen is not None else []
-    on_event = fan_out(events, steps, mirror, *shown, injector)
+    more: list[OnEvent] = [each for each in (mirror, screen) if each is not None]
+    on_event = Subscribers([events, steps, *more, injector])
     group = ftopt.connect(
         url,
         replica,
@@ -146,9 +144,20 @@ def run_replica(
         group.close()
         if own is not None and own.is_open:
             result.summary = own.files.summarize()
-    for each in mirrors:
-        each.finish(_WANDB_S)
+        if mirror is not None and mirror.wandb is not None:
+            mirror.wandb.close(_WANDB_S)
     return result
+
+
+class _Mirror:
+    """Passes events on to wandb, whose folder is known when the replica has joined."""
+
+    every_step = outer_gradient = True
+    wandb: Wandb | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.wandb is not None:
+            self.wandb(event)
 
 
 def _shared_log(files: RunFolder, started: float, opened: Callable[[RunFolder, float], None]) -> EventLog:

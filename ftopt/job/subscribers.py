@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftopt.events import Event, OnEvent
-from ftopt.telemetry.wandb import WandbMirror
 
 
 @dataclass(slots=True)
@@ -44,24 +43,5 @@ def step_log(record: CurrentStep, *subscribers: OnStep) -> OnEvent:
             line["tokens"] = tokens
         for subscriber in subscribers:
             subscriber(line)
-
-    return on_event
-
-
-def to_mirror(mirror: WandbMirror) -> OnStep:
-    """Gives each step to wandb."""
-
-    def on_step(line: dict[str, Any]) -> None:
-        mirror.step(line["inner_step"], loss=line["loss"], lr=line["lr"])
-
-    return on_step
-
-
-def fan_out(*subscribers: OnEvent) -> OnEvent:
-    """One ``on_event`` that calls each of ``subscribers``, in this order."""
-
-    def on_event(event: Event) -> None:
-        for subscriber in subscribers:
-            subscriber(event)
 
     return on_event

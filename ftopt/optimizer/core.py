@@ -25,6 +25,7 @@ from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.leaving import at_exit, hand_in, tell_left, tell_not_stepped, why_at_once
+from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.optimizer.recovery.capture import Cut, SavedReplica, capture_replica, cut_of
@@ -159,7 +160,8 @@ class Core:
         outer.count(self.inner.largest_lr, told, step_s, tokens=tokens)
         emitted = ended
         if tells:
-            group.emit("stepped", inner_step=outer.inner_step(), data=counted)
+            data = told_of_a_step(counted, told, self.inner.largest_lr())
+            group.emit("stepped", inner_step=outer.inner_step(), data=data)
             emitted = self._clock()
         self._ended_at = ended
         if self.replays is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -90,11 +90,13 @@ class Reduced:
         digest: hex, of the result and of the scrubbed part of the committed state.
         live: digest of the live model and inner state, in versions that compare them; else "".
         peak: the largest absolute value of what is compared, where it was looked for: breaks a tie.
+        metrics: what is told of it in the event ``prepare``; not compared.
     """
 
     digest: str
     live: str = ""
     peak: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Damaged(Exception):
@@ -187,6 +189,8 @@ class ReplicaGroup(Protocol):
     tells_steps: bool
     """Whether a subscriber wants the events of every inner step (``inner``, ``stepped``); if not, they are not
     emitted."""
+    tells_gradients: bool
+    """Whether a subscriber wants outer gradients measured; if not, that costs nothing."""
     units: Units | None
     """The units of the job's sample ledger that this replica is granted; None in a job without a ledger."""
     global_batch: GlobalBatch | None

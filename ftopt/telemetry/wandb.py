@@ -1,25 +1,29 @@
-"""Mirrors one replica's run to wandb. The one file that imports it.
-
-Everything of wandb happens on a thread of its own that starts at the first inner step: training waits neither for its
-import nor for its service, and no error of it reaches the loop. The JSON lines are the record; this is a copy.
-"""
+"""`Wandb`: a replica's metrics in Weights & Biases. The one file that imports wandb, in a process of its own."""
 
 from __future__ import annotations
 
-import logging
+import json
 import netrc
 import os
-import queue
-import threading
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ftopt.events import Event
+from ftopt.errors import UserError, check_choice, names_arguments
+from ftopt.telemetry.mirror import Mirror
 
-_log = logging.getLogger("ftopt.telemetry")
-_EVERY = 10
-"""Inner steps between two points of the inner curves."""
+MODES = ("auto", "online", "offline")
+_FLUSH_S = 1.0
+"""wandb's own 15 s would leave nothing of a node that dies earlier."""
+_INIT_S = 60.0
+_TABLE_EVERY_S, _MOST_ROWS = 60.0, 1000
+_ALERT_AGAIN_S = 3600
+_ID = 128
+"""Characters of an id, at most."""
 
 
 def resolve(mode: str) -> str:
@@ -39,78 +43,196 @@ def resolve(mode: str) -> str:
         return "offline"
 
 
-class WandbMirror:
-    """One wandb run for one replica, grouped by job.
+def run_id(job: str, replica: str) -> str:
+    """The id of a replica's wandb run: the same one in each of its lives."""
+    name = f"{job}-{replica}"
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_ID]
+    return plain if plain == name else f"{plain[: _ID - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
+
+
+class Wandb(Mirror):
+    """Copies metrics to wandb: an ``on_event`` of `ftopt.connect`. One run per replica, grouped by job.
+
+    wandb runs in a process of its own: training never waits for it, and does not notice when it fails. A replica that
+    is started again goes on with its run.
 
     Args:
-        mode: ``online`` or ``offline``.
-        folder: offline files go to ``wandb`` below it.
-        job: the job's name: the group, and the first part of the run's id.
-        replica: this replica's id.
-        config: the resolved recipe.
+        project: wandb's project. Default: ``WANDB_PROJECT``, else ``ftopt``.
+        name: the run's name. Default: the replica's id.
+        tags: the run's. Default: ``WANDB_TAGS``, else none.
+        config: what the run was started with; values that JSON does not have become text.
+        mode: ``online``, ``offline`` (`wandb sync` uploads it later), or ``auto``: online with a key, else offline.
+            ``WANDB_MODE`` decides ``auto``; ``disabled`` there: nothing is done.
+        dir: its files go to ``wandb`` below it. Default: ``WANDB_DIR``, else the working directory.
+        id: the run's id. Default: of job and replica, so that later lives continue it. Give it, or another job name,
+            if you train again under the same names.
+        group: the runs' group. Default: ``WANDB_RUN_GROUP``, else the job.
+        entity: wandb's team or user. Default: wandb's own.
+        every: inner steps between two points of the inner metrics. Default 10.
+        settings: of ``wandb.Settings``, in addition to ftopt's.
+
+    Raises:
+        UserError: an argument is wrong, or wandb is not installed.
     """
 
-    def __init__(self, mode: str, folder: Path, *, job: str, replica: str, config: Mapping[str, Any]) -> None:
-        self._settings = {
-            "mode": mode,
+    kind = "wandb"
+    sink = "ftopt.telemetry.wandb:WandbSink"
+
+    @names_arguments('ftopt.Wandb(project="my-project")')
+    def __init__(
+        self,
+        *,
+        project: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+        mode: str = "auto",
+        dir: str | Path | None = None,
+        id: str | None = None,
+        group: str | None = None,
+        entity: str | None = None,
+        every: int = 10,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_choice("mode", mode, MODES, "use offline to upload later")
+        for what, text in {"project": project, "name": name, "id": id, "group": group, "entity": entity}.items():
+            _check_text(what, text)
+        if isinstance(tags, str) or not all(isinstance(tag, str) and 0 < len(tag) <= 64 for tag in tags):
+            raise UserError(f'tags={tags!r:.60}; must be a list of strings of 1 to 64 characters, as ["baseline"]')
+        if id is not None and (len(id) > 128 or re.search(r"[/\\#?%:]", id)):
+            raise UserError(f"id={id!r:.60}; must have at most 128 characters, none of them / \\ # ? % :")
+        if find_spec("wandb") is None:
+            raise UserError("ftopt.Wandb needs wandb, which is not installed; pip install wandb")
+        folder = Path(dir or os.environ.get("WANDB_DIR") or ".").absolute()
+        self._off = resolve(mode) == "off"
+        options = {
+            "project": project or os.environ.get("WANDB_PROJECT") or "ftopt",
+            "name": name,
+            "tags": list(tags),
+            "config": _plain("config", config),
+            "mode": resolve(mode),
             "dir": str(folder),
-            "group": job,
-            "job_type": "replica",
-            "name": replica,
-            "id": f"{job}-{replica}",
-            "resume": "allow" if mode == "online" else None,
-            "project": "ftopt",
-            "config": dict(config),
+            "id": id,
+            "group": group or os.environ.get("WANDB_RUN_GROUP"),
+            "entity": entity,
+            "settings": _plain("settings", settings),
         }
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=10_000)
-        self._thread: threading.Thread | None = None
+        super().__init__(options, every=every)
 
-    def step(self, inner_step: int, *, loss: float, lr: float) -> None:
-        """Tells an inner step. Does not block."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ftopt-wandb", daemon=True)
-            self._thread.start()
-        if inner_step % _EVERY == 0:
-            self._put({"inner/step": inner_step, "inner/loss": loss, "inner/lr": lr})
+    def attend(self, job: str, replica: str) -> None:
+        if not self._off:
+            super().attend(job, replica)
 
-    def __call__(self, event: Event) -> None:
-        """Tells an event. Does not block."""
-        if event.event == "apply":
-            self._put({"outer/version": event.version, "outer/inner_step": event.inner_step})
-        elif event.event == "evaluate":
-            self._put({"inner/step": event.inner_step, "inner/val_loss": event.data["loss"]})
-        elif event.event == "stall":
-            self._put({"inner/step": event.inner_step, "inner/stall_s": event.data["stall_s"]})
 
-    def finish(self, timeout_s: float) -> None:
-        """Waits at most so many seconds for wandb to take what is there; then it is left behind."""
-        if self._thread is None:
-            return
-        self._put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            _log.warning("wandb did not finish within %g s; its copy of the run may lack the end", timeout_s)
+def _check_text(what: str, text: object) -> None:
+    if text is not None and not (isinstance(text, str) and 0 < len(text) <= 128):
+        raise UserError(f"{what}={text!r:.60}; must be a string of 1 to 128 characters, or None")
 
-    def _put(self, point: dict[str, Any] | None) -> None:
-        try:
-            self._queue.put_nowait(point)
-        except queue.Full:  # wandb is stuck or has failed; the JSON lines have it all.
-            return
 
-    def _work(self) -> None:
-        try:
-            self._mirror()
-        except Exception as error:  # Whatever wandb raises, training goes on.
-            _log.warning("wandb: %s: %s; the run goes on without it", type(error).__name__, error)
+def _plain(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``values`` as JSON has them; others as text."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise UserError(f"{what}={values!r:.60}; must be a mapping of names to values; of an argparse result vars(...)")
+    try:
+        return dict(json.loads(json.dumps(dict(values), default=str)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{what}: {error}; give plain values: numbers, strings, lists and mappings") from None
 
-    def _mirror(self) -> None:
-        os.environ.setdefault("WANDB_SILENT", "true")
+
+class WandbSink:
+    """What writes to wandb, in the other process."""
+
+    def __init__(self, options: Mapping[str, Any], say: Callable[..., None]) -> None:
+        os.environ["WANDB_SILENT"] = "true"
         import wandb
 
-        settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, x_disable_meta=True)
-        run = wandb.init(settings=settings, **self._settings)  # type: ignore[arg-type]
-        run.define_metric("inner/*", step_metric="inner/step")
-        run.define_metric("outer/*", step_metric="outer/version")
-        while (point := self._queue.get()) is not None:
-            run.log(point)
-        run.finish()
+        self._wandb, self._say, self._options = wandb, say, options
+        self._id = options["id"] or run_id(options["job"], options["replica"])
+        self._defined: set[str] = set()
+        self._rows: list[list[Any]] = []
+        self._table_s, self._news = -_TABLE_EVERY_S, False
+        before = list(Path(options["dir"]).glob(f"wandb/*run-*-{self._id}"))
+        self._run = self._init()
+        self.file = _file_of(self._run)
+        if self.file is not None and not self.file.is_relative_to(Path(options["dir"]).resolve()):
+            say(f"the folder {options['dir']} cannot be written; its files are in {self.file.parent}")
+        if options["life"] == 1 and (before or self._run.resumed):
+            say(
+                f"there was a run {self._id} already, and this job's curves are added to it; give another job name, or "
+                "id=, to have a new one"
+            )
+
+    def _init(self) -> Any:
+        mode = self._options["mode"]
+        try:
+            return self._init_as(mode)
+        except Exception as error:
+            if mode != "online":
+                raise
+            self._wandb.teardown()  # the id is in use until then
+            text = " ".join(str(error).split())[:300]
+            run = self._init_as("offline")
+            folder = f"{self._options['dir']}/wandb"
+            self._say(
+                f"no run could be started online ({text}); it is kept offline: later, wandb sync {folder}/offline-*"
+            )
+            return run
+
+    def _init_as(self, mode: str) -> Any:
+        wandb, options = self._wandb, self._options
+        Path(options["dir"]).mkdir(parents=True, exist_ok=True)
+        wanted = {"console": "off", "silent": True, "x_disable_stats": True, "init_timeout": _INIT_S}
+        wanted |= {"x_transaction_log_flush_interval": _FLUSH_S, "x_stats_pid": os.getppid()}
+        known = {name: value for name, value in wanted.items() if name in wandb.Settings.model_fields}
+        return wandb.init(
+            settings=wandb.Settings(**{**known, **options["settings"]}),
+            mode=mode,
+            dir=options["dir"],
+            project=options["project"],
+            entity=options["entity"],
+            group=options["group"] or options["job"],
+            job_type="replica",
+            name=options["name"] or options["replica"],
+            id=self._id,
+            resume="allow" if mode == "online" else None,
+            tags=options["tags"] or None,
+            config={**options["config"], "ftopt_job": options["job"], "ftopt_replica": options["replica"]},
+        )
+
+    def point(self, axis: str, at: int, values: Mapping[str, float]) -> None:
+        for name in values:
+            if name not in self._defined:
+                self._defined.add(name)
+                self._run.define_metric(name, step_metric=axis)
+        self._run.log({axis: at, **values})
+        self._show()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        names = ("inner_step", "incarnation", "event", "text")
+        self._rows = [*self._rows, [time.strftime("%Y-%m-%d %H:%M:%S"), *(row[name] for name in names)]][-_MOST_ROWS:]
+        self._news = True
+        if row["alert"]:
+            level = row["alert"].upper()
+            replica = self._options["replica"]
+            self._run.alert(f"{replica}: {row['event']}", row["text"], level=level, wait_duration=_ALERT_AGAIN_S)
+        self._show()
+
+    def _show(self, *, at_once: bool = False) -> None:
+        """Logs the table of events, if there is news and the last one is a minute old."""
+        if not self._news or (not at_once and time.monotonic() < self._table_s + _TABLE_EVERY_S):
+            return
+        self._news, self._table_s = False, time.monotonic()
+        columns: list[str | int] = ["time", "inner_step", "life", "event", "text"]
+        self._run.log({"events": self._wandb.Table(columns=columns, data=self._rows)})
+
+    def close(self, *, killed: bool) -> None:
+        self._show(at_once=True)
+        self._run.finish(exit_code=1 if killed else 0)
+
+
+def _file_of(run: Any) -> Path | None:
+    """The run's file of records."""
+    found = getattr(run.settings, "sync_file", None)
+    return Path(found).resolve() if found else None

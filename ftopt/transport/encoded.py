@@ -106,6 +106,14 @@ def sent_bytes(numel: int, codec: Codec, shares: Sequence[float], *, rank: int) 
     return bool(shares[rank]) * others + (len(shares) - 1) * sum_codec(codec, shares).encoded_bytes(lengths[rank])
 
 
+def received_bytes(numel: int, codec: Codec, shares: Sequence[float], *, rank: int) -> int:
+    """What ``rank`` receives from others in both hops."""
+    lengths = [stop - start for start, stop in spans(numel, len(shares), codec.block)]
+    others = [other for other in range(len(shares)) if other != rank]
+    parts = sum(bool(shares[other]) for other in others) * codec.encoded_bytes(lengths[rank])
+    return parts + sum(sum_codec(codec, shares).encoded_bytes(lengths[other]) for other in others)
+
+
 def sum_codec(codec: Codec, shares: Sequence[float]) -> Codec:
     return codec.for_sum(sum(share > 0 for share in shares))
 

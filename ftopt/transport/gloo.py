@@ -131,7 +131,7 @@ class GlooCollective:
     def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: StagingFor) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.sent_bytes = 0
+        self.sent_bytes = self.received_bytes = 0
         self._group = group
         self._piece_bytes = piece_bytes
         self._staging = cache(staging)
@@ -158,7 +158,9 @@ class GlooCollective:
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         self.open()
         if self.size > 1 and flat.numel():
-            self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
+            around = 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
+            self.sent_bytes += around
+            self.received_bytes += around
             pieces = torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size()))
             self._reduce(pieces, self._staging(flat.device), summed if flat.device.type == "cpu" else None)
 
@@ -200,6 +202,7 @@ class GlooCollective:
                 sent, received = staging.begin(hop.sent)(), staging.room(hop.received)
                 under_way.append((hop, received))
                 self.sent_bytes += sum(hop.sent_sizes) - hop.sent_sizes[self.rank]
+                self.received_bytes += sum(hop.received_sizes) - hop.received_sizes[self.rank]
                 pending.append(box[0].alltoall_base(received, sent, hop.received_sizes, hop.sent_sizes))
 
             def finish() -> Exchange:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs.codec import Codec, roundtrip
-from ftopt.transport.encoded import alone, pay_, sent_bytes, spans, sum_codec
+from ftopt.transport.encoded import alone, pay_, received_bytes, sent_bytes, spans, sum_codec
 from ftopt.transport.interface import Carry, Owed, Summed
 
 
@@ -77,7 +77,7 @@ class LocalCollective:
     def __init__(self, meeting: _Meeting, rank: int, *, timeout_s: float, forget: Callable[[], object]) -> None:
         self.rank = rank
         self.size = meeting.size
-        self.sent_bytes = 0
+        self.sent_bytes = self.received_bytes = 0
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._forget = forget
@@ -99,7 +99,9 @@ class LocalCollective:
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
         flat.detach().copy_(self._meet(flat.detach().cpu(), _sum_in_rank_order))
-        self.sent_bytes += 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
+        around = 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size  # as a ring would
+        self.sent_bytes += around
+        self.received_bytes += around
         if summed is not None:
             summed(0, flat.numel() // 2)
 
@@ -149,6 +151,7 @@ class LocalCollective:
             raise
         flat.detach().copy_(result)
         self.sent_bytes += sent_bytes(flat.numel(), codec, shares, rank=self.rank)
+        self.received_bytes += received_bytes(flat.numel(), codec, shares, rank=self.rank)
         if summed is not None:
             quarter = flat.numel() // 4
             summed(2 * quarter, 3 * quarter)

@@ -23,7 +23,7 @@ from ftopt.sync.protocol.settings import Sync
 class Lonely:
     """The collective of one member."""
 
-    rank, size, sent_bytes = 0, 1, 0
+    rank, size, sent_bytes, received_bytes = 0, 1, 0, 0
 
     def __init__(self, contribution: Contribution | None = None, *, fails: bool = False) -> None:
         self.contribution, self.fails = contribution, fails
@@ -68,7 +68,7 @@ class Scripted:
         self.island = None
         self.sync = Sync()
         self.codec = FP32()
-        self.tells_steps = True
+        self.tells_steps, self.tells_gradients = True, False
         self.units = None
         self.global_batch = None
         self.incarnation = 1

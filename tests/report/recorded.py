@@ -10,8 +10,7 @@ from typing import Any
 
 from ftopt.events import Event
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, read_lines
-from ftopt.telemetry.summary import summarize
+from ftopt.telemetry.jsonl import EventLog, JsonLines
 
 ATTEMPTS = 1_000_000
 
@@ -74,10 +73,7 @@ class Recorder:
 
     def summarize(self) -> dict[str, Any]:
         """Writes summary.json, as the runner does."""
-        steps = {path.stem: read_lines(path) for path in sorted(self.files.replicas.glob("*.jsonl"))}
-        summary = summarize(read_lines(self.files.events), steps)
-        self.files.write_summary(summary)
-        return summary
+        return self.files.summarize()
 
 
 def record(

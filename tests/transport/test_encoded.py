@@ -67,6 +67,7 @@ def means(transport: Any, flats: Sequence[Tensor], codec: Codec) -> list[tuple[T
         return flat, collective.sent_bytes - before
 
     got = in_threads(size, work)
+    assert sum(c.received_bytes for c in collectives) == sum(c.sent_bytes for c in collectives)
     for collective in collectives:  # not before: in one process, closing one ends the others' connections
         collective.close()
     return got

@@ -214,6 +214,7 @@ class Freezer:
             totals=totals,
             seen=seen,
             until=counters.local_steps,
+            staleness=work.staleness,
         )
         return _Proposal(make, lr, contribution, applied, start, now, share)
 

@@ -11,6 +11,7 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.outer.freeze import ShareOffer
+from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import Ranges, ReplicaGroup
 
@@ -92,9 +93,11 @@ class MicroBatches:
     def offer(self, plan: int, units: Ranges, samples: int) -> None:
         if not self._fragment.pending_steps:  # otherwise it is the same step, with more in it
             self._group.emit("inner", inner_step=self._outer.inner_step() + 1)
-            counted = self._counted()
-            self._outer.count(self._inner.largest_lr, self._loss(), None, tokens=counted["tokens"])
-            data = counted if any(counted.values()) else None
+            counted, loss = self._counted(), self._loss()
+            self._outer.count(self._inner.largest_lr, loss, None, tokens=counted["tokens"])
+            data = None
+            if self._group.tells_steps:
+                data = told_of_a_step(counted if any(counted.values()) else None, loss, self._inner.largest_lr())
             self._group.emit("stepped", inner_step=self._outer.inner_step(), data=data)
         share = ShareOffer(plan, units, samples)
         self._outer.freezer.propose(self._fragment, self._inner.largest_lr(), share=share)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftopt.methods import Round, own_code
+from ftopt.methods import Method, Round, own_code
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.mean import Mean, in_pieces
+from ftopt.optimizer.outer.metrics import OuterGradient, divergence
 from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.optimizer.outer.shared import Shared
 from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, place_all, repaired
@@ -56,6 +57,7 @@ class Reduction:
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
         self._doubted: dict[int, int] = {}  # likewise of a result that was not plausible
+        self._gradients: dict[int, OuterGradient] = {}  # of each fragment's last result, if somebody wants to know
         self.lossy = not shared.group.codec.exact
         self.reduced: Tensor | None = None
 
@@ -99,7 +101,7 @@ class Reduction:
         self._tried[fragment.index] = attempt.version
         fragment.prepare(result, state)
         self._committed_memory.release()
-        return Reduced(result.digest, live, peak)
+        return Reduced(result.digest, live, peak, self._metrics(attempt, fragment, snapshot, collective))
 
     def _result(
         self,
@@ -148,6 +150,8 @@ class Reduction:
         method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
         averages, metrics = attempt.inner_step < method.average_until_step, fragment.trigger_metrics
         own, steps = methods_own(state.outer), list[pieces.Steps]()
+        look = self._measure(attempt, fragment, state)
+        see = look.see if look is not None else None
 
         def begin(mean: Tensor, at: Round) -> Summed | None:
             self.reduced = mean  # so far this replica's payload
@@ -155,7 +159,7 @@ class Reduction:
             self.reduced = None
             if averages or method.aggregation is not None or not in_pieces(fragment) or metrics.learns:
                 return None  # the step needs the whole mean
-            steps.append(pieces.Steps(method, state.anchor, own, mean, at, memory))
+            steps.append(pieces.Steps(method, state.anchor, own, mean, at, memory, see))
             return steps[0].there
 
         work, at = self._mean.reduce(attempt, fragment, state, snapshot, collective, begin)
@@ -164,6 +168,8 @@ class Reduction:
         self.reduced = None
         before, mean = part(state.anchor, trained), part(work, trained)
         made = _Made(before, own, stepped=True)
+        if look is not None and averages:
+            look.see_all(before, mean)
         if averages:
             made.anchor = own_code.like(method.average, before, before, mean, at)
         else:
@@ -171,10 +177,12 @@ class Reduction:
             if method.aggregation is not None:
                 gradient = own_code.like(method.aggregation.aggregate, mean, mean, at)
             if method.execution.elementwise:
-                step = steps[0] if steps else pieces.Steps(method, before, own, gradient, at, memory)
+                step = steps[0] if steps else pieces.Steps(method, before, own, gradient, at, memory, see)
                 made.anchor, made.outer, (of_anchor, of_outer) = step.finish()
                 made.moved, made.sums = step.moved, name_tensors(of_anchor, of_outer)
             else:
+                if look is not None:
+                    look.see_all(before, gradient)
                 made.anchor, made.outer = outer_step(method, before, own, gradient, at, collective)
         if averages or not method.execution.elementwise:
             made.moved = moved(before, made.anchor, made.outer)
@@ -185,6 +193,36 @@ class Reduction:
                 made.moved = math.inf
         made.outer = {**state.outer, **made.outer, **metrics.after(state.outer, at.seen)}
         return made
+
+    def _measure(self, attempt: AttemptView, fragment: Fragment, state: CommittedState) -> OuterGradient | None:
+        """What measures this attempt's outer gradient; None: nobody wants to know."""
+        if not self._group.tells_gradients:
+            return None
+        before, made = self._gradients.get(fragment.index), state.made
+        if before is not None and (made is None or made.attempt != before.attempt):
+            before = None  # that version was fetched, or computed by others
+        values = fragment.method.execution.values and not self.lossy
+        measured = OuterGradient(fragment.view.trained, values=values, attempt=attempt.attempt, before=before)
+        self._gradients[fragment.index] = measured
+        return measured
+
+    def _metrics(
+        self, attempt: AttemptView, fragment: Fragment, snapshot: Snapshot, collective: Collective
+    ) -> dict[str, Any]:
+        """What is told of an attempt."""
+        c, method = snapshot.contribution, fragment.method
+        counted = attempt.weight > 0
+        found: dict[str, Any] = {"size": attempt.size, "contributors": attempt.contributors}
+        found |= {"steps": c.steps if counted else 0, "staleness": snapshot.staleness if counted else None}
+        found["norm"] = c.norm if counted else None
+        gradient = self._gradients.get(fragment.index)
+        if gradient is None or gradient.attempt != attempt.attempt:
+            return found
+        found |= gradient.measured()
+        displaces = method.execution.values or type(method).payload is Method.payload
+        if displaces and not self.lossy and method.aggregation is None:
+            found["divergence"] = divergence([told(row) for row in collective.told()], found["gradient_norm"])
+        return found
 
     def _doubt(self, attempt: AttemptView, moved: float) -> None:
         """Fails the attempt. The next one for this version is computed anew from contributions that are checked, and

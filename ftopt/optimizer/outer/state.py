@@ -129,6 +129,7 @@ class Snapshot:
         lr: the inner optimizer's largest rate, the mean over its steps.
         seen: what the other members get for their triggers.
         until: the last inner step that is in the contribution, or was dropped behind it.
+        staleness: versions that were made since its oldest step.
     """
 
     contribution: Contribution
@@ -139,6 +140,7 @@ class Snapshot:
     totals: StepTotals
     seen: MemberStats
     until: int
+    staleness: int = 0
 
 
 @dataclass(frozen=True, slots=True)

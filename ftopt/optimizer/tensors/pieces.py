@@ -7,7 +7,7 @@ gives the same bits either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -155,12 +155,21 @@ class Steps:
         state: the present outer state, the method's own.
         mean: flat fp32; becomes the next anchor if ``memory`` leaves that there.
         memory: for the next state.
+        look: called with each piece of the anchor and of the mean before its step, and where it begins.
     """
 
     def __init__(
-        self, method: Method, anchor: Tensor, state: Mapping[str, Tensor], mean: Tensor, round: Round, memory: Memory
+        self,
+        method: Method,
+        anchor: Tensor,
+        state: Mapping[str, Tensor],
+        mean: Tensor,
+        round: Round,
+        memory: Memory,
+        look: Callable[[Tensor, Tensor, int], object] | None = None,
     ) -> None:
         self._method, self._anchor, self._mean, self._round, self._memory = method, anchor, mean, round, memory
+        self._look = look
         self._scalars = {name: tensor for name, tensor in state.items() if not tensor.dim()}
         self._flats = {name: tensor for name, tensor in state.items() if tensor.dim()}
         self._made, self._of_anchor, self._of_state = dict[str, Tensor](), _room(mean), dict[str, Tensor]()
@@ -204,6 +213,8 @@ class Steps:
         where = slice(start, min(start + self._size, self._mean.numel()))
         place, block = self._mean[where], BLOCK_BYTES // self._mean.element_size()
         sums = slice(start // block, -(-where.stop // block))
+        if self._look is not None:
+            self._look(self._anchor[where], place, start)
         own = {name: flat[where] for name, flat in self._flats.items()} | self._scalars
         new_anchor, new = own_code.outer_step(self._method, self._anchor[where], own, place, self._round)
         self._moved.see(torch.sub(new_anchor, self._anchor[where], out=self._scratch[: place.numel()]))

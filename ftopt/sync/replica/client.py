@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError, UserError, thread_failed
-from ftopt.events import EmitEvent, wants_steps
+from ftopt.events import EmitEvent, wants_gradients, wants_steps
 from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host, Island
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_READING
@@ -47,6 +47,7 @@ class Client:
         self.emit: EmitEvent = session.emit
         self.check: Callable[[], None] = session.view.check_open
         self.tells_steps = wants_steps(session.on_event)
+        self.tells_gradients = wants_gradients(session.on_event)
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self.island: Island | None = None

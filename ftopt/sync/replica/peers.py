@@ -27,9 +27,22 @@ class Peers:
         self._told: set[str] = set()
         self._times = Counter[str]()
         self._before: dict[int, frozenset[str]] = {}
+        self._met: frozenset[m.IncarnationId] = frozenset()
+        self._last: dict[int, frozenset[m.IncarnationId]] = {}
 
-    def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> None:
-        """``members``: of the attempt that has made the version."""
+    def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> dict[str, list[str]]:
+        """``members``: of the attempt that has made the version. Returns who are among them that this replica has not
+        met before (``joined``: also the next life of one that it has), and who were in the version before and are not
+        in this one (``absent``)."""
+        ids, known = frozenset(members), self._met
+        self._met = known | ids
+        joined = sorted(replica for replica, _ in ids - known) if known else []
+        self._say_who(fragment, version, members)
+        absent, self._last[fragment] = self._last.get(fragment, ids) - ids, ids
+        gone = {replica for replica, _ in absent} - {replica for replica, _ in ids}
+        return {"joined": joined, "absent": sorted(gone)}
+
+    def _say_who(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> None:
         now = frozenset(replica for replica, _ in members)
         first = not self._known
         missing = self._before.get(fragment, now) - now - self._missing

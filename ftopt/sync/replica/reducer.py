@@ -92,7 +92,7 @@ class Reducer:
         try:
             shell.emit("reduce", fragment=q.fragment, version=q.version, attempt=q.attempt)
             group = self._group(q)
-            before, since_s = group.sent_bytes, time.perf_counter()
+            before, received, since_s = group.sent_bytes, group.received_bytes, time.perf_counter()
             c = start.contribution
             group.tell([c.last_step, *bits([attempt.weight, float(c.steps), c.norm, c.peak, c.behind])])
             reduced = shell.host.reduce(attempt, group)
@@ -101,7 +101,9 @@ class Reducer:
             data = {
                 "wire_bytes": self._sent_bytes,
                 "bytes": group.sent_bytes - before,
+                "received": group.received_bytes - received,
                 "seconds": time.perf_counter() - since_s,
+                **reduced.metrics,
             }
             shell.emit("prepare", fragment=q.fragment, version=q.version, attempt=q.attempt, data=data)
         except Damaged as error:

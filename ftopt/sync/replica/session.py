@@ -339,9 +339,10 @@ class Session:
                 self.emit("outlier", fragment=fragment, version=version, data={"reason": reason})
                 self.host.exclude(fragment, reason, void=void)
             case e.CommitPrepared(attempt=attempt, record=record):
-                self._peers.committed(record.fragment, record.version, self.machine.fragments[record.fragment].members)
+                members = self.machine.fragments[record.fragment].members
+                peers = self._peers.committed(record.fragment, record.version, members)
                 started = self.reducer.started(attempt)
-                self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt)
+                self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt, data=peers)
                 self.host.commit(started, committed_of(self.machine, record))
             case e.Begin(record=record, reset=reset, again=again):
                 if reset or again:  # otherwise the host begins with its own state anyway

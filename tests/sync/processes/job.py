@@ -25,11 +25,11 @@ from torch import nn
 
 import ftopt
 from ftopt.errors import UserError
-from ftopt.events import Event
+from ftopt.events import Event, Subscribers
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
 from ftopt.job.harm import harm
-from ftopt.job.subscribers import CurrentStep, fan_out, step_log
+from ftopt.job.subscribers import CurrentStep, step_log
 from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
@@ -97,7 +97,7 @@ def _coordinator(folder: Path, bind: str, started: float, faults: Sequence[Fault
 
     host, port = parse_address(bind)
     path = folder / journal if journal else None
-    server = CoordinatorServer(host, port, journal=path, new=life == 1, on_event=fan_out(events, injector))
+    server = CoordinatorServer(host, port, journal=path, new=life == 1, on_event=Subscribers([events, injector]))
     injector.learn({"partition": lambda fault, event: server.cut(fault.for_s or 0.0)})
     server.run(ready=ready)
 
@@ -123,7 +123,7 @@ def _replica(
     injector, ordered = FaultInjector(faults, events), FaultInjector((), events, incarnation=_ORDERED)
     trains = threading.Event()
     threading.Thread(target=_obey, args=(orders, ordered, trains), daemon=True).start()
-    on_event = fan_out(events, steps, injector, ordered)
+    on_event = Subscribers([events, steps, injector, ordered])
     try:
         _train(url, replica, options, on_event, record, target, finish, (injector, ordered), trains)
     except UserError as error:

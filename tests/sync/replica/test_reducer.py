@@ -18,7 +18,7 @@ from ftopt.transport.interface import StoreOps
 class Alone:
     """A process group of one; also whatever else the reducer needs."""
 
-    rank, size, sent_bytes, replica = 0, 1, 0, "r0"
+    rank, size, sent_bytes, received_bytes, replica = 0, 1, 0, 0, "r0"
 
     def __init__(self) -> None:
         self.heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
