@@ -26,6 +26,7 @@ from ftopt.net.tls import why_not
 from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
+_pause = time.sleep
 _EVERY_S = 2.0
 _ALLOWED_S = (0.2, 3600.0)
 _COLUMNS = """\
@@ -89,7 +90,7 @@ def _watch(ask: Callable[[], list[Job]], every_s: float, *, url: str, as_json: b
             display = _Screen(url, every_s)
         while True:
             display.show(jobs, f"no answer since {_clock(answered_s)}: {trouble}" if trouble else "")
-            time.sleep(every_s)
+            _pause(every_s)
             try:
                 jobs, trouble, answered_s = ask(), "", time.time()
             except (UserError, Unreachable) as error:

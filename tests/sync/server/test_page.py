@@ -88,7 +88,7 @@ async def _two_replicas(tab: Page) -> None:
         await tab.until("[...document.querySelectorAll('#charts path')].some((x) => x.getAttribute('d') !== '')")
         rows = await tab.value("Object.fromEntries([...document.querySelectorAll('#charts tbody tr')]"
                                ".map((x) => [x.cells[0].innerText, x.cells[2].innerText]))")  # fmt: skip
-        assert (rows["training"], rows["joined"], rows["gone for good"]) == ("2", "2 in all", "0 in all")
+        assert (rows["training"], rows["joined"], rows["deaths"]) == ("2", "2 in all", "0 in all")
         assert tab.errors == []
 
 

@@ -4,11 +4,11 @@
   const POLL_MS = 2000, GIVE_UP_MS = 8000;
   const CHARTS = [
     ["training", "training", "level"], ["waiting", "waiting", "level"], ["other", "in other states", "level"],
-    ["stalled", "stalled", "level", "trouble"], ["away", "not connected", "level", "trouble"],
+    ["stalled", "stalled", "level", "trouble"], ["away", "away", "level", "trouble"],
     ["steps_per_s", "inner steps/s", "level", "group"], ["outer_steps", "outer steps", "count"],
     ["aborts", "aborted attempts", "count", "trouble"],
     ["stalls", "stalls", "count", "trouble group"], ["lost", "connections lost", "count", "trouble"],
-    ["deaths", "gone for good", "count", "trouble"], ["joins", "joined", "count"],
+    ["deaths", "deaths", "count", "trouble"], ["joins", "joined", "count"],
   ];
   const $ = (id) => document.getElementById(id);
   const given = new URLSearchParams(location.hash.slice(1));
