@@ -149,7 +149,7 @@ class History:
         return last
 
     def sample(self, replicas: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Adds a row. ``replicas``: as ``/status`` shows them."""
+        """Adds a row. ``replicas``: ``state`` and ``stalled`` of each, as ``/status`` shows them."""
         states = Counter(level(x) for x in replicas)
         t_s = round(time.time() - self.began_s, 1)
         speed = float(f"{self._speed.now(now):.4g}")

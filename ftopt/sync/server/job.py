@@ -142,7 +142,9 @@ class Job:
 
     def sample(self) -> None:
         """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
-        self.history.sample(self.status()["replicas"], time.monotonic())
+        known = () if self.halted else self.machine.roster.members.values()
+        states = [{"state": x.state if x.conn is not None else "away", "stalled": x.stalled} for x in known]
+        self.history.sample(states, time.monotonic())
 
     def show(self, to: Exposition) -> None:
         """Adds what ``GET /metrics`` tells of the job."""

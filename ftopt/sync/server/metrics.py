@@ -21,7 +21,8 @@ STATES = frozenset(
      "out_of_units", "done", "stalled", "away"}
 )  # fmt: skip
 """States of replicas that are shown by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
-FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "mismatch", "rollback", "halt")
+FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "mismatch", "rollback",
+             "halt")  # fmt: skip
 """Events that are counted from 0: the first one is a rise, too."""
 FAMILIES = {
     "ftopt_uptime_seconds": ("gauge", "Seconds since the coordinator has listened."),

@@ -163,7 +163,7 @@
         const [low, high] = m.versions;
         put(row, m.replica, m.round ? `${m.state}, ${m.round}` : m.state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
           low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
-        row.children[3].style.backgroundSize = `${(100 * speed(m)) / fastest}% 70%`;
+        row.children[3].style.backgroundSize = `${(100 * speed(m)) / fastest}% 1.4em`;
       });
     const more = x.replicas - members.length;
     note("more-members", more > 0 ? `${plural(more, "more replica is", "more replicas are")} not shown; those that a `
