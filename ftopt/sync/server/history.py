@@ -15,7 +15,7 @@ from typing import Any
 
 from ftopt.events import Event
 from ftopt.sync.server.under_way import NAMED
-from ftopt.sync.server.words import COMINGS, in_words, of_several
+from ftopt.sync.server.words import TOGETHER, in_words, of_several
 
 SAMPLE_S = 2.0
 RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
@@ -130,7 +130,7 @@ class History:
             self._counts[event.event] += 1
         if (text := in_words(event)) is None:
             return
-        several = event.event in COMINGS
+        several = event.event in TOGETHER
         told = self.add_line(text, (event.event, "" if several else event.replica))
         if several:
             if told.times <= NAMED:

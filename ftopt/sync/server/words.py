@@ -8,17 +8,23 @@ from ftopt.events import Event
 from ftopt.sync.server.under_way import listed
 
 MAX_CHARS = 300
+_NAME_CHARS = 32
+"""So much is shown of each id where there are several."""
 SILENT = frozenset(
     {"halt", "call_in", "quorum", "decide", "held_open", "frozen", "hurry", "equalized", "plan", "kept", "void"}
 )
 """Events without a sentence: they happen in good rounds too, or another line says it (``halt``: the job's, which also
 halts without the event)."""
 
-COMINGS = {
+TOGETHER = {
     "join": ("has joined", "have joined"),
     "return": ("is back", "are back"),
     "lost": ("has lost its connection", "have lost their connections"),
     "leave": ("has left", "have left"),
+    "stalled": (
+        "is stalled: its training thread takes no step, and the outer step is made without it",
+        "are stalled: their training threads take no step, and the outer step is made without them",
+    ),
 }
 """Events that many replicas have at a time, which is one line: what one does, and what several do."""
 
@@ -31,8 +37,9 @@ def in_words(event: Event) -> str | None:
 
 
 def of_several(event: str, names: Sequence[str], count: int) -> str:
-    """The line of `COMINGS` about ``count`` replicas, of which ``names`` are the first ones."""
-    return printable(f"{listed(names, count)} {COMINGS[event][1]}", MAX_CHARS)
+    """The line of `TOGETHER` about ``count`` replicas, of which ``names`` are the first ones."""
+    cut = [printable(name, _NAME_CHARS) for name in names]
+    return printable(f"{listed(cut, count)} {TOGETHER[event][1]}", MAX_CHARS)
 
 
 def printable(text: str, most: int) -> str:
@@ -53,7 +60,7 @@ def _sentence(event: Event) -> str:
             return f"the job goes on from {version}, inner step {event.inner_step}"
         case "restore":
             return f"no replica holds the job's state any more: {who} restores its checkpoint of {version}"
-        case name if (does := COMINGS.get(name)) is not None:
+        case name if (does := TOGETHER.get(name)) is not None:
             return f"{who} {does[0]}{again}"
         case "gone" if str(reason).startswith("superseded"):
             return f"{who} was started again; its incarnation {event.incarnation} is gone for good"
@@ -61,8 +68,6 @@ def _sentence(event: Event) -> str:
             return f"{who} is gone for good{again}: {reason}"
         case "refuse":
             return f"{who} was refused: {reason}"
-        case "stalled":
-            return f"{who} is stalled: its training thread takes no step; {version} is made without it"
         case "abort":
             return f"{version}: an attempt was aborted: {reason}"
         case "awaited":

@@ -45,7 +45,7 @@ def test_a_history_of_any_length_takes_no_more_than_its_rings() -> None:
     for _ in range(samples):
         history.rings[0].add((1.0,) * len(COLUMNS))
     for i in range(2 * EVENTS):
-        history.note(Event("stalled", f"r{i}", version=i), float(i))
+        history.note(Event("fork", f"r{i}", version=i), float(i))
     for ring, per, kept in zip(history.rings, per_row, keep, strict=True):
         assert ring.count == samples // per
         assert len(ring.after(0)) == kept
@@ -117,6 +117,16 @@ def test_many_that_come_at_once_are_one_line() -> None:
         ("r0, r1, r2, r3, r4 and 59 more have joined", 1),
         ("r7 has lost its connection", 1),
     ]
+
+
+def test_long_ids_leave_room_for_what_happened() -> None:
+    history = History()
+    for i in range(64):
+        history.note(Event("stalled", f"{i}" * 128, 1), 0.0)
+    (told,) = history.events()
+    assert len(told["text"]) <= MAX_CHARS
+    assert told["text"].endswith("and 59 more are stalled: their training threads take no step, and the outer step is "
+                                 "made without them")  # fmt: skip
 
 
 def test_a_storm_of_aborts_is_one_line_that_counts() -> None:
