@@ -8,6 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from html.parser import HTMLParser
@@ -168,6 +171,21 @@ async def _away(tab: Page) -> None:
 def test_the_page_says_since_when_nobody_answers_and_recovers(in_browser: Any) -> None:
     with no_errors_logged():
         in_browser(_away)
+
+
+def test_the_coordinator_prints_where_its_page_is() -> None:
+    command = [sys.executable, "-m", "ftopt", "coordinator", "--bind", "127.0.0.1:0", "--new"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        with process.stdout as said:
+            found = re.search(r"http://127\.0\.0\.1:\d+", said.readline())
+            assert found is not None
+            with urllib.request.urlopen(found[0], timeout=10) as answer:
+                assert answer.read() == static_page()[0]
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
 
 
 class _Elements(HTMLParser):
