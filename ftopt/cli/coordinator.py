@@ -28,7 +28,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", action="store_true", help=text)
     add_token(parser)
     add_certificate(parser)
-    parser.add_argument("--open-status", action="store_true", help="serve /status and /metrics without the token")
+    parser.add_argument(
+        "--open-status", action="store_true", help="show the jobs without the token: /status, /metrics, the live page"
+    )
     text = "write events.jsonl to this folder (default: no events)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ready(url: str) -> None:
-    say(f"coordinator at {url}; `ftopt status {url}` shows its jobs; Ctrl-C stops it")
+    say(f"coordinator at {url}; a browser shows its jobs there, a terminal `ftopt status {url}`; Ctrl-C stops it")
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:

@@ -1,26 +1,34 @@
-"""``ftopt status URL``: shows members, versions and rounds; as tables, or as JSON for programs."""
+"""``ftopt status URL``: shows members, versions and rounds, once or again and again: tables, or JSON for programs.
+
+``status_tables.py`` makes the text.
+"""
 
 from __future__ import annotations
 
 import argparse
 import http.client
 import json
+import os
 import ssl
+import sys
+import textwrap
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 from ftopt.cli.net import add_ca, add_token, tls_of, token_of
-from ftopt.cli.output import say
+from ftopt.cli.output import complain, say
+from ftopt.cli.status_tables import NO_JOBS, Job, describe, line, picture, shown
 from ftopt.errors import Unreachable, UserError
 from ftopt.net.tls import why_not
 from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
-_FRAGMENTS_SHOWN = 4
-
-
+_pause = time.sleep
+_EVERY_S = 2.0
+_ALLOWED_S = (0.2, 3600.0)
 _COLUMNS = """\
 what is shown of each fragment (a part of the model that is averaged by itself; usually there is one):
   version      outer steps that are committed
@@ -40,33 +48,141 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
     parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs; with --watch a line per answer")
+    text = "show it again every SECONDS (default: %(const)g), until Ctrl-C: in place on a terminal, else as lines"
+    parser.add_argument("--watch", nargs="?", type=_seconds, const=_EVERY_S, metavar="SECONDS", help=text)
     add_token(parser)
     add_ca(parser)
 
 
+def _seconds(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; the address comes first: URL --watch 5") from None
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Asks the coordinator and prints its answer."""
+    """Asks the coordinator and prints its answer, once or again and again."""
     url = arguments.url.rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise UserError(
             f"{arguments.url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it"
         )
-    jobs = _ask(url, arguments)
-    if arguments.job is not None:
-        names = [job["job"] for job in jobs]
-        jobs = [job for job in jobs if job["job"] == arguments.job]
-        if not jobs:
-            known = f"its jobs: {', '.join(map(_shown, names))}" if names else "it has no jobs yet"
-            raise UserError(f"job {arguments.job!r} is not known at {url}; {known}")
+    if (every_s := arguments.watch) is not None:
+        if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:
+            raise UserError(f"--watch {every_s:g}; must be {_ALLOWED_S[0]:g} to {_ALLOWED_S[1]:g} seconds")
+        return _watch(lambda: _jobs(url, arguments), every_s, url=url, as_json=arguments.json)
+    jobs = _jobs(url, arguments)
     if arguments.json:
         say(json.dumps({"jobs": jobs}, indent=2))
     else:
-        say("\n\n".join(map(describe, jobs)) or "no jobs yet; a job starts when its first replica connects")
+        say("\n\n".join(map(describe, jobs)) or NO_JOBS)
     return 0
 
 
-def _ask(url: str, arguments: argparse.Namespace) -> list[Mapping[str, Any]]:
+def _watch(ask: Callable[[], list[Job]], every_s: float, *, url: str, as_json: bool) -> int:
+    """Shows what ``ask`` returns, until Ctrl-C. Mistakes end it at the first answer; later it goes on asking."""
+    display: _Display = _JsonLines() if as_json else _Lines()
+    try:
+        jobs, trouble, answered_s = ask(), "", time.time()
+        if not as_json and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+            display = _Screen(url, every_s)
+        while True:
+            display.show(jobs, f"no answer since {_clock(answered_s)}: {trouble}" if trouble else "")
+            _pause(every_s)
+            try:
+                jobs, trouble, answered_s = ask(), "", time.time()
+            except (UserError, Unreachable) as error:
+                trouble = str(error)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        display.close()
+
+
+class _Display(Protocol):
+    """Where ``--watch`` shows the jobs. ``trouble``: that, since when and why no answer comes; "" otherwise."""
+
+    def show(self, jobs: list[Job], trouble: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Lines:
+    """A line per job and answer, for a log; of a time without answers two lines."""
+
+    def __init__(self) -> None:
+        self._troubled = False
+
+    def show(self, jobs: list[Job], trouble: str) -> None:
+        was, self._troubled = self._troubled, bool(trouble)
+        if trouble:
+            if not was:
+                self._say(f"{trouble}; it asks again and again")
+            return
+        if was:
+            self._say("the coordinator answers again")
+        for text in map(line, jobs):
+            self._say(text)
+        if not jobs:
+            self._say(NO_JOBS)
+
+    def close(self) -> None:
+        """There is nothing to put away."""
+
+    def _say(self, text: str) -> None:
+        say(f"{_clock(time.time())}  {text}")
+
+
+class _JsonLines(_Lines):
+    """The same for programs: a line of JSON per answer; everything else to standard error."""
+
+    def show(self, jobs: list[Job], trouble: str) -> None:
+        if not trouble:
+            say(json.dumps({"jobs": jobs}))
+        elif not self._troubled:
+            complain(trouble)
+        self._troubled = bool(trouble)
+
+
+class _Screen:
+    """A terminal, redrawn in place."""
+
+    def __init__(self, url: str, every_s: float) -> None:
+        from ftopt.telemetry.progress import LiveText
+
+        self._text = LiveText()
+        self._url, self._every_s = url, every_s
+
+    def show(self, jobs: list[Job], trouble: str) -> None:
+        width, height = self._text.size
+        head = f"{_clock(time.time())}  {self._url}, every {self._every_s:g} s; Ctrl-C ends this"
+        above = textwrap.wrap(trouble or head, width, subsequent_indent="  ")
+        self._text.show("\n".join([*above, "", picture(jobs, width, height - len(above) - 2)]))
+
+    def close(self) -> None:
+        self._text.close()
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
+
+
+def _jobs(url: str, arguments: argparse.Namespace) -> list[Job]:
+    """Returns the jobs that the user wants to see; raises `UserError` or `Unreachable`."""
+    jobs = _ask(url, arguments)
+    if arguments.job is None:
+        return jobs
+    names = [job["job"] for job in jobs]
+    jobs = [job for job in jobs if job["job"] == arguments.job]
+    if not jobs:
+        known = f"its jobs: {', '.join(map(shown, names))}" if names else "it has no jobs yet"
+        raise UserError(f"job {arguments.job!r} is not known at {url}; {known}")
+    return jobs
+
+
+def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
     """Returns the jobs of the coordinator at ``url``; raises `UserError` or `Unreachable`."""
     request = urllib.request.Request(f"{url}/status", headers=authorization(token_of(arguments)))
     context = tls_of(arguments).client() if url.startswith("https://") else None
@@ -76,11 +192,11 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Mapping[str, Any]]:
     except urllib.error.HTTPError as error:
         refused = error.code in (401, 403)
         hint = "give the job's token: --token-file, or FTOPT_TOKEN" if refused else "is this an ftopt coordinator?"
-        raise UserError(f"{url} answers {error.code} {_shown(error.reason)}; {hint}") from error
+        raise UserError(f"{url} answers {error.code} {shown(error.reason)}; {hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
             raise UserError(why_not(url, reason)) from error
-        why = _shown(str(error).strip())
+        why = shown(str(error).strip())
         raise Unreachable(
             f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or check the address"
         ) from error
@@ -88,51 +204,3 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Mapping[str, Any]]:
         return list(json.loads(answer)["jobs"])
     except (ValueError, LookupError, TypeError):
         raise UserError(f"{url} does not answer with a status; is this an ftopt coordinator?") from None
-
-
-def describe(job: Mapping[str, Any]) -> str:
-    """Returns one job's status as text: a line, a table of its fragments, a table of its replicas."""
-    fragments = job["fragments"] if job["phase"] == "running" else []
-    step = f", inner step {fragments[0]['inner_step']}" if fragments else ""
-    parts = [_shown(f"job {job['job']}: {job['phase']}{step}")]
-    if fragments:
-        head = ["fragment", "version", "round", "attempts", "aborted"]
-        parts.append(_table(head, [[number, *_fragment(x)] for number, x in enumerate(fragments)]))
-    if job["replicas"]:
-        head = ["replica", "state", "incarnation", "inner step", "s/step", "version"]
-        parts.append(_table(head, [_replica(x) for x in job["replicas"]]))
-    return "\n\n".join(parts)
-
-
-def _fragment(x: Mapping[str, Any]) -> list[object]:
-    doing = f"{len(x['proposed'])} proposed" if x["attempt"] is None else "reducing"
-    return [x["version"], doing, x["attempts"], x["attempts_aborted"]]
-
-
-def _replica(x: Mapping[str, Any]) -> list[object]:
-    state = "stalled" if x["stalled"] else x["state"]
-    step_s = f"{x['step_s']:.3g}" if x["step_s"] else "-"
-    return [x["replica"], state, x["incarnation"], x["inner_step"], step_s, _versions(x["versions"])]
-
-
-def _versions(held: Sequence[int | None]) -> str:
-    """Returns the version of each fragment, "-" where unknown; of many fragments only the range."""
-    known = [version for version in held if version is not None]
-    if len(held) > _FRAGMENTS_SHOWN and known:
-        return f"{min(known)} to {max(known)}"
-    return " ".join("-" if version is None else str(version) for version in held[:_FRAGMENTS_SHOWN])
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns a table with columns as wide as their widest cell, numbers aligned right."""
-    cells = [[_shown(str(cell)) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    right = [all(isinstance(cell, int) for cell in column) for column in zip(*rows, strict=True)]
-    columns = [f">{width}" if to_right else f"<{width}" for width, to_right in zip(widths, right, strict=True)]
-    lines = ["  ".join(map(format, row, columns)) for row in [head, *cells]]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _shown(text: str) -> str:
-    """Replaces control characters: text that comes from replicas must not control the terminal."""
-    return "".join(char if char.isprintable() else "?" for char in text)

@@ -111,6 +111,7 @@ class Runner:
         with on_signals(self._interrupts.append):
             try:
                 self._start_coordinator(1)
+                self._display.note(Note(f"live page: {self._url}"))
                 for replica in self._recipe.replica_ids():
                     self._start_replica(replica, 1)
                 self._watch()

@@ -144,6 +144,29 @@ class LiveTable:
         self._live.stop()
 
 
+class LiveText:
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        self._live = Live(auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the terminal, now."""
+        return self._live.console.size
+
+    def show(self, text: str) -> None:
+        from rich.text import Text
+
+        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
 def draw(view: RunView, width: int, height: int) -> RenderableType:
     """The whole picture, at most ``height`` lines less two for the notes above."""
     from rich.console import Group

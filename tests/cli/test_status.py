@@ -1,19 +1,28 @@
-"""``ftopt status``: tables, JSON, and one message for whatever is wrong."""
+"""``ftopt status``: tables, JSON, the same again and again, and one message for whatever is wrong."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import re
+import signal
 import socket
+import subprocess
+import sys
+import termios
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+import ftopt.cli.status
 from ftopt.cli.main import main
-from ftopt.cli.status import describe
+from ftopt.cli.status_tables import describe, line, picture
 from tests.sync.server.access import TOKEN, coordinator, coordinator_thread, identity, scripted
 
 STATUS: dict[str, Any] = {
@@ -149,3 +158,157 @@ def test_what_is_no_address(url: str, capsys: pytest.CaptureFixture[str]) -> Non
     error = capsys.readouterr().err
     assert error.startswith("ftopt: ")
     assert error.count("\n") == 1
+
+
+# ------------------------------------------------------------ --watch
+
+
+def crowd(count: int) -> dict[str, Any]:
+    """A job in whose round one replica has proposed and most are awaited."""
+    replicas = [{**STATUS["replicas"][0], "replica": f"node-{i // 8}-r{i}", "state": "training"} for i in range(count)]
+    replicas[0]["state"] = "waiting"
+    replicas[count // 2]["stalled"] = True
+    names = [x["replica"] for x in replicas]
+    doing = f"1 of {count - 1} have proposed; it waits for {', '.join(names[1:6])} and {count - 7} more"
+    fragment = {**STATUS["fragments"][0], "proposed": names[:1], "waits_for": names[-3:], "doing": doing}
+    return {**STATUS, "fragments": [fragment], "replicas": replicas}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (80, 50), (200, 45), (40, 20)])
+@pytest.mark.parametrize("count", [2, 64])
+def test_a_picture_fits_the_terminal(size: tuple[int, int], count: int) -> None:
+    width, height = size
+    job = crowd(count) if count > 2 else STATUS
+    rows = picture([job], width, height).splitlines()
+    assert max(map(len, rows)) <= width
+    assert len(rows) <= max(height, 12)
+
+
+def test_a_wide_terminal_shows_all_replicas_and_a_small_one_those_that_matter() -> None:
+    job = crowd(64)
+    wide, small = picture([job], 200, 45), picture([job], 80, 24)
+    shown = [set(re.findall(r"node-\d-r\d+ ", x)) for x in (wide, small)]
+    assert len(shown[0]) == 64
+    assert {"node-4-r32 ", "node-7-r61 ", "node-7-r62 ", "node-7-r63 "} < shown[1]
+    assert small.splitlines()[-1].endswith(f"{64 - len(shown[1])} more replicas: {64 - len(shown[1])} training")
+    assert "node-7-r63  training, awaited" in small
+    assert wide.index("node-0-r2 ") < wide.index("node-1-r10 ")
+
+
+def test_a_job_is_one_line_in_a_log() -> None:
+    assert line(STATUS) == "job bytes: running, inner step 450; 1 of 2 replicas connected: 1 waiting"
+    assert line({**STATUS, "phase": "halted: disk full", "fragments": [], "replicas": []}) == (
+        "job bytes: halted: disk full"
+    )
+    assert line(crowd(9)).endswith(
+        "; 9 of 9 replicas connected: 7 training, 1 stalled, 1 waiting; version 10: 1 of 8 have proposed; "
+        "it waits for node-0-r1, node-0-r2, node-0-r3, node-0-r4, node-0-r5 and 2 more"
+    )
+
+
+def _between(monkeypatch: pytest.MonkeyPatch, *happens: Callable[[], None]) -> None:
+    """What happens between two answers of ``--watch``; then Ctrl-C."""
+    left = iter(happens)
+
+    def pause(every_s: float) -> None:
+        if (happen := next(left, None)) is None:
+            raise KeyboardInterrupt
+        happen()
+
+    monkeypatch.setattr(ftopt.cli.status, "_pause", pause)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_in_a_log_watch_outlives_the_coordinator(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = coordinator_thread(token=None)
+    url = server.__enter__()
+    servers = [server]
+
+    def stop() -> None:
+        servers.pop().__exit__(None, None, None)
+
+    def start() -> None:
+        servers.append(coordinator_thread(token=None, port=int(url.rpartition(":")[2])))
+        servers[0].__enter__()
+
+    _between(monkeypatch, stop, lambda: None, start)
+    try:
+        assert main(["status", url, "--watch", "0.5", *(["--json"] if as_json else [])]) == 0
+    finally:
+        for x in servers:
+            x.__exit__(None, None, None)
+    out, error = capsys.readouterr()
+    if as_json:
+        assert [json.loads(x) for x in out.splitlines()] == [{"jobs": []}] * 2
+        assert error.count("no answer since") == error.count("\n") == 1
+    else:
+        texts = [re.sub(r"\d\d:\d\d:\d\d", "T", x) for x in out.splitlines()]
+        assert texts[0] == "T  no jobs yet; a job starts when its first replica connects"
+        assert texts[1].startswith("T  no answer since T: no coordinator answers at")
+        assert texts[2:] == ["T  the coordinator answers again", texts[0]]
+
+
+def test_watch_ends_with_an_error_if_there_is_no_first_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert main(["status", url, "--watch"]) == 2
+    assert "no coordinator answers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])
+def test_watch_takes_a_sensible_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "http://127.0.0.1:1", f"--watch={seconds}"]) == 2
+    assert "must be 0.2 to 3600 seconds" in capsys.readouterr().err
+
+
+def test_an_address_after_watch_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--watch", "http://127.0.0.1:1"])
+    assert "the address comes first" in capsys.readouterr().err
+
+
+class Terminal:
+    """A process on a terminal of 80 columns and 24 lines."""
+
+    def __init__(self, *command: str) -> None:
+        self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 80))
+        env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
+        )
+        os.close(slave)
+        self.text = ""
+        os.set_blocking(self._master, False)
+
+    def until(self, words: str, limit_s: float = 60.0) -> None:
+        """Reads until ``words`` were written since the last call."""
+        end_s = time.monotonic() + limit_s
+        while words not in self.text:
+            assert time.monotonic() < end_s, f"no {words!r} in {self.text!r}"
+            try:
+                self.text += os.read(self._master, 1 << 16).decode()
+            except BlockingIOError:
+                time.sleep(0.02)
+        self.text = self.text.partition(words)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        os.close(self._master)
+
+
+def test_on_a_terminal_watch_redraws_in_place_and_ends_cleanly_on_ctrl_c() -> None:
+    with coordinator_thread(token=None) as url:
+        terminal = Terminal(sys.executable, "-m", "ftopt", "status", url, "--watch", "0.2")
+        try:
+            terminal.until("Ctrl-C ends this")
+            terminal.until("no jobs yet")
+            terminal.until("\x1b[1A")  # up again
+            terminal.process.send_signal(signal.SIGINT)
+            terminal.until("\x1b[?25h")  # the cursor is back
+            assert terminal.process.wait(20) == 0
+        finally:
+            terminal.close()

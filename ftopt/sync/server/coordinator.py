@@ -1,9 +1,9 @@
 """The coordinator's shell: HTTP and WebSocket on one port, a journal, a timer; the decisions are the machine's.
 
-``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /connect`` is the WebSocket of a replica. A hello
-names its job: each job has a machine of its own and knows nothing of the others. A request without the token gets 401,
-whatever its path; a replica that breaks the protocol or a limit loses the connection, and its job goes on
-(``docs/security.md``).
+``GET /status`` answers JSON, ``GET /metrics`` Prometheus' text; ``GET /`` is the live page, and ``GET /live`` its data;
+``GET /connect`` is the WebSocket of a replica. A hello names its job: each job has a machine of its own and knows
+nothing of the others. A request without the token gets 401, whatever its path, but for the live page, which holds no
+data; a replica that breaks the protocol or a limit loses the connection, and its job goes on (``docs/security.md``).
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ from ftopt.net.token import admits
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_MESSAGE_BYTES
 from ftopt.sync.server.connection import Connection
+from ftopt.sync.server.history import SAMPLE_S
 from ftopt.sync.server.job import Job, Peer
 from ftopt.sync.server.journal import Journal
 from ftopt.sync.server.limits import Exceeded, Limits
+from ftopt.sync.server.live import live
 from ftopt.sync.server.metrics import CONTENT_TYPE, Exposition, resident_bytes
+from ftopt.sync.server.page import page
 
 _log = logging.getLogger(__name__)
 _PING_S = 30.0
@@ -57,7 +60,7 @@ class CoordinatorServer:
             alone start it no sooner than ``recovery_s`` after this coordinator can be reached.
         token: what every request must bring; None: all may connect.
         tls: certificate and key to serve with; None: without TLS.
-        open_status: answer ``/status`` and ``/metrics`` without the token, too.
+        open_status: answer ``/status``, ``/metrics`` and ``/live`` without the token, too.
         limits: of its connections and jobs.
         on_event: called with each event.
 
@@ -83,7 +86,7 @@ class CoordinatorServer:
         self._journal = Journal(journal)
         self._token = token
         self._tls = tls
-        self._open = {"/status", "/metrics"} if open_status else set()
+        self._open = {"/status", "/metrics", "/live"} if open_status else set()
         self._limits = limits
         self._on_event = on_event
         self._jobs: dict[str, Job] = {}
@@ -93,6 +96,7 @@ class CoordinatorServer:
         self._connections: set[Connection] = set()
         self._cut_until_s = 0.0
         self._quiet_until_s = 0.0
+        self._sampling: asyncio.TimerHandle
         self._runner: web.AppRunner
         self._accept_queue: AcceptQueue
         self._server: asyncio.Server
@@ -105,6 +109,8 @@ class CoordinatorServer:
         """
         self._began_s = time.monotonic()
         app = web.Application(middlewares=[self._authorize])
+        app.router.add_get("/", self._page)
+        app.router.add_get("/live", self._live)
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/connect", self._connect)
@@ -134,10 +140,12 @@ class CoordinatorServer:
                 f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
                 "end what uses the port, or choose another one (port 0 takes a free one)"
             ) from None
+        self._sampling = loop.call_later(SAMPLE_S, self._sample)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Ends all connections, after `start`; the journal stays."""
+        self._sampling.cancel()
         self._server.close()
         self._accept_queue.close()
         for job in self._jobs.values():
@@ -188,6 +196,10 @@ class CoordinatorServer:
     @web.middleware
     async def _authorize(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         if request.path not in self._open and not admits(self._token, request.headers.get("Authorization", "")):
+            if request.path == "/" and request.method in ("GET", "HEAD"):  # it holds no data, and asks for the token
+                shown = _page()
+                shown.force_close()
+                return shown
             self._refused["token"] += 1
             if time.monotonic() >= self._quiet_until_s:
                 self._quiet_until_s = time.monotonic() + _QUIET_S
@@ -201,6 +213,20 @@ class CoordinatorServer:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response({"jobs": [job.status() for _, job in sorted(self._jobs.items())]})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return _page()
+
+    async def _live(self, request: web.Request) -> web.Response:
+        jobs = {name: (job.status(), job.history) for name, job in self._jobs.items()}
+        return web.json_response(live(jobs, request.query), headers={"Cache-Control": "no-store"})
+
+    def _sample(self) -> None:
+        self._sampling = asyncio.get_running_loop().call_later(
+            SAMPLE_S, self._sample
+        )  # first: whatever is raised below
+        for job in self._jobs.values():
+            job.sample()
 
     async def _metrics(self, request: web.Request) -> web.Response:
         shown = Exposition()
@@ -314,6 +340,11 @@ class CoordinatorServer:
         """Forgets a job; what the journal holds of it stays."""
         job.end()
         del self._jobs[job.name]
+
+
+def _page() -> web.Response:
+    body, headers = page()
+    return web.Response(body=body, headers=headers)
 
 
 def parse_address(bind: str) -> tuple[str, int]:

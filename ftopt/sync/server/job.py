@@ -14,10 +14,13 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 from ftopt.sync.protocol.coordinator.status import status
+from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import Exposition, JobMetrics
 from ftopt.sync.server.rendezvous import Rendezvous
+from ftopt.sync.server.under_way import under_way
+from ftopt.sync.server.words import MAX_CHARS, printable
 
 _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "unlike")
@@ -65,6 +68,7 @@ class Job:
         self._reachable_s = reachable_s
         self._limits = limits or Limits()
         self.metrics = JobMetrics()
+        self.history = History()
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
         self._exit: BaseException | None = None
         """What an ``on_event`` has raised to end the process."""
@@ -131,7 +135,16 @@ class Job:
         """What ``GET /status`` tells of the job."""
         if self.halted:
             return {"job": self.name, "epoch": None, "phase": f"halted: {self.halted}", "fragments": [], "replicas": []}
-        return status(self.machine, time.monotonic())
+        shown, now = status(self.machine, time.monotonic()), time.monotonic()
+        for fragment, r in zip(shown["fragments"], self.machine.rounds, strict=True):
+            fragment |= under_way(r, self.machine.roster) | {"age_s": round(self.metrics.age_s(r.fragment, now), 1)}
+        return shown
+
+    def sample(self) -> None:
+        """Adds a row to the history; to be called every `SAMPLE_S` seconds."""
+        known = () if self.halted else self.machine.roster.members.values()
+        states = [{"state": x.state if x.conn is not None else "away", "stalled": x.stalled} for x in known]
+        self.history.sample(states, time.monotonic())
 
     def show(self, to: Exposition) -> None:
         """Adds what ``GET /metrics`` tells of the job."""
@@ -185,6 +198,7 @@ class Job:
         """Turns all replicas away for `_HALTED_S`; logged once, however long it lasts."""
         if not self.halted:
             _log.error("job %s has halted: %s; it starts anew from the journal when it can", self.name, reason)
+            self.history.add_line(printable(f"the job has halted: {reason}", MAX_CHARS), ("halt", self.name))
         self.halted = reason
         for peer in list(self._peers.values()):
             peer.close()
@@ -209,6 +223,7 @@ class Job:
             return
         if self.halted:
             _log.warning("job %s starts anew from the journal", self.name)
+            self.history.add_line("the job starts again from the journal", ("anew", self.name))
         self.halted = ""
 
     def _emit(self, x: e.Emit) -> None:
@@ -220,7 +235,9 @@ class Job:
         self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
 
     def _say(self, event: Event) -> None:
-        self.metrics.count(event, time.monotonic())
+        now = time.monotonic()
+        self.metrics.count(event, now)
+        self.history.note(event, now)
         try:
             self._on_event(event)
         except BaseException as error:  # sys.exit() in an on_event: what it announces takes effect first

@@ -21,7 +21,8 @@ STATES = frozenset(
      "out_of_units", "done", "stalled", "away"}
 )  # fmt: skip
 """States of replicas that are shown by name. Any other one (``optimizer.busy("...")`` takes any) is ``other``."""
-FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "mismatch", "rollback", "halt")
+FROM_ZERO = ("join", "return", "lost", "gone", "leave", "quorum", "abort", "decide", "stalled", "mismatch", "rollback",
+             "halt")  # fmt: skip
 """Events that are counted from 0: the first one is a rise, too."""
 FAMILIES = {
     "ftopt_uptime_seconds": ("gauge", "Seconds since the coordinator has listened."),
@@ -106,6 +107,10 @@ class JobMetrics:
         self._messages[direction] += 1
         self._bytes[direction] += size
 
+    def age_s(self, fragment: int, now: float) -> float:
+        """Seconds since the last outer step of ``fragment``, or since this process has run the job."""
+        return now - self._decided_s.get(fragment, self._began_s)
+
     def show(self, to: Exposition, status: Mapping[str, Any], now: float) -> None:
         """Adds one job's samples. ``status``: as ``/status`` shows it. ``now``: the clock of `count`, in seconds."""
         job = status["job"]
@@ -119,8 +124,7 @@ class JobMetrics:
                 labels = {"job": job, "fragment": str(number)}
                 to.add("ftopt_fragment_version", fragment["version"], **labels)
                 to.add("ftopt_fragment_proposals", len(fragment["proposed"]), **labels)
-                since_s = self._decided_s.get(number, self._began_s)
-                to.add("ftopt_fragment_round_age_seconds", now - since_s, **labels)
+                to.add("ftopt_fragment_round_age_seconds", self.age_s(number, now), **labels)
         states = Counter(_state(replica) for replica in status["replicas"])
         for state in sorted({"training", "waiting", "away", *states}):
             to.add("ftopt_replicas", states[state], job=job, state=state)

@@ -88,12 +88,12 @@ class Scripted:
 
 
 @asynccontextmanager
-async def coordinator(*, token: str | None = TOKEN, **options: Any) -> AsyncIterator[str]:
+async def coordinator(*, token: str | None = TOKEN, port: int = 0, **options: Any) -> AsyncIterator[str]:
     """A coordinator's server in this loop; its URL."""
-    server = CoordinatorServer("127.0.0.1", 0, token=token, **{"new": True, **options})
-    port = await server.start()
+    server = CoordinatorServer("127.0.0.1", port, token=token, **{"new": True, **options})
+    taken = await server.start()
     try:
-        yield f"{'https' if options.get('tls') else 'http'}://127.0.0.1:{port}"
+        yield f"{'https' if options.get('tls') else 'http'}://127.0.0.1:{taken}"
     finally:
         await server.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from .access import (
     touchstone,
 )
 
-PATHS = ["/", "/status", "/connect", "/metrics", "/status/../status", "/nothing?x=1", "/%00", "/connect/"]
+PATHS = ["/live", "/status", "/connect", "/metrics", "/status/../status", "/nothing?x=1", "/%00", "/connect/"]
 HEADERS: list[dict[str, str]] = [
     {},
     {"Authorization": ""},
@@ -43,9 +44,14 @@ HEADERS: list[dict[str, str]] = [
 ]
 
 
+async def _timeless(url: str) -> str:
+    """``/status``, but for what changes by itself."""
+    return re.sub(r'"age_s": [0-9.]+', "", (await status(url))[1])
+
+
 async def _strangers() -> None:
     async with coordinator() as url, touchstone(url), aiohttp.ClientSession() as session:
-        before = await status(url)
+        before = await _timeless(url)
         answers = set()
         for headers in HEADERS:
             for path in PATHS:
@@ -57,7 +63,7 @@ async def _strangers() -> None:
         assert answers == {"a token is needed"}  # whatever is there or not
         with pytest.raises(aiohttp.WSServerHandshakeError, match="401"):
             await session.ws_connect(f"{url}/connect", headers={"Authorization": "Bearer x"})
-        assert await status(url) == before
+        assert await _timeless(url) == before
 
 
 def test_without_the_token_nothing_is_learned_and_nothing_changes() -> None:
@@ -66,9 +72,29 @@ def test_without_the_token_nothing_is_learned_and_nothing_changes() -> None:
     assert len(warnings) == 1  # a log that strangers can fill is a door, too
 
 
+async def _page() -> None:
+    """The live page is the same for everybody, and nobody is let in by asking for it."""
+    async with coordinator(limits=Limits(patience_s=0.5)) as url, aiohttp.ClientSession() as session:
+        before = await status(url, path="/")
+        async with touchstone(url):
+            for headers in HEADERS:
+                async with session.get(f"{url}/", headers=headers) as answer:
+                    assert (answer.status, await answer.text()) == before
+                    assert answer.headers["Connection"] == "close"
+                for method, path in (("POST", "/"), ("GET", "//"), ("GET", f"/live?token={TOKEN}")):
+                    async with session.request(method, url + path, headers=headers) as answer:
+                        assert answer.status == 401
+            assert await status(url, path="/") == before
+
+
+def test_without_the_token_there_is_the_live_page_without_data() -> None:
+    with no_errors_logged():
+        asyncio.run(_page())
+
+
 async def _open_status() -> None:
     async with coordinator(open_status=True) as url, touchstone(url), aiohttp.ClientSession() as session:
-        for path in ("/status", "/metrics"):
+        for path in ("/status", "/metrics", "/live"):
             assert (await status(url, None, path))[0] == 200
         async with session.get(f"{url}/connect") as answer:
             assert answer.status == 401

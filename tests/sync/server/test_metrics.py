@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ftopt.events import Event
 from ftopt.net.token import authorization
 from ftopt.sync.server.limits import Limits
 from ftopt.sync.server.metrics import FAMILIES, STATES, Exposition, JobMetrics
+from tests.test_events_page import emitted
 
 from .access import TOKEN, coordinator, identity, no_errors_logged, scripted, status, touchstone
 
@@ -167,3 +169,38 @@ def test_every_metric_is_on_the_operations_page() -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in page] == []
     assert [name for name in re.findall(r"`(ftopt_[a-z_]+)`", page) if name not in FAMILIES] == []
+
+
+def _queries() -> list[str]:
+    """Every query of the Grafana dashboard."""
+    dashboard = json.loads((ROOT / "docs" / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
+    return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+
+
+async def _exposed() -> dict[str, dict[str, set[str]]]:
+    """Metric -> label -> values, of a coordinator with a job."""
+    async with coordinator() as url, scripted(url) as replica:
+        await replica.join()
+        found: dict[str, dict[str, set[str]]] = {}
+        for name, labels in await _metrics(url):
+            for label, value in labels:
+                found.setdefault(name, {}).setdefault(label, set()).add(value)
+            found.setdefault(name, {})
+        return found
+
+
+def test_the_dashboard_asks_for_what_the_coordinator_exports() -> None:
+    exposed, used = asyncio.run(_exposed()), set[str]()
+    for query in _queries():
+        for name, selectors in re.findall(r"(ftopt_[a-z_]+)(?:\{([^}]*)\})?", query):
+            used.add(name)
+            assert name in exposed, query
+            for label, value in re.findall(r"(\w+)=~?\"([^\"]*)\"", selectors or ""):
+                assert label in exposed[name], query
+                assert value == "$job" or value in exposed[name][label], query
+            is_rate = re.search(rf"(rate|increase)\({name}\b[^)]*\[\$__rate_interval\]\)", query) is not None
+            assert is_rate == (FAMILIES[name][0] == "counter"), query
+        for label in re.findall(r"by \((\w+)\)", query):
+            assert any(label in exposed[name] for name in re.findall(r"ftopt_[a-z_]+", query)), query
+    assert {"ftopt_job_up", "ftopt_replicas", "ftopt_events_total", "ftopt_deaths_total"} <= used
+    assert set(re.findall(r'event="(\w+)"', " ".join(_queries()))) <= emitted().keys()

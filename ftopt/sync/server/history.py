@@ -1,0 +1,170 @@
+"""What a coordinator remembers of a job for the live page: rings of samples and the last events.
+
+The memory is bounded, however long the job runs: samples every two seconds for ten minutes, a row per minute for six
+hours, a row per quarter of an hour for four days (about 0.25 MB per job), and `EVENTS` events. It is lost with the
+process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftopt.events import Event
+from ftopt.sync.server.under_way import NAMED
+from ftopt.sync.server.words import TOGETHER, in_words, of_several
+
+SAMPLE_S = 2.0
+RANGES = (("10 minutes", 1, 300), ("6 hours", 30, 360), ("4 days", 15, 384))
+"""Name, rows of the ring before it (or samples) per row, rows that are kept."""
+EVENTS = 100
+LEVELS = ("steps_per_s", "training", "waiting", "other", "stalled", "away")
+"""Columns that are averaged into a coarser row."""
+COUNTS = {"outer_steps": "decide", "aborts": "abort", "stalls": "stalled", "lost": "lost", "deaths": "gone",
+          "joins": "join"}  # fmt: skip
+"""Columns that are summed, and the event that each one counts; ``gone`` is no death for a replica that has left."""
+COLUMNS = ("t_s", *LEVELS, *COUNTS)
+Row = tuple[float, ...]
+
+
+class Ring:
+    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows."""
+
+    def __init__(self, keep: int, coarser: Ring | None = None, every: int = 1) -> None:
+        self._rows: deque[Row] = deque(maxlen=keep)
+        self._coarser, self._every = coarser, every
+        self._waiting: list[Row] = []
+        self.count = 0
+
+    def add(self, row: Row) -> None:
+        self._rows.append(row)
+        self.count += 1
+        if self._coarser is None:
+            return
+        self._waiting.append(row)
+        if len(self._waiting) == self._every:
+            self._coarser.add(_merged(self._waiting))
+            self._waiting.clear()
+
+    def after(self, count: int) -> list[Row]:
+        """The rows after the first ``count``, as far as they are kept."""
+        new = min(max(self.count - count, 0), len(self._rows))
+        return list(self._rows)[len(self._rows) - new :]
+
+
+def _merged(rows: Sequence[Row]) -> Row:
+    columns = list(zip(*rows, strict=True))
+    levels, counts = columns[1 : 1 + len(LEVELS)], columns[1 + len(LEVELS) :]
+    return (rows[-1][0], *(round(sum(x) / len(rows), 3) for x in levels), *map(sum, counts))
+
+
+class Speed:
+    """Inner steps per second that all replicas together have committed.
+
+    Between two outer steps nothing is committed: the speed of the last one holds for as long as that took, and then
+    falls, as it would if an outer step of as many steps came now.
+    """
+
+    def __init__(self) -> None:
+        self.begin(0.0)
+
+    def begin(self, now: float) -> None:
+        """The job runs from ``now`` on (seconds)."""
+        self._from_s = self._to_s = now
+        self._steps = self._new = 0
+
+    def committed(self, now: float, steps: int) -> None:
+        if not self._new:
+            self._from_s = self._to_s
+        self._to_s, self._new = now, self._new + steps
+
+    def now(self, now: float) -> float:
+        """The speed; what is committed from here on counts towards the next."""
+        if self._new:
+            self._steps, self._new = self._new, 0
+        took_s = max(self._to_s - self._from_s, now - self._to_s)
+        return self._steps / took_s if took_s > 0 else 0.0
+
+
+@dataclass(slots=True)
+class Told:
+    """An event in words. ``at_s``: Unix time of the last of ``times`` such events in a row. ``names``: the first of the
+    replicas that the line is about."""
+
+    at_s: float
+    text: str
+    kind: tuple[str, str]
+    times: int = 1
+    names: list[str] = field(default_factory=list)
+
+
+class History:
+    """Of one job, since this process has run it. ``began_s``: Unix time, and the id of this history.
+
+    ``told``: how many events were told; it changes when there are new ones.
+    """
+
+    def __init__(self) -> None:
+        self.began_s = time.time()
+        self.told = 0
+        self._events: deque[Told] = deque(maxlen=EVENTS)
+        self._counts: Counter[str] = Counter()
+        self._speed = Speed()
+        self.rings: list[Ring] = []
+        coarser, every = None, 1
+        for _, per_row, keep in reversed(RANGES):
+            coarser = Ring(keep, coarser, every)
+            self.rings.insert(0, coarser)
+            every = per_row
+
+    def note(self, event: Event, now: float) -> None:
+        """An event of the coordinator; ``now``: the clock of `sample`, in seconds."""
+        if event.event in ("start", "recover"):
+            self._speed.begin(now)
+        elif event.event == "decide" and event.fragment == 0:
+            self._speed.committed(now, sum(steps for _, _, steps, *_ in event.data["members"]))
+        if event.event != "gone" or event.data.get("reason") != "left":
+            self._counts[event.event] += 1
+        if (text := in_words(event)) is None:
+            return
+        several = event.event in TOGETHER
+        told = self.add_line(text, (event.event, "" if several else event.replica))
+        if several:
+            if told.times <= NAMED:
+                told.names.append(event.replica)
+            if told.times > 1:
+                told.text = of_several(event.event, told.names, told.times)
+
+    def add_line(self, text: str, kind: tuple[str, str]) -> Told:
+        """Adds a line; one of the same kind as the last one takes its place, and counts."""
+        self.told += 1
+        last = self._events[-1] if self._events else None
+        if last is None or last.kind != kind:
+            last = Told(0.0, "", kind, times=0)
+            self._events.append(last)
+        last.at_s, last.text, last.times = time.time(), text, last.times + 1
+        return last
+
+    def sample(self, replicas: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Adds a row. ``replicas``: ``state`` and ``stalled`` of each, as ``/status`` shows them."""
+        states = Counter(level(x) for x in replicas)
+        t_s = round(time.time() - self.began_s, 1)
+        speed = float(f"{self._speed.now(now):.4g}")
+        self.rings[0].add((t_s, speed, *(states[x] for x in LEVELS[1:]), *(self._counts[x] for x in COUNTS.values())))
+        self._counts.clear()
+
+    def events(self) -> list[dict[str, Any]]:
+        """The last events, oldest first."""
+        return [{"at_s": round(x.at_s, 1), "text": x.text, "times": 1 if x.names else x.times} for x in self._events]
+
+
+def level(replica: Mapping[str, Any]) -> str:
+    """Which of `LEVELS` a replica counts for."""
+    if replica["state"] == "away":
+        return "away"
+    if replica["stalled"]:
+        return "stalled"
+    return replica["state"] if replica["state"] in ("training", "waiting") else "other"

@@ -1,0 +1,52 @@
+"""What a round is doing, and which replicas it waits for: in words for people, and as a list for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ftopt.sync.protocol.coordinator.roster import Roster
+from ftopt.sync.protocol.coordinator.rounds import Rounds
+
+NAMED = 5
+"""Replicas that a sentence names; the others are counted."""
+
+
+def under_way(r: Rounds, roster: Roster) -> dict[str, Any]:
+    """What is shown of a fragment's round, in addition to the machine's own status.
+
+    ``waits_for``: ids of replicas, sorted. ``doing``: a sentence without a full stop.
+    """
+    if (attempt := r.attempt) is not None:
+        waits_for = sorted(x for x, _ in attempt.members if x not in attempt.prepared and x not in attempt.lost)
+        ready = len(attempt.members) - len(waits_for)
+        doing = f"reducing: {ready} of {len(attempt.members)} have the result{_waits(waits_for)}"
+        return {"waits_for": waits_for, "doing": doing}
+    proposals = r.gather.proposals
+    if not proposals:
+        return {"waits_for": [], "doing": "no replica has proposed yet"}
+    waits_for = [x.replica for x in roster.connected() if x.replica not in proposals and _is_awaited(r, x)]
+    known, least = len(proposals) + len(waits_for), r.gather.sync.min_replicas
+    needs = f"; it needs {least - known} more (min_replicas is {least})" if known < least else ""
+    return {
+        "waits_for": waits_for,
+        "doing": f"{len(proposals)} of {known} {'has' if known == 1 else 'have'} proposed{_waits(waits_for)}{needs}",
+    }
+
+
+def listed(names: Sequence[str], count: int | None = None) -> str:
+    """Names with commas; of many, the first ones and how many more there are. ``count``: of them all."""
+    more = (len(names) if count is None else count) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _is_awaited(r: Rounds, x: Any) -> bool:
+    """As `Waiting` sees it: a holder of the version that is at work, or a replica that fetches the version."""
+    if r.versions.held_by(x):
+        return not x.leaving and not x.stalled
+    return r.fragment in x.catching_up
+
+
+def _waits(names: Iterable[str]) -> str:
+    found = list(names)
+    return f"; it waits for {listed(found)}" if found else ""

@@ -1,0 +1,95 @@
+"""The coordinator's events in words, for the live page. What happens in every round is not worth a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ftopt.events import Event
+from ftopt.sync.server.under_way import listed
+
+MAX_CHARS = 300
+_NAME_CHARS = 32
+"""So much is shown of each id where there are several."""
+SILENT = frozenset(
+    {"halt", "call_in", "quorum", "decide", "held_open", "frozen", "hurry", "equalized", "plan", "kept", "void"}
+)
+"""Events without a sentence: they happen in good rounds too, or another line says it (``halt``: the job's, which also
+halts without the event)."""
+
+TOGETHER = {
+    "join": ("has joined", "have joined"),
+    "return": ("is back", "are back"),
+    "lost": ("has lost its connection", "have lost their connections"),
+    "leave": ("has left", "have left"),
+    "stalled": (
+        "is stalled: its training thread takes no step, and the outer step is made without it",
+        "are stalled: their training threads take no step, and the outer step is made without them",
+    ),
+}
+"""Events that many replicas have at a time, which is one line: what one does, and what several do."""
+
+
+def in_words(event: Event) -> str | None:
+    """A sentence without a full stop, printable and `MAX_CHARS` long at most; None: the event is not worth one."""
+    if event.event in SILENT or (event.event == "gone" and event.data.get("reason") == "left"):
+        return None
+    return printable(_sentence(event), MAX_CHARS)
+
+
+def of_several(event: str, names: Sequence[str], count: int) -> str:
+    """The line of `TOGETHER` about ``count`` replicas, of which ``names`` are the first ones."""
+    cut = [printable(name, _NAME_CHARS) for name in names]
+    return printable(f"{listed(cut, count)} {TOGETHER[event][1]}", MAX_CHARS)
+
+
+def printable(text: str, most: int) -> str:
+    """``text`` without control and format characters, cut: it may come from a replica."""
+    shown = "".join(char if char.isprintable() else "?" for char in text[: most + 1])
+    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+
+
+def _sentence(event: Event) -> str:
+    data, who = event.data, event.replica
+    again = f" (incarnation {event.incarnation})" if event.incarnation > 1 else ""
+    version = f"version {event.version}"
+    reason = data.get("reason", "no reason given")
+    match event.event:
+        case "start":
+            return "the job has started"
+        case "recover":
+            return f"the job goes on from {version}, inner step {event.inner_step}"
+        case "restore":
+            return f"no replica holds the job's state any more: {who} restores its checkpoint of {version}"
+        case name if (does := TOGETHER.get(name)) is not None:
+            return f"{who} {does[0]}{again}"
+        case "gone" if str(reason).startswith("superseded"):
+            return f"{who} was started again; its incarnation {event.incarnation} is gone for good"
+        case "gone":
+            return f"{who} is gone for good{again}: {reason}"
+        case "refuse":
+            return f"{who} was refused: {reason}"
+        case "abort":
+            return f"{version}: an attempt was aborted: {reason}"
+        case "awaited":
+            names = listed(list(data.get("for", [])))
+            return f"outer steps and joins wait for {names}: no other replica holds the newest version"
+        case "fork":
+            return f"{who} is on another branch of the history: its work cannot be merged"
+        case "rollback":
+            return f"the job goes back to {version}: no replica holds a later one any more"
+        case "mismatch":
+            return f"{version}: the replicas' results differ; the attempt is repeated"
+        case "evicted":
+            return f"{version}: the result of {who} differs again; it fetches what the others hold"
+        case "outlier":
+            return f"the contribution of {who} to {version} is out of line, and has weight zero: {reason}"
+        case "unlike" | "diverged":
+            return str(reason)
+        case "epoch_done":
+            return f"epoch {data.get('epoch')} of the data is done"
+        case "data_ended":
+            return f"the data have ended: {data.get('units')} units are done"
+        case "held_twice":
+            return f"{who} holds samples that another replica holds too"
+        case other:
+            return f"{other}: {who}{again}"

@@ -1,0 +1,288 @@
+"""What the live page is given: rings of bounded size, events in words, rounds and whom they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from ftopt.events import Event
+from ftopt.net.token import authorization
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.server.history import COLUMNS, EVENTS, RANGES, History, Speed
+from ftopt.sync.server.live import MAX_FRAGMENTS, MAX_REPLICAS, live
+from ftopt.sync.server.metrics import FROM_ZERO
+from ftopt.sync.server.words import MAX_CHARS, in_words
+from tests.test_events_page import emitted
+
+from .access import TOKEN, Scripted, coordinator, identity, scripted, status
+
+REPLICA: dict[str, Any] = {
+    "replica": "r0", "incarnation": 1, "state": "training", "stalled": False, "inner_step": 5, "step_s": 0.1,
+    "versions": [1],
+}  # fmt: skip
+
+
+def decided(steps: int, *, fragment: int = 0) -> Event:
+    return Event("decide", "coordinator", fragment=fragment, data={"members": [["r0", 1, steps, 9, 1.0, True]]})
+
+
+def columns(history: History, ring: int = 0) -> list[dict[str, float]]:
+    return [dict(zip(COLUMNS, row, strict=True)) for row in history.rings[ring].after(0)]
+
+
+# ------------------------------------------------------------ history
+
+
+def test_a_history_of_any_length_takes_no_more_than_its_rings() -> None:
+    history = History()
+    per_row = [1, RANGES[1][1], RANGES[1][1] * RANGES[2][1]]
+    keep = [rows for *_, rows in RANGES]
+    samples = per_row[2] * keep[2] + per_row[2]
+    for _ in range(samples):
+        history.rings[0].add((1.0,) * len(COLUMNS))
+    for i in range(2 * EVENTS):
+        history.note(Event("fork", f"r{i}", version=i), float(i))
+    for ring, per, kept in zip(history.rings, per_row, keep, strict=True):
+        assert ring.count == samples // per
+        assert len(ring.after(0)) == kept
+        assert len(ring._waiting) < per_row[2]
+    assert [row["joins"] for row in columns(history, 2)] == [per_row[2]] * keep[2]
+    assert len(history.events()) == EVENTS
+
+
+def test_a_coarse_row_is_the_mean_of_levels_and_the_sum_of_counts() -> None:
+    history, every = History(), RANGES[1][1]
+    for i in range(every):
+        if i % 3 == 0:
+            history.note(Event("abort", "coordinator", version=i, data={"reason": "lost"}), float(i))
+        history.sample([REPLICA, REPLICA | {"state": "away" if i % 2 else "waiting"}], float(i))
+    (row,) = columns(history, 1)
+    assert (row["training"], row["waiting"], row["away"], row["aborts"]) == (1, 0.5, 0.5, every // 3)
+
+
+def test_only_rows_that_the_page_lacks_are_sent() -> None:
+    history = History()
+    for i in range(5):
+        history.sample([REPLICA] * i, float(i))
+    ring = history.rings[0]
+    assert ring.after(3) == ring.after(0)[3:]
+    assert ring.after(5) == ring.after(10**15) == []
+
+
+def test_a_replica_that_leaves_is_no_death_and_one_that_is_superseded_is() -> None:
+    history = History()
+    history.note(Event("gone", "r0", data={"reason": "left"}), 0.0)
+    history.note(Event("gone", "r1", 1, data={"reason": "superseded by a newcomer"}), 0.0)
+    history.sample([], 0.0)
+    history.sample([], 2.0)
+    assert [row["deaths"] for row in columns(history)] == [1, 0]
+
+
+def test_the_speed_is_what_is_committed_and_falls_while_nothing_is() -> None:
+    speed = Speed()
+    speed.begin(100.0)
+    assert speed.now(102.0) == 0
+    speed.committed(110.0, 50)
+    assert speed.now(110.0) == 5  # of the ten seconds since the start
+    assert speed.now(115.0) == 5
+    assert speed.now(130.0) == 2.5  # nothing more for 20 s
+    speed.committed(131.0, 40)
+    speed.committed(132.0, 4)
+    assert speed.now(132.0) == 2  # 44 steps in 22 s
+
+
+def test_steps_count_once_however_many_fragments_there_are() -> None:
+    history = History()
+    history.note(Event("start", "coordinator"), 0.0)
+    for fragment in range(4):
+        history.note(decided(20, fragment=fragment), 10.0)
+    history.sample([], 10.0)
+    (row,) = columns(history)
+    assert (row["steps_per_s"], row["outer_steps"]) == (2, 4)
+
+
+# ------------------------------------------------------------ words
+
+
+def test_many_that_come_at_once_are_one_line() -> None:
+    history = History()
+    for i in range(64):
+        history.note(Event("join", f"r{i}", 1), 0.0)
+    history.note(Event("lost", "r7", 1), 0.0)
+    assert [(e["text"], e["times"]) for e in history.events()] == [
+        ("r0, r1, r2, r3, r4 and 59 more have joined", 1),
+        ("r7 has lost its connection", 1),
+    ]
+
+
+def test_long_ids_leave_room_for_what_happened() -> None:
+    history = History()
+    for i in range(64):
+        history.note(Event("stalled", f"{i}" * 128, 1), 0.0)
+    (told,) = history.events()
+    assert len(told["text"]) <= MAX_CHARS
+    assert told["text"].endswith("and 59 more are stalled: their training threads take no step, and the outer step is "
+                                 "made without them")  # fmt: skip
+
+
+def test_a_storm_of_aborts_is_one_line_that_counts() -> None:
+    history = History()
+    for version in range(9):
+        history.note(Event("abort", "coordinator", version=version, data={"reason": "r1 was lost"}), 0.0)
+    assert [(e["text"], e["times"]) for e in history.events()] == [
+        ("version 8: an attempt was aborted: r1 was lost", 9)
+    ]
+    assert history.told == 9
+
+
+def test_what_a_replica_says_is_cut_and_has_no_control_characters() -> None:
+    text = in_words(Event("abort", "coordinator", version=1, data={"reason": "\x1b[2J\u202e" + "x" * 5000}))
+    assert text is not None
+    assert text.isprintable()
+    assert len(text) == MAX_CHARS
+
+
+def test_every_event_of_the_coordinator_has_words_or_is_silent_on_purpose() -> None:
+    data = {"reason": "why", "for": ["r1"], "epoch": 1, "units": 5}
+    names = {name for name, file in emitted().items() if file.startswith("sync/protocol/coordinator/")}
+    assert len(names) > 15
+    for name in sorted(names | {*FROM_ZERO, "return", "start", "recover"}):
+        text = in_words(Event(name, "r0", 2, 0, 3, 4, 5, data))
+        assert text is None or not text.startswith(f"{name}:"), f"{name} has no words"
+
+
+# ------------------------------------------------------------ the answer
+
+
+def job(replicas: int, fragments: int) -> dict[str, Any]:
+    return {
+        "job": "j",
+        "epoch": 7,
+        "phase": "running",
+        "fragments": [
+            {"version": 1, "chain": "c", "inner_step": 5, "proposed": [], "attempt": None, "attempts": 1,
+             "attempts_aborted": 0, "waits_for": [], "doing": "no replica has proposed yet", "age_s": 1.0}
+            for _ in range(fragments)
+        ],
+        "replicas": [REPLICA | {"replica": f"r{i:05}", "versions": [1] * fragments} for i in range(replicas)],
+    }  # fmt: skip
+
+
+def test_of_a_huge_job_what_matters_comes_first_and_the_answer_stays_small() -> None:
+    huge = job(4096, 1024)
+    huge["replicas"][4000]["state"] = "away"
+    huge["replicas"][4001]["stalled"] = True
+    huge["replicas"][4002]["state"] = "x" * 256
+    huge["fragments"][1000] |= {"proposed": ["r00001"], "waits_for": ["r04002"]}
+    answer = live({"j": (huge, History())}, {})
+    shown, names = answer["job"], [x["replica"] for x in answer["job"]["members"]]
+    assert (shown["replicas"], shown["fragments_in_all"]) == (4096, 1024)
+    assert len(names) == MAX_REPLICAS
+    assert names[:3] == ["r04002", "r04000", "r04001"]
+    assert [x["fragment"] for x in shown["fragments"]] == [1000, *range(MAX_FRAGMENTS - 1)]
+    assert len(json.dumps(answer)) < 60_000
+
+
+@pytest.mark.parametrize("value", ["", "-1", "x", "9" * 400, "1e3", "\u0663", "0x1", " 1"])
+def test_a_query_that_makes_no_sense_counts_as_none(value: str) -> None:
+    history = History()
+    history.sample([], 0.0)
+    query = dict.fromkeys(("range", "after", "told"), value) | {"history": value, "job": value}
+    assert live({"j": (job(1, 1), history)}, query) == live({"j": (job(1, 1), history)}, {})
+
+
+def test_no_jobs_are_an_answer() -> None:
+    assert (live({}, {"job": "j"})["jobs"], live({}, {})["job"]) == ([], None)
+
+
+async def _asked(url: str, **query: object) -> Any:
+    async with (
+        aiohttp.ClientSession(headers=authorization(TOKEN)) as session,
+        session.get(f"{url}/live", params={key: str(value) for key, value in query.items()}) as answer,
+    ):
+        assert answer.status == 200
+        return await answer.json()
+
+
+async def _propose(replica: Scripted) -> None:
+    record = replica.machine.fragments[0].record
+    assert record is not None
+    for effect in replica.machine.propose(m.Contribution(0, record.version, 5, record.inner_step + 5, 5.0)):
+        await replica.send(effect.message)  # type: ignore[union-attr]
+
+
+async def _doing(url: str, *words: str) -> Any:
+    """Waits until the round of ``/status`` does what ``words`` say, one after another; returns the fragment."""
+    async with asyncio.timeout(10):
+        while True:
+            (shown,) = json.loads((await status(url))[1])["jobs"]
+            if shown["fragments"] and shown["fragments"][0]["doing"] in words:
+                return shown["fragments"][0]
+            await asyncio.sleep(0.02)
+
+
+async def _a_round() -> None:
+    settings = {"start_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0, "grace_s": 20.0}
+    async with (
+        coordinator() as url,
+        scripted(url, identity(settings=settings)) as first,
+        scripted(url, identity(replica="r1", settings=settings)) as second,
+    ):
+        await asyncio.gather(first.join(), second.join())
+        assert (await _doing(url, "no replica has proposed yet"))["waits_for"] == []
+        for replica in (first, second):
+            await replica.send(m.Heartbeat("training", 3, 0.5))
+        await _propose(first)
+        fragment = await _doing(url, "1 of 2 have proposed; it waits for r1")
+        assert fragment["waits_for"] == ["r1"]
+        assert {x["replica"]: x["round"] for x in (await _asked(url))["job"]["members"]} == {
+            "r0": "proposed", "r1": "awaited",
+        }  # fmt: skip
+        await _propose(second)
+        quorum = await first.until(m.Quorum)
+        assert (await _doing(url, "reducing: 0 of 2 have the result; it waits for r0, r1"))["waits_for"] == ["r0", "r1"]
+        for effect in first.machine.reduced(0, quorum.attempt, "d", [[5], [5]]):
+            await first.send(effect.message)  # type: ignore[union-attr]
+        assert (await _doing(url, "reducing: 1 of 2 have the result; it waits for r1"))["waits_for"] == ["r1"]
+        answer = await _asked(url)
+        known = answer["job"]
+        assert known["events"][-1]["text"] == "r0, r1 have joined"
+        again = await _asked(url, history=known["history"], after=known["count"], told=known["told"])
+        assert again["job"]["events"] is None
+        assert again["job"]["count"] - known["count"] == len(again["job"]["rows"]) <= 2
+        other = await _asked(url, history="another", after=known["count"], told=known["told"])
+        assert other["job"]["events"] == known["events"]
+
+
+def test_a_round_says_what_it_does_and_whom_it_waits_for() -> None:
+    asyncio.run(_a_round())
+
+
+async def _few() -> None:
+    settings = {"start_replicas": 1, "min_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    async with coordinator() as url, scripted(url, identity(settings=settings)) as replica:
+        await replica.join()
+        await _propose(replica)
+        await _doing(url, "1 of 1 has proposed; it needs 1 more (min_replicas is 2)")
+
+
+def test_a_round_of_too_few_says_how_many_it_needs() -> None:
+    asyncio.run(_few())
+
+
+async def _sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftopt.sync.server.coordinator.SAMPLE_S", 0.02)
+    async with coordinator() as url, scripted(url) as replica:
+        await replica.join()
+        await replica.send(m.Heartbeat("training", 3, 0.5))
+        async with asyncio.timeout(10):
+            while [row[1:7] for row in (await _asked(url))["job"]["rows"][-2:]] != [[0.0, 1, 0, 0, 0, 0]] * 2:
+                await asyncio.sleep(0.02)
+
+
+def test_the_server_samples_its_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asyncio.run(_sampled(monkeypatch))

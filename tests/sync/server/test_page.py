@@ -1,0 +1,233 @@
+"""The live page in a real browser, headless Chromium: what it shows, and that what replicas say is text.
+
+Skipped where there is no Chromium (Debian: ``apt-get install chromium``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from html.parser import HTMLParser
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.server.page import page as static_page
+
+from .access import TOKEN, Scripted, coordinator, identity, no_errors_logged, scripted
+from .browser import Page, browser, find
+
+IN_A_BROWSER = pytest.mark.skipif(find() is None, reason="no chromium here; apt-get install chromium")
+HOSTILE = "<img src=x onerror=window.struck=1>"
+STATE = "<script>window.struck=1</script>\x1b[2J\u202eagain"
+
+
+@asynccontextmanager
+async def _crowd(
+    url: str, *replicas: str, job: str = "job", token: str | None = TOKEN
+) -> AsyncIterator[list[Scripted]]:
+    """A job whose replicas have joined and train."""
+    settings: dict[str, Any] = {"start_replicas": len(replicas), "dead_after_s": 60.0, "gone_after_s": 90.0}
+    async with contextlib.AsyncExitStack() as stack:
+        crowd = [
+            await stack.enter_async_context(scripted(url, identity(job, name, settings=settings), token=token))
+            for name in replicas
+        ]
+        await asyncio.gather(*(x.join() for x in crowd))
+        for step, x in enumerate(crowd):
+            await x.send(m.Heartbeat("training", 40 + step, 0.25))
+        yield crowd
+
+
+def _shows(text: str) -> str:
+    return f"document.body.innerText.includes({text!r})"
+
+
+@pytest.fixture(scope="module")
+def in_browser() -> Iterator[Any]:
+    """Runs coroutines with one tab that all tests of this module share."""
+    with asyncio.Runner() as runner:
+        opened = browser()
+        tab = runner.run(opened.__aenter__())
+
+        def run(test: Any) -> None:
+            tab.errors.clear()
+            runner.run(test(tab))
+
+        try:
+            yield run
+        finally:
+            runner.run(_end(opened))
+
+
+async def _end(opened: contextlib.AbstractAsyncContextManager[Page]) -> None:
+    await opened.__aexit__(None, None, None)
+
+
+async def _two_replicas(tab: Page) -> None:
+    async with coordinator() as url, _crowd(url, "r0", "r1") as (first, _):
+        await tab.open(f"{url}/#token={TOKEN}")
+        await tab.until(_shows("2 of 2 replicas connected"))
+        assert TOKEN not in await tab.value("location.href"), "out of the address bar"
+        assert await tab.value("[...document.querySelectorAll('#members tbody tr')].map((x) => x.innerText)") == [
+            "r0\ttraining\t40\t4\t0\t1", "r1\ttraining\t41\t4\t0\t1",
+        ]  # fmt: skip
+        await tab.until("document.title === 'job, inner step 0 - ftopt'")
+        record = first.machine.fragments[0].record
+        assert record is not None
+        for effect in first.machine.propose(m.Contribution(0, record.version, 5, 5, 5.0)):
+            await first.send(effect.message)  # type: ignore[union-attr]
+        await tab.until(_shows("1 of 2 have proposed; it waits for r1"))
+        await tab.until("document.querySelector('tr.awaited').innerText.startsWith('r1\\ttraining, awaited')")
+        await tab.until(_shows("r0, r1 have joined"))
+        await tab.until("[...document.querySelectorAll('#charts path')].some((x) => x.getAttribute('d') !== '')")
+        rows = await tab.value("Object.fromEntries([...document.querySelectorAll('#charts tbody tr')]"
+                               ".map((x) => [x.cells[0].innerText, x.cells[2].innerText]))")  # fmt: skip
+        assert (rows["training"], rows["joined"], rows["deaths"]) == ("2", "2 in all", "0 in all")
+        assert tab.errors == []
+
+
+@IN_A_BROWSER
+def test_the_page_shows_a_job_and_what_its_round_waits_for(in_browser: Any) -> None:
+    in_browser(_two_replicas)
+
+
+async def _hostile(tab: Page) -> None:
+    async with coordinator(token=None) as url, _crowd(url, HOSTILE, "x" * 128, job=HOSTILE, token=None) as (first, _):
+        await first.send(m.Heartbeat(STATE, 1, 0.1))
+        await tab.open(f"{url}/")
+        await tab.until(_shows(HOSTILE))
+        await tab.until(_shows("<script>window.struck=1</script>?[2J?"))
+        assert await tab.value("window.struck === undefined && document.images.length === 0")
+        assert await tab.value("document.scripts.length") == 1
+        await tab.size(360, 800)
+        assert await tab.value("document.documentElement.scrollWidth") == 360, "long names do not widen the page"
+        async with _crowd(url, "r0", job="b&job=c#%2F", token=None):
+            await tab.until("document.querySelectorAll('#jobs button').length === 2")
+            await tab.value("document.querySelectorAll('#jobs button')[1].click()")
+            await tab.until("document.getElementById('job').innerText.startsWith('b&job=c#%2F: running')")
+            await tab.value("location.reload()")  # the address names the job
+            await tab.until("document.getElementById('job').innerText.startsWith('b&job=c#%2F: running')")
+        assert tab.errors == []
+
+
+@IN_A_BROWSER
+def test_what_replicas_say_is_text_and_no_html(in_browser: Any) -> None:
+    in_browser(_hostile)
+
+
+async def _token(tab: Page) -> None:
+    async with coordinator() as url, _crowd(url, "r0"):
+        await tab.open(f"{url}/")
+        await tab.until(_shows("Token of this coordinator"))
+        assert not await tab.value(_shows("r0"))
+        for token, text in (("x" * 20, "does not accept this token"), ("\u2603", "no characters beyond ASCII")):
+            await _log_in(tab, token)
+            await tab.until(_shows(text))
+        await _log_in(tab, TOKEN)
+        await tab.until(_shows("1 of 1 replica connected"))
+        await tab.value("location.reload()")  # the tab keeps it
+        await tab.until(_shows("1 of 1 replica connected"))
+        assert TOKEN not in await tab.value("location.href")
+        assert [x for x in tab.errors if "401" not in x] == []
+
+
+async def _log_in(tab: Page, token: str) -> None:
+    await tab.value(f"document.getElementById('token').value = {token!r}")
+    await tab.value("document.querySelector('#login button').click()")
+
+
+@IN_A_BROWSER
+def test_without_the_token_the_page_asks_for_it(in_browser: Any) -> None:
+    in_browser(_token)
+
+
+async def _away(tab: Page) -> None:
+    async with coordinator(token=None) as url:
+        await tab.open(f"{url}/")
+        await tab.until(_shows("No jobs yet"))
+        async with _crowd(url, "r0", token=None):
+            await tab.until(_shows("1 of 1 replica connected"))
+    await tab.until("/no answer since \\d\\d:\\d\\d:\\d\\d \\(not reachable\\)/.test(document.body.innerText)")
+    assert await tab.value(_shows("1 of 1 replica connected")), "what was known stays"
+    assert await tab.value("document.title.startsWith('no answer since ')")
+    port = urlsplit(url).port
+    assert port is not None
+    async with coordinator(token=None, port=port) as url, _crowd(url, "new", token=None):
+        await tab.until("document.querySelector('#members tbody').innerText.startsWith('new')")
+        await tab.until("document.getElementById('connection').innerText.includes('live, ')")
+        assert await tab.value("document.querySelectorAll('#events li').length") == 2, "another history"
+
+
+@IN_A_BROWSER
+def test_the_page_says_since_when_nobody_answers_and_recovers(in_browser: Any) -> None:
+    with no_errors_logged():
+        in_browser(_away)
+
+
+def test_the_coordinator_prints_where_its_page_is() -> None:
+    command = [sys.executable, "-m", "ftopt", "coordinator", "--bind", "127.0.0.1:0", "--new"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        with process.stdout as said:
+            found = re.search(r"http://127\.0\.0\.1:\d+", said.readline())
+            assert found is not None
+            with urllib.request.urlopen(found[0], timeout=10) as answer:
+                assert answer.read() == static_page()[0]
+    finally:
+        process.terminate()
+        assert process.wait(10) == 0
+
+
+class _Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_loads_nothing_and_writes_no_html() -> None:
+    body, headers = static_page()
+    text, elements = body.decode(), _Elements()
+    elements.feed(text)
+    for tag, attributes in elements.found:
+        assert not {"src", "style", "onclick", "onload", "action"} & attributes.keys(), tag
+        assert attributes.get("href", "data:,") == "data:,", tag
+    assert (
+        re.findall(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|https?://(?!www\.w3\.org/2000/svg)", text
+        )
+        == []
+    )
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    assert len(body) < 40_000
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_text_has_contrast_in_light_and_dark() -> None:
+    """WCAG 2, level AA: 4.5 to 1."""
+    found = [dict(re.findall(r"--(\w+): (#\w{6});", x)) for x in static_page()[0].decode().split(":root {")[1:3]]
+    assert len(found) == 2
+    for colours in found:
+        for text in ("text", "soft", "good", "warn", "bad"):
+            for ground in ("ground", "card", *(["bar"] if text == "text" else [])):
+                low, high = sorted((_luminance(colours[text]), _luminance(colours[ground])))
+                assert (high + 0.05) / (low + 0.05) >= 4.5, (text, ground, colours)
