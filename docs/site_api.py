@@ -46,3 +46,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in MODULES:
         files.append(File.generated(config, f"api/{name}.md", content=page(name)))
     return files
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Docstrings introduce their examples with ``::``, which Markdown does not know."""
+    return html.replace("<p>::</p>", "").replace("::</p>", ":</p>")
