@@ -10,10 +10,11 @@ import torch
 
 from ftopt.sync.server.coordinator import CoordinatorServer
 from tests.forkserver import CONTEXT, die_with_parent
-from tests.pages import ROOT, programs
+from tests.pages import PAGES, programs
 from tests.test_examples import LIMIT_S, heard, started
 
-[TRAIN] = [block.text for block in programs(ROOT / "docs" / "quickstart.md") if block.marks.get("file") == "train.py"]
+[TRAIN] = {block.text for page in PAGES for block in programs(page) if block.marks.get("file") == "train.py"}
+"""The pages that show it show the same."""
 
 
 def _coordinator(tells: Connection) -> None:
