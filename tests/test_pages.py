@@ -20,7 +20,7 @@ import yaml
 from ftopt.cli.main import VERBS
 from ftopt.config.loader import build_recipe, load
 from ftopt.config.shipped import shipped
-from tests.pages import PAGES, ROOT, anchors, blocks, links, named, programs, quotations
+from tests.pages import PAGES, ROOT, anchors, blocks, links, named, programs, prose, quotations
 
 RUN_ELSEWHERE = {"README.md", "docs/ray.md"}
 """By the test of the quickstart, below, and by ``tests/ray/test_trainer.py``."""
@@ -54,7 +54,7 @@ def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
         if block.kind not in ("", "sh"):
             continue
         for line in block.text.replace("\\\n", " ").splitlines():
-            if not re.match(r"(\w+=\S+ |\$ |pip install .*&& )*ftopt ", line.strip()):
+            if not re.match(r"(\w+=\S+ |\w*\$ +|pip install .*&& )*ftopt ", line.strip()):
                 continue
             words = shlex.split(line.strip(), comments=True)
             words = words[words.index("ftopt") + 1 :]
@@ -80,6 +80,17 @@ def test_the_commands_of_a_page_have_verbs_options_and_settings_that_exist(
         assert not rest, f"{named(page)}:{line}: {rest}"
         if getattr(given, "recipe", None) in shipped():
             load(given.recipe, given.overrides)
+
+
+@every_page
+def test_the_commands_that_a_text_mentions_have_verbs_and_options_that_exist(page: Path) -> None:
+    for command in re.findall(r"`ftopt ([a-z][^`]*)`", prose(page) if page.name != "CHANGELOG.md" else ""):
+        verb, *words = command.split()
+        assert verb in VERBS, f"{named(page)}: ftopt {command}"
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"ftopt.cli.{verb}").add(parser)
+        options = {word.partition("=")[0].strip("[]") for word in words if word.lstrip("[").startswith("--")}
+        assert options <= set(parser._option_string_actions), f"{named(page)}: ftopt {command}"
 
 
 @every_page
