@@ -1,4 +1,6 @@
-"""The method in ``docs/methods.md`` under "Your own method" runs as it stands there, in Python and in a recipe."""
+"""The method in ``docs/methods.md`` under "Your own method" does what it says, in Python and in a
+recipe. The page itself is run by ``tests/test_pages.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,21 @@ import torch
 from ftopt.config.loader import dump, load
 from ftopt.errors import UserError
 from tests.optimizer.running import train_and_look
+from tests.pages import ROOT, programs
 from tests.problems import problem
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+PAGE = ROOT / "docs" / "methods.md"
 REPLICAS, H = 3, 5
 
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The page's two blocks: the module of the method, and a program that uses it."""
-    section = PAGE.read_text(encoding="utf-8").split("## Your own method")[1].split("\n## ")[0]
-    module, program = [block.split("```")[0] for block in section.split("```python\n")[1:]]
+    """The module of the method."""
+    [module] = [block for block in programs(PAGE) if "file" in block.marks]
     made = types.ModuleType("sign_momentum")
     monkeypatch.setitem(sys.modules, "sign_momentum", made)
-    exec(module, made.__dict__)
-    made.__dict__["program"] = program
+    exec(module.text, made.__dict__)
     return made
-
-
-def test_the_program_trains(page: Any) -> None:
-    names: dict[str, Any] = {}
-    exec(page.program, names)
-    assert names["optimizer"].versions == (10,)
-    assert names["last"] < names["first"] / 2
 
 
 def test_it_is_its_equation_on_every_replica(page: Any) -> None:

@@ -1,0 +1,164 @@
+"""The documentation is true where a machine can tell: programs run, commands parse, links lead somewhere, messages are
+those of the code, and the site shows every page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ftopt.cli.main import VERBS
+from ftopt.config.loader import build_recipe, load
+from ftopt.config.shipped import shipped
+from tests.pages import PAGES, ROOT, anchors, blocks, links, named, programs, prose, quotations
+
+RUN_ELSEWHERE = {"README.md", "docs/ray.md"}
+"""By the test of the quickstart, below, and by ``tests/ray/test_trainer.py``."""
+COMING = {"docs/trainers.md", "docs/migration.md", "docs/wandb.md", "docs/live_page.md", "docs/report.md"}
+"""Pages that may be linked to and be shown by the site before they are there."""
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=named)
+
+
+@every_page
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_programs_of_a_page_run_one_after_the_other(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in programs(page):
+        code = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
+        if "file" in block.marks:
+            (tmp_path / block.marks["file"]).write_text(block.text, encoding="utf-8")
+        elif "not run" not in block.marks and named(page) not in RUN_ELSEWHERE:
+            exec(block.marks.get("run first", ""), names)
+            exec(code, names)
+            exec(block.marks.get("run after", ""), names)
+
+
+def commands(page: Path) -> Iterator[tuple[int, list[str]]]:
+    """Every call of ``ftopt`` in the blocks of a page, from its verb on, and the block's line."""
+    for block in blocks(page):
+        if block.kind not in ("", "sh"):
+            continue
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if not re.match(r"(\w+=\S+ |\w*\$ +|pip install .*&& )*ftopt ", line.strip()):
+                continue
+            words = shlex.split(line.strip(), comments=True)
+            words = words[words.index("ftopt") + 1 :]
+            yield block.line, words[: words.index("&")] if "&" in words else words
+
+
+@every_page
+def test_the_commands_of_a_page_have_verbs_options_and_settings_that_exist(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for block in programs(page):
+        if "file" in block.marks:
+            (tmp_path / block.marks["file"]).write_text(block.text, encoding="utf-8")
+    for line, words in commands(page):
+        if not words[0].islower() or words[0].startswith("-"):
+            continue  # `ftopt VERB`, `ftopt --help`
+        assert words[0] in VERBS, f"{named(page)}:{line}: ftopt {words[0]}"
+        parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        importlib.import_module(f"ftopt.cli.{words[0]}").add(parser)
+        given, rest = parser.parse_known_intermixed_args([word for word in words[1:] if not word.startswith("[")])
+        assert not rest, f"{named(page)}:{line}: {rest}"
+        if getattr(given, "recipe", None) in shipped():
+            load(given.recipe, given.overrides)
+
+
+@every_page
+def test_the_commands_that_a_text_mentions_have_verbs_and_options_that_exist(page: Path) -> None:
+    for command in re.findall(r"`ftopt ([a-z][^`]*)`", prose(page) if page.name != "CHANGELOG.md" else ""):
+        verb, *words = command.split()
+        assert verb in VERBS, f"{named(page)}: ftopt {command}"
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"ftopt.cli.{verb}").add(parser)
+        options = {word.partition("=")[0].strip("[]") for word in words if word.lstrip("[").startswith("--")}
+        assert options <= set(parser._option_string_actions), f"{named(page)}: ftopt {command}"
+
+
+@every_page
+def test_sections_of_recipes_on_a_page_are_valid(page: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "yaml" and re.match(r"(method|sync|faults|data|train):\s", block.text):
+            given = yaml.safe_load(block.text)
+            if "sign_momentum" not in block.text:  # a file of the page, and of the test above
+                _, wrong = build_recipe({"name": "a", "replicas": 3, "method": {"name": "diloco"}} | given)
+                assert wrong == [], f"{named(page)}:{block.line}"
+
+
+@every_page
+def test_every_link_of_a_page_leads_to_a_page_or_a_heading(page: Path) -> None:
+    for link in links(page):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() and named(target) in COMING:
+            continue
+        assert target.is_file(), f"{named(page)}: {link}"
+        assert not anchor or anchor in anchors(target), f"{named(page)}: {link}"
+        outside = target.is_relative_to(ROOT / "docs") or page.parent == ROOT
+        assert outside, f"{named(page)}: {link} is not on the site, which is made of docs/"
+
+
+def test_the_site_shows_every_page_once() -> None:
+    shown = re.findall(r"[\w/]+\.md", yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]))
+    listed = [f"docs/{page}" for page in shown if not page.startswith("api/")]
+    assert len(listed) == len(set(listed))
+    assert set(listed) - COMING == {named(page) for page in PAGES if page.parent != ROOT} - COMING
+
+
+def test_the_first_page_and_the_readme_lead_to_every_page() -> None:
+    pages = {page.name for page in PAGES if page.parent != ROOT} - {"index.md"}
+    assert pages - set(links(ROOT / "docs" / "index.md")) == set()
+
+
+@cache
+def strings() -> list[str]:
+    """All texts of ftopt's code, with a NUL for what is filled in; also those of each function, one after the other."""
+    found = []
+    for path in (ROOT / "ftopt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                texts = [text for each in ast.walk(node) if (text := literal(each)) is not None]
+                found += [*texts, "".join(texts)]
+            elif (text := literal(node)) is not None:
+                found.append(text)
+    return found
+
+
+def literal(node: ast.AST) -> str | None:
+    """The text of a string or an f-string, None for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[-\d.]*[a-z]|\{(!r)?\}", "\0", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+    return None
+
+
+@every_page
+def test_every_message_that_a_page_quotes_is_one_of_the_code(page: Path) -> None:
+    unknown = []
+    for quoted in quotations(page):
+        parts = [re.escape(part.strip()) for part in quoted.split("...") if part.strip()]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        if not any(pattern.search(text) for text in strings()):
+            unknown.append(quoted)
+    assert unknown == [], named(page)

@@ -1,0 +1,63 @@
+"""The program of ``docs/quickstart.md`` does what the page promises, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+
+import torch
+
+from ftopt.sync.server.coordinator import CoordinatorServer
+from tests.forkserver import CONTEXT, die_with_parent
+from tests.pages import PAGES, programs
+from tests.test_examples import LIMIT_S, heard, started
+
+[TRAIN] = {block.text for page in PAGES for block in programs(page) if block.marks.get("file") == "train.py"}
+"""The pages that show it show the same."""
+
+
+def _coordinator(tells: Connection) -> None:
+    die_with_parent()
+    CoordinatorServer("127.0.0.1", 0, new=True).run(ready=tells.send)
+
+
+def _train(tells: Connection, replica: str, url: str, back: Event) -> None:
+    """The program, at another address, with fewer steps, and with one break in the place of many: at step 400 it waits
+    until the killed replica is back. It tells what it prints."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    os.environ["FTOPT_REPLICA"] = replica
+    program = TRAIN
+    for old, new in (("http://127.0.0.1:29400", url), ("2_000", "600"), ("time.sleep(0.03)", "pause(step)")):
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    names = {
+        "__name__": "__main__",
+        "print": lambda text, **_: tells.send(text),
+        "pause": lambda step: step != 400 or back.wait(LIMIT_S),
+    }
+    exec(compile(program, "train.py", "exec"), names)
+
+
+def test_three_train_one_is_killed_and_comes_back_where_the_job_is() -> None:
+    with started((_coordinator,)) as ((_, tells_url),):
+        url = heard(tells_url)
+        back = CONTEXT.Event()
+        with started(*((_train, name, url, back) for name in ("r0", "r1", "r2"))) as ((_, r0), (killed, r1), (_, r2)):
+            while not heard(r1).startswith("r1: step 200,"):
+                pass
+            killed.kill()
+            back_again = CONTEXT.Event()
+            back_again.set()
+            with started((_train, "r1", url, back_again)) as ((_, again),):
+                first = heard(again)
+                back.set()
+                ends = [first, *(heard(each) for each in (r0, r2))]
+                for number, each in enumerate((again, r0, r2)):
+                    while "held-out loss" not in ends[number]:
+                        ends[number] = heard(each)
+    assert first.startswith("r1: ") and not first.startswith("r1: step 0,")
+    losses = {tuple(end.split(": ")[1].split(", held-out loss ")) for end in ends}
+    assert len({version for version, _ in losses}) == len(losses), f"one version, two losses: {ends}"
+    assert all(float(loss) < 0.01 for _, loss in losses)
