@@ -8,9 +8,11 @@ the unit is granted to another one. With several fragments, "used" goes by the f
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -28,6 +30,8 @@ from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_choice, check_whole, names_arguments
 from ftopt.sync.protocol.samples import Samples
 
+_log = logging.getLogger(__name__)
+
 
 class DataLoader:
     """Iterates over this replica's batches until the data have ended, through all epochs. ::
@@ -38,8 +42,9 @@ class DataLoader:
                 loss(model(inputs), targets).backward()
                 optimizer.step(); optimizer.zero_grad()
 
-    Make the loader before the replica joins (``with optimizer:``). An inner step uses every batch drawn since the step
-    before. Leaving the loop and iterating again goes on with the next batch: there is one pass, not one an epoch.
+    Make the loader before the replica joins (``with optimizer:``); its first batch joins the job if nothing has before.
+    An inner step uses every batch drawn since the step before. Leaving the loop and iterating again goes on with the
+    next batch: there is one pass, not one an epoch. When the data have ended, further loops get nothing.
 
     Random numbers in the data set depend only on the seed and the unit, not on who loads it (`ftopt.data.batches`).
 
@@ -55,6 +60,8 @@ class DataLoader:
         epochs: number of epochs. Default 1; None: without end.
         drop_last: whether a short last batch of an epoch is left out. Default False.
         accumulate: batches (micro-batches) per inner step, for `steps`. Default 1.
+        ahead: batches that the trainer asks for before it has trained on the ones that it has: 1 in Lightning
+            (``docs/trainers.md``). One that it then leaves unused comes again in the next loop. Default 0.
         num_workers: processes that load ahead; they start here. Default 0: batches are loaded on the training thread.
         prefetch_factor: batches that each worker loads ahead. Default 2.
         collate_fn: makes a batch of a list of samples. Default torch's ``default_collate``.
@@ -87,6 +94,7 @@ class DataLoader:
         epochs: int | None = 1,
         drop_last: bool = False,
         accumulate: int = 1,
+        ahead: int = 0,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -98,7 +106,7 @@ class DataLoader:
         rank_share: tuple[int, int] | None = None,
     ) -> None:
         counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
-        for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0)):
+        for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0), ("ahead", ahead, 0)):
             check_whole(name, value, low)
         for name, optional in (("epochs", epochs), ("global_batch", global_batch), ("split", split)):
             if optional is not None:
@@ -126,7 +134,12 @@ class DataLoader:
                 f"accumulate={accumulate} with global_batch={global_batch}, which says how many samples a step has; "
                 "leave accumulate out"
             )
-        self._accumulate = accumulate
+        if ahead and (global_batch is not None or not _has_positions(dataset)):
+            raise UserError(
+                f"ahead={ahead} with a global batch, or with data without positions: it says which batches a step has "
+                "used, and goes with a data set that has positions (len(dataset) and dataset[index]); leave it out"
+            )
+        self._accumulate, self._ahead = accumulate, ahead
         pool = PoolSettings(
             workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
@@ -184,7 +197,10 @@ class DataLoader:
         return self._source.epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self._source.check()
+        if isinstance(self._source, FromShares):
+            self._source.refuse()
+        if isinstance(self._source, _FromUnits):
+            return self._source.batches(self._ahead)
         return self._source.batches()
 
     def steps(self) -> Iterator[list[Any]]:
@@ -197,7 +213,10 @@ class DataLoader:
 
         Prefer this to counting in the loop: near the end fewer may be left, and no more come until these are used.
         """
-        self._source.check()
+        if isinstance(self._source, FromShares):
+            self._source.refuse()
+        if self._ahead:
+            raise UserError(f"steps() of a loader with ahead={self._ahead}, which is for trainers that load ahead")
         while batches := list(islice(self._source.batches(), self._accumulate)):
             yield batches
 
@@ -258,25 +277,45 @@ class _FromUnits:
         self._units = units
         self._stateful = isinstance(batches.dataset, StatefulDataset)
         self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
+        self._held: deque[tuple[int, Any]] = deque()  # given out, and not drawn yet
+        self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that was left before it was trained on
         self._told = False
         self.epoch = 0
 
-    def check(self) -> None:
-        if self._told:
-            raise UserError(
-                f"the data have ended: epochs={self._samples.epochs} of {self._samples.samples} samples; one loop goes "
-                "through all epochs: give as many as you need in epochs="
-            )
-        if self._group is not None and not self._group.incarnation:
-            raise UserError("this replica has not joined the job yet; iterate over the loader inside `with optimizer:`")
+    def batches(self, ahead: int = 0) -> Iterator[Any]:
+        """``ahead``: so many are asked for before those that are given out are trained on."""
+        self._join()
+        self._again.extendleft(reversed(self._held))
+        self._held.clear()
+        while (loaded := self._again.popleft() if self._again else self._loading.next()) is not None:
+            self._held.append(loaded)
+            if self._draw(ahead) or ahead:
+                yield loaded[1]
+        self._draw(0)
+        if self._units.ended and not self._told:
+            self._told = True
+            _log.info("the data have ended: all epochs of %d samples; further loops get nothing", self._samples.samples)
 
-    def batches(self) -> Iterator[Any]:
-        while (loaded := self._loading.next()) is not None:
-            unit, batch = loaded
-            if self._units.draw(unit):
+    def _draw(self, ahead: int) -> bool:
+        """All batches given out but the last ``ahead`` are trained on in the next step. False: the last one that is
+        drawn is no longer this replica's."""
+        drawn = False
+        while len(self._held) > ahead:
+            unit, _ = self._held.popleft()
+            if drawn := self._units.draw(unit):
                 self.epoch = self._samples.epoch_of(unit)
-                yield batch
-        self._told = self._units.ended
+        return drawn
+
+    def _join(self) -> None:
+        group = self._group
+        if group is None or group.incarnation:
+            return
+        if group.joins is None:
+            raise UserError(
+                "a batch was asked for, and no optimizer has been wrapped with this loader's group, which would join "
+                "the job that hands the batches out; call ftopt.wrap(..., group=group) before the loop"
+            )
+        group.joins()
 
     def state_dict(self) -> dict[str, Any]:
         position = self._units.position if isinstance(self._units, OwnUnits) else None
@@ -309,6 +348,8 @@ class _FromUnits:
         if isinstance(self._units, OwnUnits):
             self._units.go_to(position)
             self._told = False
+            self._held.clear()
+            self._again.clear()
         self._loading.load(inner, forget=position is not None)
 
 
