@@ -84,6 +84,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {"__init__", "job/harm", "checkpoint", "config", "data", "faults", "net", "telemetry", "sync/group"},
+    # Other people's trainers.
+    "integrations": {"checkpointing", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {"job", "checkpoint", "config", "faults", "net", "simulate", "sync/server", "telemetry"},
@@ -99,6 +101,8 @@ IN_ONE_FILE = {
     "rich": "telemetry/progress.py",
     "sklearn": "data/digits.py",
     "torchdata": "data/workers.py",
+    "transformers": "integrations/hf.py",
+    "lightning": "integrations/lightning.py",
 }
 AIOHTTP = {
     "net/http.py",
