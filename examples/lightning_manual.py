@@ -49,7 +49,7 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
     """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
     group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
     module = Module(group)
-    loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, ahead=1, group=group)
+    loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
     trainer = Trainer(
         max_steps=STEPS,  # of the job
         max_epochs=-1,

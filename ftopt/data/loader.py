@@ -60,8 +60,6 @@ class DataLoader:
         epochs: number of epochs. Default 1; None: without end.
         drop_last: whether a short last batch of an epoch is left out. Default False.
         accumulate: batches (micro-batches) per inner step, for `steps`. Default 1.
-        ahead: batches that the trainer asks for before it has trained on the ones that it has: 1 in Lightning
-            (``docs/trainers.md``). One that it then leaves unused comes again in the next loop. Default 0.
         num_workers: processes that load ahead; they start here. Default 0: batches are loaded on the training thread.
         prefetch_factor: batches that each worker loads ahead. Default 2.
         collate_fn: makes a batch of a list of samples. Default torch's ``default_collate``.
@@ -94,7 +92,6 @@ class DataLoader:
         epochs: int | None = 1,
         drop_last: bool = False,
         accumulate: int = 1,
-        ahead: int = 0,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -106,7 +103,7 @@ class DataLoader:
         rank_share: tuple[int, int] | None = None,
     ) -> None:
         counts = ("accumulate", accumulate, 1), ("num_workers", num_workers, 0), ("prefetch_factor", prefetch_factor, 1)
-        for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0), ("ahead", ahead, 0)):
+        for name, value, low in (*counts, ("batch_size", batch_size, 1), ("seed", seed, 0)):
             check_whole(name, value, low)
         for name, optional in (("epochs", epochs), ("global_batch", global_batch), ("split", split)):
             if optional is not None:
@@ -134,12 +131,7 @@ class DataLoader:
                 f"accumulate={accumulate} with global_batch={global_batch}, which says how many samples a step has; "
                 "leave accumulate out"
             )
-        if ahead and (global_batch is not None or not _has_positions(dataset)):
-            raise UserError(
-                f"ahead={ahead} with a global batch, or with data without positions: it says which batches a step has "
-                "used, and goes with a data set that has positions (len(dataset) and dataset[index]); leave it out"
-            )
-        self._accumulate, self._ahead = accumulate, ahead
+        self._accumulate = accumulate
         pool = PoolSettings(
             workers=num_workers, prefetch_factor=prefetch_factor, pin_memory=pin_memory, context=multiprocessing_context
         )
@@ -196,11 +188,24 @@ class DataLoader:
         """The epoch of the last batch, from 0."""
         return self._source.epoch
 
+    def asked_ahead(self, batches: int) -> None:
+        """The trainer asks for so many batches before it has trained on those that it has; its callback knows. One
+        that it then leaves unused comes again in the next loop."""
+        if isinstance(self._source, _FromUnits):
+            self._source.ahead = batches
+
+    @property
+    def dataset(self) -> Any:
+        """Not for trainers that make a loader of their own of it, which would draw samples by themselves."""
+        raise AttributeError(
+            "an ftopt.DataLoader shows no `dataset`: the job hands its batches out, so that it cannot be made anew, "
+            "skipped through or divided (Accelerate's prepare_data_loader and skip_first_batches, Fabric's "
+            "setup_dataloaders); iterate over it as it is (docs/trainers.md)"
+        )
+
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._source, FromShares):
             self._source.refuse()
-        if isinstance(self._source, _FromUnits):
-            return self._source.batches(self._ahead)
         return self._source.batches()
 
     def steps(self) -> Iterator[list[Any]]:
@@ -215,8 +220,6 @@ class DataLoader:
         """
         if isinstance(self._source, FromShares):
             self._source.refuse()
-        if self._ahead:
-            raise UserError(f"steps() of a loader with ahead={self._ahead}, which is for trainers that load ahead")
         while batches := list(islice(self._source.batches(), self._accumulate)):
             yield batches
 
@@ -280,16 +283,15 @@ class _FromUnits:
         self._held: deque[tuple[int, Any]] = deque()  # given out, and not drawn yet
         self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that was left before it was trained on
         self._told = False
-        self.epoch = 0
+        self.ahead = self.epoch = 0
 
-    def batches(self, ahead: int = 0) -> Iterator[Any]:
-        """``ahead``: so many are asked for before those that are given out are trained on."""
+    def batches(self) -> Iterator[Any]:
         self._join()
         self._again.extendleft(reversed(self._held))
         self._held.clear()
         while (loaded := self._again.popleft() if self._again else self._loading.next()) is not None:
             self._held.append(loaded)
-            if self._draw(ahead) or ahead:
+            if self._draw(self.ahead) or self.ahead:
                 yield loaded[1]
         self._draw(0)
         if self._units.ended and not self._told:

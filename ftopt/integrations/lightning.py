@@ -61,7 +61,10 @@ class FtoptCallback(Callback):
                 trainer.global_step,
                 job.optimizer.inner_step,
             )
-        job.join(_schedulers(trainer), trainer.train_dataloader)
+        loader, fetcher = trainer.train_dataloader, trainer.fit_loop._data_fetcher
+        if isinstance(loader, DataLoader):  # its first batch is out already
+            loader.asked_ahead(getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0)
+        job.join(_schedulers(trainer), loader)
         self._follow(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -78,8 +81,9 @@ class FtoptCallback(Callback):
             job.leave()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.train_dataloader, DataLoader) and self._joined.ended():
-            trainer.should_stop = True
+        loaded = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if isinstance(trainer.train_dataloader, DataLoader) and not loaded:
+            trainer.should_stop = True  # the data have ended; else it would begin epoch after epoch
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._job is not None:

@@ -102,11 +102,6 @@ class Membership:
             for tensor, values in zip(own, outer, strict=True):
                 tensor.copy_(values)
 
-    def ended(self) -> bool:
-        """Whether every sample of the job's ledger is committed."""
-        units = getattr(self.optimizer._core.group, "units", None)
-        return units is not None and bool(units.ended)
-
 
 def advance(scheduler: LRScheduler, step: int) -> None:
     """Brings a scheduler, of any kind but `ReduceLROnPlateau`, forward to ``step``; never back. ::

@@ -205,15 +205,16 @@ def test_batches_are_drawn_by_who_has_joined_only() -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_loop_after_the_end_of_the_data_gets_nothing(ahead: int) -> None:
     for loader in DataLoader(Numbers(10), 5), DataLoader(Numbers(10), 5, group=StandIn(Granted([0, 1], ended=True))):
-        loader._ahead = ahead
+        loader.asked_ahead(ahead)
         assert len(list(loader)) == 2
-        assert list(loader) == list(loader.steps() if not ahead else loader) == []
+        assert list(loader) == list(loader.steps()) == []
 
 
 def test_what_a_trainer_has_asked_for_ahead_counts_as_drawn_one_batch_later_and_at_the_end() -> None:
     group = StandIn(Granted(range(4), ended=True))
-    batches = iter(DataLoader(Numbers(40), 10, group=group, ahead=1))
-    got = []
+    loader = DataLoader(Numbers(40), 10, group=group)
+    loader.asked_ahead(1)
+    batches, got = iter(loader), []
     for _ in range(4):
         next(batches)
         got.append(len(group.units.got))
@@ -226,7 +227,8 @@ def test_what_a_trainer_has_asked_for_ahead_counts_as_drawn_one_batch_later_and_
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_asked_for_ahead_and_left_unused_comes_again(ahead: int, workers: int) -> None:
     group = StandIn(Granted(range(9), ended=True))
-    loader = DataLoader(Numbers(90), 10, group=group, ahead=ahead, num_workers=workers)
+    loader = DataLoader(Numbers(90), 10, group=group, num_workers=workers)
+    loader.asked_ahead(ahead)
     trained: list[list[int]] = []
     while len(trained) < 9:
         batches, held = iter(loader), []
@@ -238,11 +240,17 @@ def test_a_batch_asked_for_ahead_and_left_unused_comes_again(ahead: int, workers
     assert sorted(index for batch in trained for index in batch) == list(range(90))
 
 
-def test_ahead_is_refused_where_it_says_nothing() -> None:
-    with pytest.raises(UserError, match=r"ahead=1 with a global batch, or with data without positions"):
-        DataLoader((x for x in range(3)), ahead=1)
-    with pytest.raises(UserError, match=r"steps\(\) of a loader with ahead=1"):
-        next(DataLoader(Numbers(10), 5, ahead=1).steps())
+def test_a_trainer_that_asks_ahead_may_say_so_after_its_first_batch() -> None:
+    group = StandIn(Granted(range(4), ended=True))
+    loader = DataLoader(Numbers(40), 10, group=group)
+    batches, got = iter(loader), []
+    for count in range(4):
+        next(batches)
+        got.append(len(group.units.got))
+        if not count:
+            loader.asked_ahead(1)
+    assert got == [1, 1, 2, 3]
+    assert next(batches, None) is None and group.units.got == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
