@@ -337,12 +337,12 @@ def test_a_step_that_the_scaler_skips_is_no_step_of_the_job() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     model = Net()
-    with pytest.raises(ftopt.UserError, match="optimizer is a SGD; give the one that ftopt.wrap"):
+    with pytest.raises(ftopt.UserError, match="optimizer is a SGD; give the one"):
         FtoptCallback(torch.optim.SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
     outer = ftopt.wrap(
         torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=4), group=ftopt.solo()
     )
-    with pytest.raises(ftopt.UserError, match="checkpoints is a str; must be ftopt.Checkpoints"):
+    with pytest.raises(ftopt.UserError, match="checkpoints is a str; must be"):
         FtoptCallback(outer, checkpoints="folder")  # type: ignore[arg-type]
 
 
