@@ -95,6 +95,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__init__", "job/harm", "job/inner", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
         "telemetry", "sync/group",
     },
+    # Other people's trainers.
+    "integrations": {"checkpointing", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {
@@ -113,6 +115,8 @@ IN_ONE_FILE = {
     "shtab": "cli/completion.py",
     "sklearn": "data/digits.py",
     "torchdata": "data/workers.py",
+    "transformers": "integrations/hf.py",
+    "lightning": "integrations/lightning.py",
 }
 AIOHTTP = {
     "net/http.py",

@@ -8,9 +8,11 @@ the unit is granted to another one. With several fragments, "used" goes by the f
 
 from __future__ import annotations
 
+import logging
 import operator
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -28,6 +30,8 @@ from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError, check_choice, check_whole, names_arguments
 from ftopt.sync.protocol.samples import Samples
 
+_log = logging.getLogger(__name__)
+
 
 class DataLoader:
     """Iterates over this replica's batches until the data have ended, through all epochs. ::
@@ -38,8 +42,9 @@ class DataLoader:
                 loss(model(inputs), targets).backward()
                 optimizer.step(); optimizer.zero_grad()
 
-    Make the loader before the replica joins (``with optimizer:``). An inner step uses every batch drawn since the step
-    before. Leaving the loop and iterating again goes on with the next batch: there is one pass, not one an epoch.
+    Make the loader before the replica joins (``with optimizer:``); its first batch joins the job if nothing has before.
+    An inner step uses every batch drawn since the step before. Leaving the loop and iterating again goes on with the
+    next batch: there is one pass, not one an epoch. When the data have ended, further loops get nothing.
 
     Random numbers in the data set depend only on the seed and the unit, not on who loads it (`ftopt.data.batches`).
 
@@ -183,8 +188,24 @@ class DataLoader:
         """The epoch of the last batch, from 0."""
         return self._source.epoch
 
+    def asked_ahead(self, batches: int) -> None:
+        """The trainer asks for so many batches before it has trained on those that it has; its callback knows. One
+        that it then leaves unused comes again in the next loop."""
+        if isinstance(self._source, _FromUnits):
+            self._source.ahead = batches
+
+    @property
+    def dataset(self) -> Any:
+        """Not for trainers that make a loader of their own of it, which would draw samples by themselves."""
+        raise AttributeError(
+            "an ftopt.DataLoader shows no `dataset`: the job hands its batches out, so that it cannot be made anew, "
+            "skipped through or divided (Accelerate's prepare_data_loader and skip_first_batches, Fabric's "
+            "setup_dataloaders); iterate over it as it is (docs/trainers.md)"
+        )
+
     def __iter__(self) -> Iterator[Any]:
-        self._source.check()
+        if isinstance(self._source, FromShares):
+            self._source.refuse()
         return self._source.batches()
 
     def steps(self) -> Iterator[list[Any]]:
@@ -197,7 +218,8 @@ class DataLoader:
 
         Prefer this to counting in the loop: near the end fewer may be left, and no more come until these are used.
         """
-        self._source.check()
+        if isinstance(self._source, FromShares):
+            self._source.refuse()
         while batches := list(islice(self._source.batches(), self._accumulate)):
             yield batches
 
@@ -258,25 +280,44 @@ class _FromUnits:
         self._units = units
         self._stateful = isinstance(batches.dataset, StatefulDataset)
         self._loading = Ahead(batches, units, pool, seed=samples.seed) if pool.workers else Here(batches, units)
+        self._held: deque[tuple[int, Any]] = deque()  # given out, and not drawn yet
+        self._again: deque[tuple[int, Any]] = deque()  # given out in a loop that was left before it was trained on
         self._told = False
-        self.epoch = 0
-
-    def check(self) -> None:
-        if self._told:
-            raise UserError(
-                f"the data have ended: epochs={self._samples.epochs} of {self._samples.samples} samples; one loop goes "
-                "through all epochs: give as many as you need in epochs="
-            )
-        if self._group is not None and not self._group.incarnation:
-            raise UserError("this replica has not joined the job yet; iterate over the loader inside `with optimizer:`")
+        self.ahead = self.epoch = 0
 
     def batches(self) -> Iterator[Any]:
-        while (loaded := self._loading.next()) is not None:
-            unit, batch = loaded
-            if self._units.draw(unit):
+        self._join()
+        self._again.extendleft(reversed(self._held))
+        self._held.clear()
+        while (loaded := self._again.popleft() if self._again else self._loading.next()) is not None:
+            self._held.append(loaded)
+            if self._draw(self.ahead) or self.ahead:
+                yield loaded[1]
+        self._draw(0)
+        if self._units.ended and not self._told:
+            self._told = True
+            _log.info("the data have ended: all epochs of %d samples; further loops get nothing", self._samples.samples)
+
+    def _draw(self, ahead: int) -> bool:
+        """All batches given out but the last ``ahead`` are trained on in the next step. False: the last one that is
+        drawn is no longer this replica's."""
+        drawn = False
+        while len(self._held) > ahead:
+            unit, _ = self._held.popleft()
+            if drawn := self._units.draw(unit):
                 self.epoch = self._samples.epoch_of(unit)
-                yield batch
-        self._told = self._units.ended
+        return drawn
+
+    def _join(self) -> None:
+        group = self._group
+        if group is None or group.incarnation:
+            return
+        if group.joins is None:
+            raise UserError(
+                "a batch was asked for, and no optimizer has been wrapped with this loader's group, which would join "
+                "the job that hands the batches out; call ftopt.wrap(..., group=group) before the loop"
+            )
+        group.joins()
 
     def state_dict(self) -> dict[str, Any]:
         position = self._units.position if isinstance(self._units, OwnUnits) else None
@@ -309,6 +350,8 @@ class _FromUnits:
         if isinstance(self._units, OwnUnits):
             self._units.go_to(position)
             self._told = False
+            self._held.clear()
+            self._again.clear()
         self._loading.load(inner, forget=position is not None)
 
 

@@ -43,7 +43,8 @@ class FromShares:
         self._share = share
         self.epoch = 0
 
-    def check(self) -> None:
+    def refuse(self) -> None:
+        """There is no plain loop."""
         raise UserError(
             "the loader has a global batch, so it cannot be iterated over directly; use `for micro_batches in "
             "loader.global_batches()`, with a loop over each of them inside"

@@ -57,14 +57,6 @@ class Stream:
         self.epoch = 0
         self._pool: Pool | None = self._new_pool()
 
-    def check(self) -> None:
-        """Raises UserError if the data have ended."""
-        if self._ended:
-            raise UserError(
-                f"the data have ended: epochs={self.settings.epochs}; one loop goes through all epochs: give as many "
-                "as you need in epochs="
-            )
-
     def batches(self) -> Iterator[Any]:
         """The batches that are left, through all epochs.
 

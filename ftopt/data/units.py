@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ftopt.data.shared import ShareSource
@@ -74,6 +74,10 @@ class Group(Protocol):
     @property
     def incarnation(self) -> int:
         """0 before this replica has joined the job."""
+
+    @property
+    def joins(self) -> Callable[[], object] | None:
+        """What makes it join; None: no optimizer has been wrapped with this group yet."""
 
     def keep_ledger(self, samples: Samples, *, accumulate: int = 1) -> UnitSource:
         """Declares the job's samples, before the replica joins; returns its units, ``accumulate`` per inner step.

@@ -98,6 +98,7 @@ class Core:
         self.before_leaving: Callable[[float], object] = lambda timeout_s: None
         self._clock, self._memory = clock, memory
         self._evaluated = OuterParameters()
+        self._by_eval = False  # whether `eval` has put them into the model
         self._rounds_applied = self._nonfinite_drops = self._inner_resets = 0  # as last seen
         self._ended_at: float | None = None
         self._asked = asked if asked is not None and asked.watches else None
@@ -240,7 +241,10 @@ class Core:
                 f"{what} after close(): this replica has left the job; call ftopt.wrap() with a new group to join anew"
             )
         if self._evaluated.there:
-            raise RuntimeError(f"{what} while the outer parameters are in the model; leave outer_parameters() first")
+            raise RuntimeError(
+                f"{what} while the outer parameters are in the model; leave outer_parameters() first, or call "
+                "optimizer.train() after optimizer.eval()"
+            )
 
     def _join(self, outer: OuterStep) -> None:
         """Ends all freezing. Parameters that are not finite are given up, and with them the gradients at hand."""
@@ -332,6 +336,7 @@ class Core:
             raise RuntimeError("this OuterOptimizer was closed; call ftopt.wrap() with a new group to join anew")
         check_covered(self.model, self.inner.param_groups)
         at_exit.check_alone(self.model)
+        self.inner.turn("train")
         if self.group.global_batch is not None:
             check_averages_gradients(self.method)
         views = views_of(self.model, self.method, self.inner, self.group.codec)
@@ -530,10 +535,28 @@ class Core:
         if self.outer is not None and not self.closed:
             self.outer.report(state)
 
-    def enter_outer(self) -> None:
-        """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept aside.
-        RuntimeError: it is there already."""
+    def eval(self) -> None:
+        """See `OuterOptimizer.eval`."""
+        if self.outer is None:
+            self.inner.turn("eval")
+        elif not (self.closed or self._evaluated.there):
+            self.enter_outer()
+            self._by_eval = True
+            self.inner.turn("eval", keep=True)
+
+    def train(self) -> None:
+        """See `OuterOptimizer.train`."""
+        if self._by_eval:
+            self.exit_outer()
+        elif not (self.closed or self._evaluated.there):
+            self.inner.turn("train")
+
+    def enter_outer(self) -> bool:
+        """Puts the committed anchor into the model until `exit_outer`; the replica's parameters are kept aside. False:
+        `eval` has put it there, and `train` takes it out. RuntimeError: it is there already."""
         check_not_telling("outer_parameters()")
+        if self._by_eval:
+            return False
         if self._evaluated.there:
             raise RuntimeError("the outer parameters are in the model already; leave outer_parameters() first")
         self.start()
@@ -544,9 +567,13 @@ class Core:
         live = outer.gradients.live if outer.gradients is not None and len(outer.fragments) > 1 else None
         self._evaluated.put(outer.fragments, live)
         self.report("evaluating")
+        return True
 
     def exit_outer(self) -> None:
         """Puts the replica's parameters back, bit for bit, unless they are there."""
+        if self._by_eval:
+            self._by_eval = False
+            self.inner.turn("train", keep=True)
         if self._evaluated.there:
             self._evaluated.take_out()
             self.report("training")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,20 @@ class Inner:
             return None
         with torch.enable_grad():
             return closure()
+
+    @torch.no_grad()
+    def turn(self, to: Literal["eval", "train"], *, keep: bool = False) -> None:
+        """Calls ``eval()`` or ``train()`` of the optimizers that have them (schedule-free ones do). ``keep``: whatever
+        these do to the parameters is taken back, bit for bit."""
+        for optimizer in self.optimizers:
+            call = getattr(optimizer, to, None)
+            if not callable(call):
+                continue
+            parameters = [p for group in optimizer.param_groups for p in group["params"]] if keep else []
+            kept = [p.detach().clone() for p in parameters]
+            call()
+            for parameter, values in zip(parameters, kept, strict=True):
+                parameter.copy_(values)
 
     def refresh(self) -> None:
         """Called before the outer step looks at the parameters. Here they are always as they are."""

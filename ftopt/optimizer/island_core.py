@@ -78,6 +78,7 @@ class IslandCore:
         self._ranks: Ranks | None = None
         self._mirrored: MirrorInner | None = None
         self._standing, self._tokens = Standing(), 0
+        self._by_eval = self._there = False  # the outer parameters are in the model: by `eval`, or at all
         self._asked, self._leaves = asked, ""
         self._ask_at = -math.inf
 
@@ -94,6 +95,8 @@ class IslandCore:
         """Rank 0: runs ``lead`` on the replica, and brings what it has changed to all ranks. The others: follow.
         ``tells``: they have its result, else their own."""
         self.island.check()
+        if not self._standing.started:
+            self.inner.turn("train")
         if not self.island.leads:
             return self._follow(call, closure)
         try:
@@ -329,8 +332,32 @@ class IslandCore:
 
         return bool(self._together("settle", lead))
 
-    def enter_outer(self) -> None:
+    def eval(self) -> None:
+        """See `OuterOptimizer.eval`."""
+        if not self._standing.started:
+            self.inner.turn("eval")
+        elif not (self.closed or self._there):
+            self.enter_outer()
+            self._by_eval = True
+            self.inner.turn("eval", keep=True)
+
+    def train(self) -> None:
+        """See `OuterOptimizer.train`."""
+        if self._by_eval:
+            self._turn_back()
+            self.exit_outer()
+        elif not (self.closed or self._there):
+            self.inner.turn("train")
+
+    def _turn_back(self) -> None:
+        if self._by_eval:
+            self._by_eval = False
+            self.inner.turn("train", keep=True)
+
+    def enter_outer(self) -> bool:
         """See `Core.enter_outer`."""
+        if self._by_eval:
+            return False
 
         def lead(core: Core, inner: MirrorInner) -> None:
             self._begin(core, inner)
@@ -338,6 +365,8 @@ class IslandCore:
             core.enter_outer()
 
         self._together("outer_parameters", lead)
+        self._there = True
+        return True
 
     def exit_outer(self) -> None:
         """See `Core.exit_outer`."""
@@ -348,6 +377,7 @@ class IslandCore:
                 self.group.replica,
                 error,
             )
+        self._there = False
         self._together("outer_parameters", lambda core, inner: core.exit_outer())
 
     def close(self, *, flush: bool, timeout_s: float) -> None:
@@ -357,6 +387,7 @@ class IslandCore:
             return
         self.closed, self.island.together = True, None
         at_exit.remove(self)
+        self._turn_back()
 
         deadline = time.monotonic() + timeout_s
 

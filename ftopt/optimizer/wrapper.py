@@ -101,11 +101,13 @@ def wrap(
     if group.island is None:
         check_whole_tensors(model)
         wrapper._set_up(Core(joined, model, method, group=group, memory=memory, undo=undo, asked=asked))
+        group.joins = wrapper._core.start
         return wrapper
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
     check_for_island(group, optimizers, undo)
     wrapper._set_up(IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked))
+    group.joins = wrapper._core.start
     return wrapper
 
 
@@ -167,7 +169,7 @@ class OuterOptimizer(Optimizer):
             What the inner optimizer returns.
 
         Raises:
-            RuntimeError: after `close`, or while the outer parameters are in the model.
+            RuntimeError: after `close`, or while the outer parameters are in the model (`eval`, `outer_parameters`).
             ftopt.errors.UserError: what trains is not what the replicas agreed on at the start (``docs/methods.md``).
             ftopt.errors.Refused: the job has refused this replica.
             SystemExit: this process is to leave (``leave_on_signals``), or the torchrun that has started it is gone.
@@ -384,15 +386,37 @@ class OuterOptimizer(Optimizer):
     def outer_parameters(self) -> Iterator[None]:
         """The committed anchor in the model, to evaluate and export; afterwards the parameters are what they were.
 
+        After `eval` it is there already, and stays until `train`.
+
         Raises:
-            RuntimeError: it is there already.
+            RuntimeError: it is there already, by another ``with``.
         """
         with torch.inference_mode(False):
-            self._core.enter_outer()
+            put = self._core.enter_outer()
         try:
             yield
         finally:
-            self._core.exit_outer()
+            if put:
+                self._core.exit_outer()
+
+    def eval(self) -> None:
+        """Puts the committed anchor into the model until `train`: what is evaluated or saved then are the parameters
+        that all replicas agree on. Trainers call both, if an optimizer has them.
+
+        Idempotent. Nothing before the start and after `close`, where the parameters in the model are the user's own.
+        Inner optimizers that have ``eval()`` and ``train()`` (schedule-free ones) are put into that mode, too; what
+        they do to the parameters then takes place before the start only. In a replica of several ranks all call it.
+        """
+        with torch.inference_mode(False):
+            self._core.eval()
+
+    def train(self) -> None:
+        """Takes the committed anchor out of the model: the parameters are what they were, bit for bit. Idempotent, and
+        costs next to nothing when it is not there."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.train()
+        return self._core.train()
 
     # Joining and leaving.
 

@@ -197,6 +197,8 @@ class ReplicaGroup(Protocol):
     """In their place: this replica's share of a global batch."""
     island: Island | None
     """The ranks that this replica consists of; None: one process. Of several, rank 0 alone has the other methods."""
+    joins: Callable[[], object] | None
+    """What makes this replica join its job, for a loader that is asked for a batch before; set by ``ftopt.wrap``."""
 
     @property
     def incarnation(self) -> int:

@@ -237,6 +237,7 @@ class Follower:
 
     units = None
     global_batch = None
+    joins: Callable[[], object] | None = None
 
     def __init__(self, replica: str, island: Island) -> None:
         self.replica, self.island = replica, island

@@ -198,15 +198,59 @@ def test_a_worker_process_that_dies_is_told_clearly_and_no_unit_is_lost(tmp_path
 
 def test_batches_are_drawn_by_who_has_joined_only() -> None:
     loader = DataLoader(Numbers(10), group=StandIn(incarnation=0))
-    with pytest.raises(UserError, match="inside `with optimizer:`"):
+    with pytest.raises(UserError, match=r"no optimizer has been wrapped with this loader's group"):
         next(iter(loader))
 
 
-def test_a_second_pass_says_that_the_data_have_ended() -> None:
-    loader = DataLoader(Numbers(10), 5)
-    assert len(list(loader)) == 2
-    with pytest.raises(UserError, match="epochs=1 of 10 samples"):
-        next(iter(loader))
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_loop_after_the_end_of_the_data_gets_nothing(ahead: int) -> None:
+    for loader in DataLoader(Numbers(10), 5), DataLoader(Numbers(10), 5, group=StandIn(Granted([0, 1], ended=True))):
+        loader.asked_ahead(ahead)
+        assert len(list(loader)) == 2
+        assert list(loader) == list(loader.steps()) == []
+
+
+def test_what_a_trainer_has_asked_for_ahead_counts_as_drawn_one_batch_later_and_at_the_end() -> None:
+    group = StandIn(Granted(range(4), ended=True))
+    loader = DataLoader(Numbers(40), 10, group=group)
+    loader.asked_ahead(1)
+    batches, got = iter(loader), []
+    for _ in range(4):
+        next(batches)
+        got.append(len(group.units.got))
+    assert got == [0, 1, 2, 3]
+    assert next(batches, None) is None
+    assert group.units.got == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_asked_for_ahead_and_left_unused_comes_again(ahead: int, workers: int) -> None:
+    group = StandIn(Granted(range(9), ended=True))
+    loader = DataLoader(Numbers(90), 10, group=group, num_workers=workers)
+    loader.asked_ahead(ahead)
+    trained: list[list[int]] = []
+    while len(trained) < 9:
+        batches, held = iter(loader), []
+        for _ in range(3 + ahead):  # a loop that is left after three steps, as with limit_train_batches=3
+            if (batch := next(batches, None)) is not None:
+                held.append(batch.tolist())
+        trained += held[:3]
+        assert group.units.got == list(range(len(trained)))
+    assert sorted(index for batch in trained for index in batch) == list(range(90))
+
+
+def test_a_trainer_that_asks_ahead_may_say_so_after_its_first_batch() -> None:
+    group = StandIn(Granted(range(4), ended=True))
+    loader = DataLoader(Numbers(40), 10, group=group)
+    batches, got = iter(loader), []
+    for count in range(4):
+        next(batches)
+        got.append(len(group.units.got))
+        if not count:
+            loader.asked_ahead(1)
+    assert got == [1, 1, 2, 3]
+    assert next(batches, None) is None and group.units.got == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ class StandIn:
     units: Granted = field(default_factory=Granted)
     replica: str = "r0"
     incarnation: int = 1
+    joins: None = None
     island: None = None
     sync: Sync = field(default_factory=Sync)
     ledgers: list[tuple[Samples, int]] = field(default_factory=list)

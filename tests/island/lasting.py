@@ -115,6 +115,66 @@ def evaluates() -> None:
         train(model, optimizer, 1)
 
 
+class TwoModes(torch.optim.SGD):
+    """In eval mode the parameters are others, as those of a schedule-free optimizer."""
+
+    mode = "eval"
+
+    @torch.no_grad()
+    def _turn(self, mode: str, factor: float) -> None:
+        if self.mode != mode:
+            self.mode = mode
+            for p in self.param_groups[0]["params"]:
+                p.mul_(factor)
+
+    def eval(self) -> None:
+        """As trainers call it."""
+        self._turn("eval", 0.3)
+
+    def train(self) -> None:
+        """The reverse, but for rounding."""
+        self._turn("train", 1 / 0.3)
+
+
+@torch.no_grad()
+def values(model: nn.Module) -> list[torch.Tensor]:
+    """All parameters."""
+    return [whole(p).clone() for p in model.parameters()]
+
+
+def evaluates_as_trainers_do() -> None:
+    """`eval()` and `train()` on all ranks, also in one that has no part of some parameters."""
+    for method in (ftopt.DiLoCo(sync_every=4), ftopt.SyncSGD()):
+        model = sharded()
+        inner = TwoModes(model.parameters(), lr=0.1)
+        optimizer = wrapped(f"turns-{method.name}", model, inner, method)
+        optimizer.train()
+        optimizer.eval()
+        with optimizer:
+            assert inner.mode == "train"
+            train(model, optimizer, 5)
+            own = values(model)
+            with optimizer.outer_parameters():
+                outer = values(model)
+            optimizer.eval()
+            optimizer.eval()
+            assert inner.mode == "eval"
+            assert all(map(torch.equal, values(model), outer))
+            with pytest.raises(RuntimeError, match=r"optimizer.train\(\) after"):
+                optimizer.sync()
+            with optimizer.outer_parameters():
+                pass
+            optimizer.train()
+            optimizer.train()
+            assert inner.mode == "train"
+            assert all(map(torch.equal, values(model), own))
+            train(model, optimizer, 1)
+            optimizer.eval()
+        assert inner.mode == "train"
+        optimizer.eval()
+        assert inner.mode == "train"
+
+
 def stands() -> None:
     """What loops go by changes within calls alone."""
     model = sharded()
@@ -271,7 +331,7 @@ def hides_its_state() -> None:
 
 CASES: list[Callable[[], None]] = [
     owns_some, skips_empty, lacks_a_gradient, odd_state, hides_its_state,
-    evaluates, stands, loads_alike, groups_differ, sets_up_without_gradient,
+    evaluates, evaluates_as_trainers_do, stands, loads_alike, groups_differ, sets_up_without_gradient,
     lambda: closure_raises("all"), lambda: closure_raises("0"), lambda: closure_raises("1"),
 ]  # fmt: skip
 

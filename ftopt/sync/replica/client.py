@@ -51,6 +51,7 @@ class Client:
         self.units: Units | None = None
         self.global_batch: GlobalBatch | None = None
         self.island: Island | None = None
+        self.joins: Callable[[], object] | None = None
         self._accumulate = 1
         self._view, self._network = session.view, session.network
         self._joined = False

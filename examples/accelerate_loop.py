@@ -1,0 +1,51 @@
+"""A replica with Accelerate: accumulation, clipping and a schedule.
+
+Started like ``examples/plain.py``; needs ``pip install 'ftopt[trainers]'``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from accelerate import Accelerator
+from tiny import STEP_S, STEPS, SYNC_EVERY, Waves, net, score
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import ftopt
+from ftopt.integrations.membership import advance
+
+
+def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
+    """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
+    accelerator = Accelerator(cpu=True)
+    bare = net()
+    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
+    method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
+    outer = ftopt.wrap(torch.optim.AdamW(bare.parameters(), lr=2e-3), bare, method, group=group)
+    schedule = CosineAnnealingLR(outer, STEPS)
+    model, optimizer, scheduler = accelerator.prepare(bare, outer, schedule)
+    loader = ftopt.DataLoader(Waves(), batch_size=8, accumulate=2, epochs=None, group=group)
+    with outer:
+        advance(schedule, outer.start_step)  # a newcomer's schedule begins where the job is
+        for micro_batches in loader.steps():
+            for inputs, targets in micro_batches:
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss / len(micro_batches))
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            print(f"{group.replica}: step {outer.inner_step}", flush=True)
+            if outer.inner_step >= STEPS:
+                break
+            time.sleep(STEP_S)
+        outer.sync()  # a last round: all replicas end alike
+    with outer.outer_parameters():
+        return outer.inner_step, outer.anchor_digest(), score(accelerator.unwrap_model(model))
+
+
+if __name__ == "__main__":
+    print("step {}, digest {:.12}, loss {:.4f}".format(*main(*sys.argv[1:])))

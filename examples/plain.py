@@ -1,0 +1,46 @@
+"""A replica with a plain loop.
+
+Start ``ftopt coordinator --new`` in one terminal and two replicas in others::
+
+    FTOPT_REPLICA=r0 python examples/plain.py
+    FTOPT_REPLICA=r1 python examples/plain.py
+
+Kill one with ``kill -9`` and start it again: it goes on where the job is. ``python examples/plain.py URL`` for a
+coordinator at another address. All examples of trainers are started like this one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from tiny import STEP_S, STEPS, SYNC_EVERY, Waves, net, score
+from torch import nn
+
+import ftopt
+
+
+def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
+    """Trains one replica; returns the job's inner step, the digest of the outer parameters, and their loss."""
+    model = net()
+    group = ftopt.connect(url, sync=ftopt.Sync(start_replicas=2))
+    method = ftopt.DiLoCo(sync_every=SYNC_EVERY)
+    optimizer = ftopt.wrap(torch.optim.AdamW(model.parameters(), lr=2e-3), model, method, group=group)
+    loader = ftopt.DataLoader(Waves(), batch_size=8, epochs=None, group=group)
+    with optimizer:
+        for inputs, targets in loader:
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(f"{group.replica}: step {optimizer.inner_step}", flush=True)
+            if optimizer.inner_step >= STEPS:
+                break
+            time.sleep(STEP_S)
+        optimizer.sync()  # a last round: all replicas end alike
+    with optimizer.outer_parameters():
+        return optimizer.inner_step, optimizer.anchor_digest(), score(model)
+
+
+if __name__ == "__main__":
+    print("step {}, digest {:.12}, loss {:.4f}".format(*main(*sys.argv[1:])))

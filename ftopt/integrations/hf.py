@@ -1,0 +1,165 @@
+"""Hugging Face's `transformers.Trainer` as a replica."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ftopt.checkpointing import Checkpoints
+from ftopt.data.loader import DataLoader
+from ftopt.integrations.membership import Membership
+from ftopt.optimizer import OuterOptimizer
+
+_log = logging.getLogger(__name__)
+
+
+class FtoptCallback(TrainerCallback):
+    """Makes a `transformers.Trainer` a replica of a job. ::
+
+        optimizer = ftopt.wrap(AdamW(model.parameters()), model, ftopt.DiLoCo(sync_every=500), group=group)
+        trainer = Trainer(model, args, optimizers=(optimizer, None), callbacks=[FtoptCallback(optimizer)], ...)
+        trainer.train()
+
+    It joins when training begins, after the trainer's own loads. ``state.global_step``, the schedule and the end
+    (``max_steps``) go by the job's inner step. At the end it takes part in a last round and leaves, before the last
+    evaluation and save, and before the best model is loaded. What the trainer evaluates and saves are the outer
+    parameters.
+
+    Within ``with optimizer:`` it neither joins nor leaves: for several calls of ``train()``.
+
+    Args:
+        optimizer: the optimizer that `ftopt.wrap` returned.
+        checkpoints: ``ftopt.Checkpoints(folder, optimizer)``: those of the job, resumed, included and written here.
+            Default None: none; the trainer's own are models to use, and not the job's state.
+
+    Raises:
+        UserError: an argument is of another kind.
+    """
+
+    def __init__(self, optimizer: OuterOptimizer, *, checkpoints: Checkpoints | None = None) -> None:
+        self._job = Membership(optimizer, checkpoints)
+        self._steps = self._logged = self._base = self._begin = 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        lr_scheduler: Any = None,
+        train_dataloader: object = None,
+        **_: Any,
+    ) -> None:
+        self._steps = self._logged = 0
+        self._base = self._begin = state.global_step
+        self._job.join([] if lr_scheduler is None else [lr_scheduler], train_dataloader)
+        step = self._job.optimizer.inner_step
+        if state.global_step > step:
+            _log.warning(
+                "the trainer resumes at step %d, and the job stands at step %d, by which training goes: a new job "
+                "starts from the loaded weights and trains for max_steps; to go on with a job after all its replicas "
+                "have ended, give FtoptCallback(checkpoints=ftopt.Checkpoints(folder, optimizer))",
+                state.global_step,
+                step,
+            )
+        if isinstance(train_dataloader, DataLoader):
+            args.ignore_data_skip = True  # the job's ledger has the position
+        self._follow(state, control)
+        if control.should_training_stop:
+            self._job.leave()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+    ) -> None:
+        """The trainer takes one step, also where there is none left to take."""
+        if self._job.over:
+            model.zero_grad()
+            self._job.optimizer._core.suspended += 1
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._job.over:
+            self._job.optimizer._core.suspended -= 1
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        self._steps += 1
+        if not self._job.over:
+            self._job.follow([] if lr_scheduler is None else [lr_scheduler])
+            self._job.stepped()
+        self._follow(state, control)
+        self._settle(control)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        if not self._job.over and any(p.grad is not None for p in model.parameters()):
+            # A loader without a length has ended within a step, whose micro-batches the trainer would leave aside.
+            optimizer.gradient_state._set_sync_gradients(True)
+            if args.max_grad_norm > 0:
+                if optimizer.scaler is not None:
+                    optimizer.scaler.unscale_(optimizer.optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            model.zero_grad()
+            self.on_step_end(args, state, control, lr_scheduler=lr_scheduler)
+        self._settle(control)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, Any],
+        **_: Any,
+    ) -> None:
+        """The trainer divides losses by the steps that ``global_step`` went on, and not by those taken here."""
+        for name, begin, steps in (
+            ("loss", self._base, self._steps - self._logged),
+            ("train_loss", self._begin, self._steps),
+        ):
+            if name in logs and steps:
+                factor = (state.global_step - begin) / steps
+                for told in (logs, state.log_history[-1]):
+                    told[name] *= factor
+        if "loss" in logs:
+            self._base, self._logged = state.global_step, self._steps
+        if "train_runtime" in logs:  # the last thing before the best model is loaded
+            self._job.leave()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._job.leave()
+        if state.global_step < state.max_steps:
+            _log.warning("the trainer has ended at step %d of the job's %d", state.global_step, state.max_steps)
+
+    def _follow(self, state: TrainerState, control: TrainerControl) -> None:
+        state.global_step = self._job.optimizer.inner_step
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
+
+    def _settle(self, control: TrainerControl) -> None:
+        """What is evaluated and saved next are the outer parameters: of the end, if it is the end."""
+        if control.should_training_stop:
+            self._job.leave()
+        elif control.should_save:
+            self._job.optimizer.eval()

@@ -1,0 +1,122 @@
+"""What all callbacks do for a trainer: join after its own loads, follow the job's inner step, leave before it loads."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ftopt.checkpointing import Checkpoints
+from ftopt.data.loader import DataLoader
+from ftopt.errors import UserError
+from ftopt.optimizer import OuterOptimizer
+
+
+class Membership:
+    """A trainer's part in a job.
+
+    Args:
+        optimizer: the optimizer that `ftopt.wrap` returned.
+        checkpoints: the job's, of the same optimizer; None: it has none.
+
+    Attributes:
+        ours: whether this object joins and leaves. False: user code has joined, and leaves, ``with optimizer:``.
+    """
+
+    def __init__(self, optimizer: OuterOptimizer, checkpoints: Checkpoints | None) -> None:
+        if not isinstance(optimizer, OuterOptimizer):
+            raise UserError(
+                f"optimizer is a {type(optimizer).__name__}; give the one that ftopt.wrap() returned, and that the "
+                "trainer steps"
+            )
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            raise UserError(
+                f"checkpoints is a {type(checkpoints).__name__}; must be ftopt.Checkpoints(folder, optimizer), or None"
+            )
+        self.optimizer, self.checkpoints = optimizer, checkpoints
+        self.ours = not optimizer._core.standing().started
+        self._left = False
+        if self.ours and checkpoints is not None:
+            checkpoints.resume()
+
+    def join(self, schedulers: list[Any], loader: object) -> None:
+        """Joins the job unless that is done: the trainer has loaded what it loads, and the loop is next.
+
+        Raises:
+            UserError: it has left already.
+        """
+        if self.over:
+            raise UserError(
+                "this optimizer has left its job, at the end of an earlier run of the trainer; to run it several "
+                "times, put all of them into one `with optimizer:`, and make the callback inside; else call "
+                "ftopt.wrap() anew, with a new group"
+            )
+        self.optimizer.__enter__()
+        self._left = False
+        self.follow(schedulers)
+        if self.checkpoints is not None:
+            state: dict[str, Any] = {f"scheduler{i}": each for i, each in enumerate(schedulers)}
+            if isinstance(loader, DataLoader):
+                state["loader"] = loader
+            self.checkpoints.include(**state)
+
+    def follow(self, schedulers: list[Any]) -> None:
+        """A newcomer's schedulers, and those of a replica that was behind, go on to the job's inner step."""
+        for scheduler in schedulers:
+            advance(scheduler, self.optimizer.inner_step)
+
+    def stepped(self) -> None:
+        """The trainer is between two steps."""
+        if self.checkpoints is not None:
+            self.checkpoints.step()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has left the job."""
+        return self.optimizer._core.closed
+
+    def leave(self) -> None:
+        """The planned end: a last round with the others, a last checkpoint, and out. The outer parameters are in the
+        model then. Idempotent."""
+        if self._left or self.over:
+            return
+        self._left = True
+        self.optimizer.train()
+        self.optimizer.sync()
+        if self.checkpoints is not None:
+            self.checkpoints.last()
+            self.checkpoints.close()
+        if not self.ours:
+            self.optimizer.eval()
+            return
+        self.optimizer.close()
+        model = self.optimizer._core.model
+        assert model is not None
+        own: list[Tensor] = [*model.parameters(), *model.buffers()]
+        with torch.no_grad():
+            with self.optimizer.outer_parameters():
+                outer = [tensor.detach().clone() for tensor in own]
+            for tensor, values in zip(own, outer, strict=True):
+                tensor.copy_(values)
+
+
+def advance(scheduler: LRScheduler, step: int) -> None:
+    """Brings a scheduler, of any kind but `ReduceLROnPlateau`, forward to ``step``; never back. ::
+
+        with optimizer:
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10_000)
+            advance(scheduler, optimizer.start_step)
+
+    Args:
+        scheduler: counts one for each inner step.
+        step: the job's inner step, `OuterOptimizer.start_step` or `OuterOptimizer.inner_step`.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        while scheduler.last_epoch < step:
+            scheduler.step()

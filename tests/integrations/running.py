@@ -1,0 +1,149 @@
+"""Runs the examples of trainers as replicas of a real job, in processes that a fork server has ready."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftopt.sync.server.coordinator import CoordinatorServer
+from tests.forkserver import CONTEXT, die_with_parent
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PACKAGES = ("transformers", "accelerate", "lightning", "peft", "schedulefree")
+LIMIT_S = 110.0
+
+
+def needs(*packages: str) -> None:
+    """Skips what needs a package that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install 'ftopt[trainers]'")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a replica has told last."""
+
+    step: int
+    digest: str
+    loss: float
+
+
+def _coordinator(tells: Connection) -> None:
+    die_with_parent()
+    CoordinatorServer("127.0.0.1", 0, new=True).run(ready=tells.send)
+
+
+def _example(tells: Connection, starts: Any, name: str, replica: str, url: str) -> None:
+    die_with_parent()
+    starts.wait()
+    torch.set_num_threads(1)
+    os.environ |= {"FTOPT_REPLICA": replica, "STEP_S": "0.05", "CUDA_VISIBLE_DEVICES": ""}
+    sys.path.insert(0, str(EXAMPLES))
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            main = runpy.run_path(str(EXAMPLES / name))["main"]
+
+            def tell(text: str, **_: Any) -> None:
+                if isinstance(text, str) and text.startswith(f"{replica}: step "):
+                    tells.send(int(text.split()[2].rstrip(",")))
+
+            main.__globals__["print"] = tell
+            tells.send(Told(*main(url)))
+        except BaseException as error:
+            traceback.print_exc()
+            tells.send(f"{type(error).__name__}: {error}")
+            raise
+
+
+class Replica:
+    """A process that runs an example, at once or when it is told to."""
+
+    def __init__(self, name: str, replica: str, url: str, *, waits: bool = False) -> None:
+        self._hears, tells = CONTEXT.Pipe(duplex=False)
+        self._starts = CONTEXT.Event()
+        if not waits:
+            self._starts.set()
+        args = (tells, self._starts, name, replica, url)
+        self.process: BaseProcess = CONTEXT.Process(target=_example, args=args)
+        self.process.start()
+        tells.close()
+        self.steps: list[int] = []
+
+    def go(self) -> None:
+        """Starts what waits."""
+        self._starts.set()
+
+    def next(self) -> int | Told:
+        """A step that it has taken, or its end."""
+        assert wait([self._hears], LIMIT_S), f"nothing was told after step {self.steps[-1:]}"
+        told = self._hears.recv()
+        assert not isinstance(told, str), told
+        if isinstance(told, int):
+            self.steps.append(told)
+        return told  # type: ignore[no-any-return]
+
+    def until(self, step: int) -> None:
+        """Reads on to a step."""
+        while (told := self.next()) is not None and isinstance(told, int) and told < step:
+            pass
+
+    def end(self) -> Told:
+        """Reads on to the end."""
+        while isinstance(told := self.next(), int):
+            pass
+        return told
+
+
+@contextmanager
+def coordinator() -> Iterator[str]:
+    """A coordinator's URL; gone with the block."""
+    hears, tells = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_coordinator, args=(tells,))
+    process.start()
+    try:
+        assert hears.poll(LIMIT_S)
+        yield hears.recv()
+    finally:
+        process.kill()
+        process.join(LIMIT_S)
+
+
+@contextmanager
+def replicas(name: str, url: str, ids: Sequence[str], *, spare: str) -> Iterator[list[Replica]]:
+    """Replicas, and one more that waits; all gone with the block."""
+    found: list[Replica] = []
+    try:
+        found += [Replica(name, replica, url) for replica in ids]
+        found.append(Replica(name, spare, url, waits=True))
+        yield found
+    finally:
+        for each in found:
+            each.process.kill()
+            each.process.join(LIMIT_S)
+
+
+def killed_and_back(name: str) -> tuple[Told, Told]:
+    """Runs an example as two replicas, kills the second one and starts it again; what both tell at the end."""
+    with coordinator() as url, replicas(name, url, ("r0", "r1"), spare="r1") as (r0, r1, again):
+        r1.until(23)
+        r1.process.kill()
+        again.go()
+        ended = again.end(), r0.end()
+    assert again.steps[0] > 1, "it goes on where the job is"
+    return ended

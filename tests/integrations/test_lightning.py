@@ -1,0 +1,304 @@
+"""Lightning's `Trainer` and Fabric, with replicas in this process: what is saved, validated, counted and left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import ftopt
+from tests.integrations.running import needs
+from tests.problems import flat
+
+pytest.importorskip("lightning", reason="needs the extra `trainers`")
+
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ftopt.integrations.lightning import FtoptCallback
+
+pytestmark = [
+    pytest.mark.trainers,
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists"),
+    pytest.mark.filterwarnings("ignore:You defined a .validation_step. but have no"),
+    pytest.mark.filterwarnings("ignore:.*logging interval"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.*`isinstance.treespec"),
+    pytest.mark.filterwarnings("ignore:.*without a checkpoint callback"),
+]
+
+
+class Data:
+    random = False
+
+    def __init__(self, samples: int = 64) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.arange(4.0) * (1 + index % 7) / 4
+        return x.sin(), x[:1].cos()
+
+
+class Module(LightningModule):
+    """Its optimizer is wrapped."""
+
+    def __init__(
+        self,
+        group: ftopt.ReplicaGroup | None = None,
+        *,
+        manual: bool = False,
+        inner: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        schedules: bool = False,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.group, self.inner, self.schedules = group or ftopt.solo(), inner, schedules
+        self.automatic_optimization = not manual
+        self.validated: list[Tensor] = []
+        self.batches = 0
+        self.act: Callable[[], object] = lambda: None
+
+    def configure_optimizers(self) -> Any:
+        inner = self.inner(self.parameters(), lr=0.05)
+        self.optimizer = ftopt.wrap(inner, self, ftopt.DiLoCo(sync_every=4), group=self.group)
+        if not self.schedules:
+            return self.optimizer
+        schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.0, total_iters=16)
+        return [self.optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        self.batches += 1
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        if self.automatic_optimization:
+            return loss
+        optimizer: Any = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.validated.append(flat(self))
+        self.log("validation", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.act()
+
+    def outer(self) -> Tensor:
+        with self.optimizer.outer_parameters():
+            return flat(self)
+
+
+def trainer(folder: Path, *callbacks: Callback, ours: FtoptCallback | None = None, **settings: Any) -> Trainer:
+    """On the CPU, and quiet."""
+    settings = {"max_steps": 10, "max_epochs": -1, "num_sanity_val_steps": 0, "enable_checkpointing": False, **settings}
+    return Trainer(
+        accelerator="cpu", default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[ours or FtoptCallback(), *callbacks], **settings,
+    )  # fmt: skip
+
+
+def loader_of(module: Module, **settings: Any) -> ftopt.DataLoader:
+    return ftopt.DataLoader(**{"dataset": Data(), "batch_size": 4, "epochs": None, **settings}, group=module.group)
+
+
+def saved(path: Path) -> Tensor:
+    found = torch.load(path, weights_only=True)["state_dict"]
+    return torch.cat([value.float().reshape(-1) for value in found.values()])
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_it_validates_and_saves_the_outer_parameters_and_ends_at_the_planned_step(tmp_path: Path, manual: bool) -> None:
+    module, outers = Module(manual=manual), dict[int, Tensor]()
+    module.act = lambda: outers.setdefault(module.trainer.global_step, module.outer())
+    keeps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    run = trainer(tmp_path, keeps, val_check_interval=5, enable_checkpointing=True, num_sanity_val_steps=1)
+    run.fit(module, loader_of(module), DataLoader(Data(8), batch_size=8))
+    assert run.global_step == module.optimizer.inner_step == module.batches == 10
+    assert module.optimizer.pending_steps == 0 and module.optimizer._core.closed
+    sanity, *validated = module.validated
+    assert torch.equal(sanity, flat(Module())), "before joining"
+    assert torch.equal(validated[0], outers[5]) and torch.equal(validated[1], flat(module))
+    for step in (6, 9):
+        assert torch.equal(saved(tmp_path / f"step={step}.ckpt"), outers[step])
+    assert torch.equal(flat(module), module.outer())
+
+
+def test_validating_changes_nothing(tmp_path: Path) -> None:
+    def digest(**settings: Any) -> str:
+        module = Module()
+        trainer(tmp_path, **settings).fit(module, loader_of(module), DataLoader(Data(8), batch_size=8))
+        return module.optimizer.anchor_digest()
+
+    assert digest(val_check_interval=3) == digest(limit_val_batches=0)
+
+
+def test_accumulation_with_an_odd_rest_uses_each_micro_batch_in_one_step(tmp_path: Path) -> None:
+    module, drawn = Module(), list[int]()
+    loader = loader_of(module, dataset=Data(44), epochs=1, accumulate=3)
+    units = module.group.units
+    assert units is not None
+    draw = units.draw
+    units.draw = lambda unit: (drawn.append(unit), draw(unit))[1]  # type: ignore[method-assign]
+    run = trainer(tmp_path, accumulate_grad_batches=3, max_steps=50, gradient_clip_val=1.0)
+    run.fit(module, loader)
+    assert drawn == list(range(11)) and module.batches == 11
+    assert run.global_step == module.optimizer.inner_step == 4
+    assert units.ended and module.optimizer.pending_steps == 0
+
+
+def test_epochs_that_end_early_lose_and_repeat_no_batch(tmp_path: Path) -> None:
+    module, seen = Module(), list[int]()
+    loader = loader_of(module, dataset=Data(44), epochs=1)
+    units = module.group.units
+    assert units is not None
+    draw = units.draw
+    units.draw = lambda unit: (seen.append(unit), draw(unit))[1]  # type: ignore[method-assign]
+    run = trainer(tmp_path, limit_train_batches=3, max_steps=50)
+    run.fit(module, loader)
+    assert seen == list(range(11)) and module.batches == 11
+    assert run.global_step == module.optimizer.inner_step == 11 and run.current_epoch >= 4
+
+
+def test_micro_batches_that_a_manual_loop_leaves_without_a_step_end_the_run(tmp_path: Path) -> None:
+    class Rest(Module):
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(nn.functional.mse_loss(self.net(batch[0]), batch[1]))
+            if index % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    module = Rest(manual=True)
+    run = trainer(tmp_path, max_steps=50)
+    run.fit(module, loader_of(module, dataset=Data(44), epochs=1))
+    assert run.global_step == module.optimizer.inner_step == 3
+    units = module.group.units
+    assert units is not None and not units.ended, "the last two are not done"
+
+
+def test_a_job_goes_on_from_its_checkpoints_and_its_schedule_too(tmp_path: Path) -> None:
+    def module_of(stop: int | None = None) -> Module:
+        module = Module(schedules=True)
+
+        def act() -> None:
+            if module.optimizer.inner_step == stop:
+                raise RuntimeError("killed")
+
+        module.act = act
+        return module
+
+    plain = module_of()
+    trainer(tmp_path, max_steps=16).fit(plain, loader_of(plain))
+    first = module_of(stop=9)
+    with pytest.raises(RuntimeError, match="killed"):
+        trainer(tmp_path, ours=FtoptCallback(checkpoints=str(tmp_path / "job"), every=1), max_steps=16).fit(
+            first, loader_of(first)
+        )
+    assert first.optimizer._core.closed, "after an exception it has left at once"
+    again = module_of()
+    run = trainer(tmp_path, ours=FtoptCallback(checkpoints=str(tmp_path / "job"), every=1), max_steps=16)
+    run.fit(again, loader_of(again))
+    assert again.optimizer.start_step in (4, 8) and run.global_step == 16
+    assert again.optimizer.param_groups[0]["lr"] == plain.optimizer.param_groups[0]["lr"] == 0.0
+    assert again.optimizer.anchor_digest() == plain.optimizer.anchor_digest()
+
+
+def test_fit_twice_is_two_memberships(tmp_path: Path) -> None:
+    module = Module()
+    run = trainer(tmp_path, max_steps=6)
+    run.fit(module, loader_of(module))
+    with pytest.raises(ftopt.UserError, match="in use by another optimizer, or was closed"):
+        trainer(tmp_path, max_steps=12).fit(module, DataLoader(Data(), batch_size=4))
+    module.group = ftopt.solo()
+    run = trainer(tmp_path, max_steps=4)
+    run.fit(module, loader_of(module))
+    assert run.global_step == module.optimizer.inner_step == 4
+
+
+def test_a_schedule_free_optimizer_trains_inside(tmp_path: Path) -> None:
+    needs("schedulefree")
+    from schedulefree import AdamWScheduleFree
+
+    module = Module(inner=AdamWScheduleFree)
+    run = trainer(tmp_path, val_check_interval=3, num_sanity_val_steps=1)
+    run.fit(module, loader_of(module), DataLoader(Data(8), batch_size=8))
+    assert module.optimizer.inner_step == 10 and torch.equal(flat(module), module.outer())
+
+
+def test_a_trainers_checkpoint_is_where_a_new_job_starts_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Module()
+    keeps = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    trainer(tmp_path, keeps, enable_checkpointing=True).fit(first, DataLoader(Data(), batch_size=4))
+    again, seen = Module(), list[Tensor]()
+    again.act = lambda: seen.append(flat(again))
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, max_steps=8).fit(
+            again, DataLoader(Data(), batch_size=4), ckpt_path=str(tmp_path / "step=5.ckpt")
+        )
+    assert "the trainer resumes at step 5, and the job stands at step 0" in caplog.text
+    assert torch.linalg.vector_norm(seen[0] - saved(tmp_path / "step=5.ckpt")) < 0.1
+    assert again.optimizer.inner_step == 8
+
+
+def test_bf16_and_clipping_work(tmp_path: Path) -> None:
+    module = Module()
+    run = trainer(tmp_path, precision="bf16-mixed", gradient_clip_val=0.5)
+    run.fit(module, loader_of(module))
+    assert run.global_step == module.optimizer.inner_step == 10
+
+
+def test_several_optimizers_are_refused() -> None:
+    class Two(Module):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.parameters(), lr=0.1), super().configure_optimizers()]
+
+    with pytest.raises(ftopt.UserError, match=r"gives SGD, OuterOptimizer; must give one optimizer"):
+        trainer(Path()).fit(Two(manual=True), DataLoader(Data(), batch_size=4))
+
+
+def test_fabric_refuses_to_set_up_the_jobs_loader_or_leaves_it_alone() -> None:
+    fabric, loader = Fabric(accelerator="cpu"), ftopt.DataLoader(Data(), 4)
+    model = nn.Linear(4, 1)
+    outer = ftopt.wrap(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=4), group=ftopt.solo()
+    )
+    fabric.setup(model, outer)
+    with pytest.raises((TypeError, AttributeError)) as refused:
+        fabric.setup_dataloaders(loader)  # type: ignore[arg-type]
+    assert "DataLoader" in str(refused.value)
+
+
+def test_a_fabric_state_dict_comes_back(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu")
+    bare = nn.Linear(4, 1)
+    outer = ftopt.wrap(torch.optim.AdamW(bare.parameters()), bare, ftopt.DiLoCo(sync_every=4), group=ftopt.solo())
+    model, optimizer = fabric.setup(bare, outer)
+    with outer:
+        for _ in range(5):
+            fabric.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        outer.eval()
+        fabric.save(tmp_path / "saved.ckpt", {"model": model, "optimizer": optimizer})
+        with outer.outer_parameters():
+            kept = flat(bare)
+        optimizer.train()
+        fabric.backward(model(torch.ones(2, 4)).square().mean())
+        optimizer.step()
+    found = fabric.load(tmp_path / "saved.ckpt")
+    assert torch.equal(torch.cat([v.float().reshape(-1) for v in found["model"].values()]), kept)
