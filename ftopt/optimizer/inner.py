@@ -45,8 +45,8 @@ class Inner:
         with torch.enable_grad():
             return closure()
 
-    def refresh(self) -> None:
-        """Called before the outer step looks at the parameters. Here they are always as they are."""
+    def refresh(self, fragment: int) -> None:
+        """Called before the outer step looks at a fragment's parameters. Here they are always as they are."""
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears all gradients."""
