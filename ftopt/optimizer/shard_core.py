@@ -309,6 +309,7 @@ class ShardCore(Core):
         self.publish()
         if self.island.leads:
             tell_left(outer, ranks.replica, reason)
+        ranks.links.leave()
 
     # What rank 0 does, and needs the others for.
 

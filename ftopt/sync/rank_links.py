@@ -50,7 +50,7 @@ class RankLinks:
         self._waiting: dict[Scope, queue.SimpleQueue[Any]] = {}
         self._stopped: set[Scope] = set()
         self._error: FtoptError | None = None
-        self._closed = False
+        self._closed = self._leaving = False
         self._here = threading.local()
         self._training: tuple[Scope, list[int]] = (("training",), [0])
         self._threads: list[threading.Thread] = []
@@ -155,6 +155,11 @@ class RankLinks:
             raise found
         return found  # type: ignore[no-any-return]
 
+    def leave(self) -> None:
+        """All ranks leave: that a connection ends is no loss any more."""
+        self._leaving = True
+        self.all(None)
+
     def stop(self, *scope: object) -> None:
         """Rank 0: ends what goes on, and would go on, under this name, on all ranks."""
         self._stop(scope)
@@ -178,9 +183,9 @@ class RankLinks:
                 return
             del self._brought[tag]
         found = [brought[rank] for rank in range(self.size)]
+        self._resolve(tag, found)  # first: whoever has heard it may close its connection
         with suppress(FtoptError):  # its loss is known, and told
             self.tell(("found", tag, found))
-        self._resolve(tag, found)
 
     def _resolve(self, tag: Scope, found: Any) -> None:
         with self._lock:
@@ -243,7 +248,8 @@ class RankLinks:
             self._waiting.clear()
         for box in boxes:
             box.put(found)
-        self._lost(found)
+        if not self._leaving:
+            self._lost(found)
 
     def close(self) -> None:
         """Ends the connections: the other ranks lose this one unless they have closed theirs. Idempotent."""
