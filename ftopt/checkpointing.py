@@ -92,6 +92,7 @@ class Checkpoints:
         self._saved_loop = SavedLoop()
         self._included_alike = False
         self._core.fallback, self._core.while_waiting = self, self.step
+        self._core.folder = self._folder
 
     # Resuming.
 
@@ -249,8 +250,8 @@ class Checkpoints:
 
     def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
         core, held = self._core.leader, saved.held
-        assert core is not None and core.model is not None
-        outer, model = core.started(), core.model
+        assert core is not None and core.saved_model is not None
+        outer, model = core.started(), core.saved_model
         places, fixed = layout(outer, model)
         offered = {c.fragment: c.last_step for c in held.contributions}
         return Part(

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Core:
 
     Attributes:
         last: the last step, if steps are recorded.
+        folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
     """
 
@@ -92,6 +94,7 @@ class Core:
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
+        self.folder: Path | None = None
         self.while_waiting: Callable[[], object] = lambda: None
         self._clock, self._memory = clock, memory
         self._evaluated = OuterParameters()
@@ -382,6 +385,11 @@ class Core:
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
         """Does ``act``; of an island rank 0 alone does."""
         return act()
+
+    @property
+    def saved_model(self) -> nn.Module | None:
+        """What names and places a checkpoint's tensors have."""
+        return self.model
 
     @property
     def place(self) -> tuple[int, int]:

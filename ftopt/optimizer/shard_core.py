@@ -12,27 +12,38 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.optimizer import inner_state
 from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import Core
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import check_groups, groups_of
+from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import Ranks
 from ftopt.optimizer.island.rank_group import RankGroup, portable
+from ftopt.optimizer.island.saved_slices import Whole, sliced_resume
 from ftopt.optimizer.island.slices import Exchange, SliceView
 from ftopt.optimizer.leaving import at_exit, hand_in, tell_left
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
+from ftopt.optimizer.recovery.capture import SavedReplica, capture_replica
+from ftopt.optimizer.recovery.restore import Fallback, Resume, start_or_resume
+from ftopt.optimizer.tensors.flat import uncompiled
+from ftopt.optimizer.tensors.mapped import Mapped
 from ftopt.optimizer.tensors.memory import Memory
+from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.optimizer.tensors.views import partition_of
-from ftopt.sync.group import Island, ReplicaGroup
+from ftopt.sync.group import Island, Position, ReplicaGroup
+from ftopt.tree import Tree
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -102,6 +113,7 @@ class ShardCore(Core):
         self._seen: dict[int, list[int]] = {}
         self._tokens_told = 0
         self._leaving = asked
+        self._saved_inner: list[Tree] | None = None
 
     # Calls.
 
@@ -256,8 +268,12 @@ class ShardCore(Core):
         views = [SliceView(exchange.model, cut, self.island.rank, links.all) for cut in exchange.cuts]
         both = self.inner, self.model
         outer = SliceStep(self, views, self.method, self.ranks, both, clock=self._clock, memory=self._memory)
+        resume, self.resume = self.resume, None
         with self._leaving.joining() if self.island.leads else nullcontext():
-            fetched = outer.start()
+            found = None if resume is None else self._restored(resume)
+            fallback = None if self.fallback is None else _SlicedFallback(self.fallback, self._restored)
+            fetched = start_or_resume(outer, self.inner, self.model, self.ranks, found, fallback)
+        self._restore_inner()
         if not self.island.leads:
             self._leaving.joined()
         self._tokens_told = outer.counters.tokens
@@ -335,7 +351,9 @@ class ShardCore(Core):
         return self._part(name, what)
 
     def _part(self, name: str, what: Any) -> Any:
-        parts: dict[str, Callable[[Any], Any]] = {"rest": self._offer_rest, "why": self._tell_why}
+        parts: dict[str, Callable[[Any], Any]] = {
+            "rest": self._offer_rest, "why": self._tell_why, "loops": self._loops, "capture": self._captured,
+        }  # fmt: skip
         return parts[name](what)
 
     def _for_loader(self, call: str, act: Callable[[], object]) -> Any:
@@ -372,6 +390,87 @@ class ShardCore(Core):
         """Rank 0 does ``act``; its result, on all ranks."""
         return bool(self._leading(call, act))
 
+    # Checkpoints.
+
+    def check_included(self, call: str) -> bool:
+        """See `Core.check_included`. Before the start it is not known."""
+        if self.outer is None:
+            return False
+        with self._calling(call):
+            found = self.ranks.links.all(None if self.loop is None else sorted(self.loop.watched))
+            for rank, names in enumerate(found):
+                if names != found[0]:
+                    raise unlike(found[0] or [], names, rank)
+        return True
+
+    def capture_loops(self, copies: CopyPool) -> list[Tree]:
+        """See `Core.capture_loops`. Rank 0, within `on_leader`."""
+        found: list[Tree] = self._all("loops")
+        return found
+
+    def _loops(self, what: Any) -> list[Tree]:
+        assert self.loop is not None
+        return states_of_ranks(self.island, partial(self.loop.capture, lambda tensor: tensor.detach().cpu().clone()))
+
+    @torch.inference_mode(False)
+    def capture(self, copies: CopyPool) -> SavedReplica:
+        """See `Core.capture`. Rank 0, within `on_leader`."""
+        found: SavedReplica = self._all("capture")
+        return found
+
+    def _captured(self, what: Any) -> SavedReplica:
+        """What this rank's slices are; on rank 0 the whole replica."""
+        outer, exchange, parts = self.started(), self._exchange, self._parts
+        assert exchange is not None and parts is not None and self.model is not None and self.ranks is not None
+        self._mark()
+        self._pull_all()
+        self._join(outer)
+        memory = self._files()
+        inner = _inner_tree(self.inner, parts, memory)
+        saved = capture_replica(
+            outer, self.inner, self.model, self.ranks, copies=CopyPool(), capture_inner=lambda *_: inner
+        )
+        whole = Whole(self.island, exchange.cuts, lambda numel: memory.take(numel, torch.device("cpu")))
+        committed = tuple(
+            replace(version, tensors=whole.committed(index, dict(version.tensors)))
+            for index, version in enumerate(saved.committed)
+        )
+        works = [whole.work(index, part) for index, part in enumerate(saved.own["fragments"])]
+        return replace(saved, committed=committed, own={**saved.own, "fragments": works})
+
+    def _files(self) -> Memory:
+        """Where whole tensors lie until a checkpoint is written: beside it, not in RAM."""
+        if self.folder is None or not self.island.leads:
+            return Memory()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return Mapped(self.folder)
+
+    @property
+    def saved_model(self) -> nn.Module | None:
+        """See `Core.saved_model`."""
+        return None if self._exchange is None else self._exchange.model
+
+    def _restored(self, resume: Resume) -> Resume:
+        """This rank's slices of a checkpoint; the inner state is kept for `_restore_inner`."""
+        assert self._exchange is not None and self.model is not None
+        self._saved_inner = tree = resume.saved.own["inner"]
+        if tree is not None:
+            try:
+                inner_state.check(self.inner, self.model, tree)
+            except ValueError as error:
+                raise resume.foreign(str(error)) from None
+        found: Resume = sliced_resume(self._exchange.cuts, self.island.rank, resume)
+        return found
+
+    def _restore_inner(self) -> None:
+        tree, self._saved_inner = self._saved_inner, None
+        if tree is None:
+            return
+        assert self._parts is not None
+        state = {name: values for entry in tree for name, values in entry["state"].items()}
+        self._parts.states.push(state if self.island.leads else {})
+        inner_state.restore_groups(self.inner, tree)
+
     # Of this rank alone.
 
     @property
@@ -403,3 +502,42 @@ class ShardCore(Core):
 
     def _set_back(self, *, closing: bool = False) -> bool:
         return False  # weights that user code loads are not noticed
+
+
+class _SlicedFallback:
+    """A `Fallback` for one rank."""
+
+    def __init__(self, fallback: Fallback, sliced: Callable[[Resume], Resume]) -> None:
+        self._fallback, self._sliced = fallback, sliced
+
+    def newest(self) -> Position | None:
+        return self._fallback.newest()
+
+    def go_on(self, incarnation: int) -> Resume:
+        return self._sliced(self._fallback.go_on(incarnation))
+
+
+def _inner_tree(inner: Inner, parts: Ranks, memory: Memory) -> list[Tree]:
+    """As `inner_state.capture`, of all ranks; on rank 0."""
+
+    def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        words = -(-shape.numel() * dtype.itemsize // 4)
+        return memory.take(words, torch.device("cpu")).view(dtype)[: shape.numel()].view(shape).zero_()
+
+    parts.states.zeros = zeros
+    state, apart = parts.states.pull()
+    parts.tell_apart(apart)
+    named = {id(p): uncompiled(name) for name, p in parts.trained.items()}
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": groups,
+            "state": {
+                named[id(p)]: dict(state[named[id(p)]])
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if id(p) in named and state.get(named[id(p)])
+            },
+        }
+        for optimizer, groups in zip(inner.optimizers, groups_of(inner), strict=True)
+    ]

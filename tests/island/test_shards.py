@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ftopt
+from tests.island.resuming import run
+from tests.island.running import Torchrun, coordinator
 from tests.island.test_layouts import check
 from tests.island.training import Case
 
@@ -29,3 +36,23 @@ def test_two_islands_by_shard_are_two_replicas(tmp_path: Path) -> None:
     cases += [Case("mirror", "streaming", FSDP, model="wide", island=("shard", "mirror"))]
     cases += [Case("calls", "diloco", FSDP, calls=True, model="wide", island=SHARD)]
     check(tmp_path, (2, 2), cases)
+
+
+@pytest.mark.timeout(400)
+def test_a_checkpoint_is_resumed_in_any_size(tmp_path: Path) -> None:
+    saved, steps = tmp_path / "saved", (10, 18, 26, 34)
+    with coordinator(tmp_path) as url, ExitStack() as ends:
+        found = []
+        for ranks, upto in zip((2, 3, 1, 2), steps, strict=True):
+            out = tmp_path / f"{upto}.json"
+            arguments = ("-m", "tests.island.resuming", str(saved), str(upto), str(out))
+            run_ = Torchrun(tmp_path, url, "r0", ranks, *arguments)
+            ends.callback(run_.end)
+            assert run_.wait() == 0, run_.said()
+            found.append(json.loads(out.read_text()))
+    assert [each["start"] for each in found] == [0, 8, 16, 24]  # the last checkpoint of each was at an outer step
+    for upto, ours in zip(steps, found, strict=True):
+        theirs: Any = run(tmp_path / f"plain-{upto}", upto, lambda mesh: ftopt.solo(), "plain", "mirror")
+        assert ours["resumed"] == (upto > 10)
+        for name, values in theirs["parameters"].items():
+            assert torch.allclose(torch.tensor(ours["parameters"][name]), torch.tensor(values), atol=1e-5), name

@@ -36,6 +36,9 @@ class Ranks:
 
     Args:
         replica: the island's id, for messages.
+
+    Attributes:
+        states: the inner states.
     """
 
     def __init__(self, island: Island, model: nn.Module, inner: Inner, replica: str) -> None:
@@ -66,7 +69,7 @@ class Ranks:
             for group in optimizer.param_groups
             if any(p is each for each in group["params"])
         }
-        self._states = InnerStates(island, self.parts, owners, replica)
+        self.states = InnerStates(island, self.parts, owners, replica)
 
     def _layout(self) -> object:
         """What trains, and in which groups: by name."""
@@ -124,7 +127,7 @@ class Ranks:
                 for name, parameter in mirror.trained.items():
                     parameter.grad = whole.get(name)
         if _INNER in kinds:
-            state, apart = self._states.pull()
+            state, apart = self.states.pull()
             self.tell_apart(apart)
             if mirror is not None:
                 mirror.inner = state
@@ -141,7 +144,7 @@ class Ranks:
         if _GRADS in kinds:
             self._push_gradients(mirror)
         if _INNER in kinds:
-            self._states.push(mirror.inner if mirror is not None else {})
+            self.states.push(mirror.inner if mirror is not None else {})
         if _BUFFERS in kinds:
             for name, buffer in self.buffers().items():
                 flat = mirror.buffers[name] if mirror is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
