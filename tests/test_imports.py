@@ -47,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync/rank_links": {"sync/island"},
     "sync/group": {
         "sync/island", "sync/island_protocol", "sync/rank_links", "codecs", "sync/protocol", "sync/protocol/replica",
-        "transport/interface", "transport/lanes", "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
+        "transport/interface", "transport/lanes", "sync/replica/units", "sync/replica/global_batch",
+        "sync/replica/replica_copy",
     },
     "sync/replica": {
         "codecs", "sync/group", "sync/protocol", "sync/protocol/replica", "transport/interface", "net",

@@ -1,8 +1,8 @@
 """The wrapped optimizer on each rank of an island *by shard*: each rank does the outer step of its slice.
 
-All ranks call `step`, `sync`, `settle`, `close` and so on alike. Each runs the ordinary `Core` on a model of its slices:
-what they must agree on, they have from rank 0's words (`ftopt.optimizer.island.rank_group`); what is of all slices,
-they bring together (`FlatView.together`). Before the outer step looks at a fragment, the slices become as the ranks'
+All ranks call `step`, `sync`, `settle`, `close` and so on alike. Each runs the ordinary `Core` on a model of its
+slices: what they must agree on, they have from rank 0's words (`ftopt.optimizer.island.rank_group`); what is of all
+slices, they bring together (`FlatView.together`). Before the outer step looks at a fragment, the slices become as the ranks'
 parts of the model are (`Exchange.pull`), and afterwards these become as the slices are.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class ShardCore(Core):
             model = model.module
         check_by_shard(method)
         self.ranks = RankGroup(group, island, asked.why, whole)
-        super().__init__(inner, model, method, group=self.ranks, memory=memory, asked=None)
+        super().__init__(inner, model, method, group=cast("ReplicaGroup", self.ranks), memory=memory)
         self.island, self._users_group = island, group
         self._parts: Ranks | None = None
         self._exchange: Exchange | None = None
@@ -152,7 +152,8 @@ class ShardCore(Core):
                 return None  # The gradient belongs to the parameters that the fetched ones have replaced.
             outer = self.started()
             self._mark()
-            found = self._step(outer, self.ranks, closure)
+            assert self.group is not None
+            found = self._step(outer, self.group, closure)
             if self.ranks.why:
                 if self.island.leads:
                     leave(self.ranks.replica, self.ranks.why)
@@ -258,7 +259,7 @@ class ShardCore(Core):
             return self._start()
 
     def _start(self) -> bool:
-        assert self.model is not None and self.method is not None
+        assert self.model is not None and self.method is not None and self.group is not None
         at_exit.check_alone(self.model)
         self._parts = Ranks(self.island, self.model, self.inner, self.ranks.replica)
         self._exchange = exchange = Exchange(self._parts, partition_of(self.model, self.method))
@@ -272,7 +273,7 @@ class ShardCore(Core):
         with self._leaving.joining() if self.island.leads else nullcontext():
             found = None if resume is None else self._restored(resume)
             fallback = None if self.fallback is None else _SlicedFallback(self.fallback, self._restored)
-            fetched = start_or_resume(outer, self.inner, self.model, self.ranks, found, fallback)
+            fetched = start_or_resume(outer, self.inner, self.model, self.group, found, fallback)
         self._restore_inner()
         if not self.island.leads:
             self._leaving.joined()
@@ -315,7 +316,7 @@ class ShardCore(Core):
         self._pull_all()
         outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
         deadline = ranks.now_s() + timeout_s
-        hand_in(outer, ranks, self.inner.largest_lr, deadline, ranks.now_s)
+        hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s)
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
         ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()))
         if not ranks.closed:
@@ -421,14 +422,14 @@ class ShardCore(Core):
     def _captured(self, what: Any) -> SavedReplica:
         """What this rank's slices are; on rank 0 the whole replica."""
         outer, exchange, parts = self.started(), self._exchange, self._parts
-        assert exchange is not None and parts is not None and self.model is not None and self.ranks is not None
+        assert exchange is not None and parts is not None and self.model is not None and self.group is not None
         self._mark()
         self._pull_all()
         self._join(outer)
         memory = self._files()
         inner = _inner_tree(self.inner, parts, memory)
         saved = capture_replica(
-            outer, self.inner, self.model, self.ranks, copies=CopyPool(), capture_inner=lambda *_: inner
+            outer, self.inner, self.model, self.group, copies=CopyPool(), capture_inner=lambda *_: inner
         )
         whole = Whole(self.island, exchange.cuts, lambda numel: memory.take(numel, torch.device("cpu")))
         committed = tuple(

@@ -178,7 +178,9 @@ class Island:
         """The replica's ``units``, on rank 0, as all ranks have them."""
         return RankUnits(self, units)
 
-    def exchange(self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]) -> None:
+    def exchange(
+        self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]
+    ) -> None:
         """All to all: the parts for each rank, in ranks' order, one behind the other; uint8, on the CPU."""
         self._do(self._dist.all_to_all_single, received, sent, list(received_sizes), list(sent_sizes))
 

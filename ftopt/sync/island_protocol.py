@@ -199,30 +199,41 @@ class Rank:
 
     Attributes:
         versions: of each fragment, as they have taken effect here.
+        held: work whose result is held here, by number.
     """
 
     def __init__(self, fragments: int) -> None:
         self.versions = [0] * fragments
         self._changes: list[Change] = []
         self._heard = self._taken = 0
-        self._held: dict[tuple[int, str], Work] = {}
+        self.held: dict[int, Work] = {}
 
     def begin(self, work: Work) -> None:
         """Its part of some work begins."""
         if work.kind == "reduce" and any(change.fragment == work.fragment for change in self._changes):
             raise OutOfStep(f"work {work.number} begins while a change of fragment {work.fragment} waits")
-        self._held.pop((work.fragment, work.kind), None)
+        self._drop(work.fragment, work.kind)
 
     def holds(self, work: Work) -> None:
         """Its part is done, and what it has made is held."""
-        self._held[work.fragment, work.kind] = work
+        self.held[work.number] = work
 
     def discard(self, fragment: int) -> bool:
         """What it has reduced is given up; False: a change that waits needs it."""
         if any(change.fragment == fragment and change.kind == "commit" for change in self._changes):
             return False
-        self._held.pop((fragment, "reduce"), None)
+        self._drop(fragment, "reduce")
         return True
+
+    def _drop(self, fragment: int, kind: str) -> None:
+        """Gives up what is held of this kind, but for what a change that waits needs: several states may be fetched
+        between two boundaries."""
+        needed = {change.work for change in self._changes}
+        self.held = {
+            number: work
+            for number, work in self.held.items()
+            if (work.fragment, work.kind) != (fragment, kind) or number in needed
+        }
 
     def hear(self, change: Change) -> None:
         """A change has happened."""
@@ -243,8 +254,8 @@ class Rank:
         self._changes = self._changes[len(due) :]
         for change in due:
             if change.kind in _OF:
-                held = self._held.pop((change.fragment, _OF[change.kind]), None)
-                if held is None or held.number != change.work or held.version != change.version:
+                held = self.held.pop(change.work, None)
+                if held is None or (held.fragment, held.version) != (change.fragment, change.version):
                     raise OutOfStep(f"change {change.index} is of work {change.work}; held is {held}")
             if change.kind != "exclude":
                 self.versions[change.fragment] = change.version

@@ -1,9 +1,9 @@
 """The connections of an island's ranks besides those of the training threads: rank 0 with each other rank.
 
-The training threads talk in collective calls (`ftopt.sync.island`), which block. What the job decides comes at any time,
-on other threads: it goes by these connections. Only processes that know the island's secret are let in, which rank 0
-has given to the others in a collective call. When a connection ends, the island has lost a rank: all that wait on that
-rank's word are told.
+The training threads talk in collective calls (`ftopt.sync.island`), which block. What the job decides comes at any
+time, on other threads: it goes by these connections. Only processes that know the island's secret are let in, which
+rank 0 has given to the others in a collective call. When a connection ends, the island has lost a rank: all that wait
+on that rank's word are told.
 """
 
 from __future__ import annotations
@@ -261,9 +261,11 @@ class RankLinks:
         for box in boxes:
             box.put(RankLost("this rank has left its island"))
         for connection in self._connections.values():
-            with suppress(OSError):
-                with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
-                    inside.shutdown(socket.SHUT_RDWR)
+            with (
+                suppress(OSError),
+                socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside,
+            ):
+                inside.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout=5.0)

@@ -105,9 +105,7 @@ class GlooTransport:
         found.key, found.ops = key, ops
         return found
 
-    def lanes(
-        self, numel: int, parts: Sequence[int], *, key: str, rank: int, ops: StoreOps, index: int = 0
-    ) -> Lanes:
+    def lanes(self, numel: int, parts: Sequence[int], *, key: str, rank: int, ops: StoreOps, index: int = 0) -> Lanes:
         """Starts to connect slice ``index`` of a payload of ``numel`` elements with its owners in the other members of
         the group ``key``, of which member m has ``parts[m]`` slices."""
 

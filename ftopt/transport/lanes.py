@@ -44,7 +44,7 @@ def lanes_of(numel: int, parts: Sequence[int], rank: int, index: int) -> list[tu
 class Connect(Protocol):
     """Connects the owners of one lane."""
 
-    def __call__(self, key: str) -> Collective: ...
+    def __call__(self, key: str, /) -> Collective: ...
 
 
 class Lanes:
@@ -58,9 +58,7 @@ class Lanes:
         connect: called with the key of each lane.
     """
 
-    def __init__(
-        self, key: str, numel: int, parts: Sequence[int], *, rank: int, index: int, connect: Connect
-    ) -> None:
+    def __init__(self, key: str, numel: int, parts: Sequence[int], *, rank: int, index: int, connect: Connect) -> None:
         first = slices(numel, parts[rank])[index][0]
         self._lanes: list[tuple[slice, Collective]] = []
         self._busy = threading.Lock()  # what users' arithmetic is called with

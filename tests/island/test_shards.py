@@ -56,3 +56,31 @@ def test_a_checkpoint_is_resumed_in_any_size(tmp_path: Path) -> None:
         assert ours["resumed"] == (upto > 10)
         for name, values in theirs["parameters"].items():
             assert torch.allclose(torch.tensor(ours["parameters"][name]), torch.tensor(values), atol=1e-5), name
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+def test_islands_by_shard_of_unlike_sizes_and_layouts_meet_mirrors(tmp_path: Path) -> None:
+    cases = [
+        Case(f"{method}-{second}", method, ("fsdp", second), model="uneven", island=SHARD)
+        for method in ("diloco", "streaming")
+        for second in ("fsdp", "hsdp", "tp", "ddp")
+    ]
+    cases += [
+        Case(f"mirror-{codec}", "streaming", FSDP, codec=codec, model="uneven", island=island)
+        for codec in ("fp32", "int8")
+        for island in (("shard", "mirror"), ("mirror", "shard"))
+    ]
+    check(tmp_path, (2, 4), cases, tolerance=1e-5)  # tensor parallelism adds in another order
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2, 1, 3)])
+def test_islands_by_shard_meet_plain_processes(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    layouts = tuple("fsdp" if n > 1 else "plain" for n in ranks)
+    cases = [
+        Case(f"three-{codec}", "diloco", layouts, codec=codec, model="uneven", island=("shard",) * len(ranks))
+        for codec in ("fp32", "bf16", "fp4")
+    ]
+    check(tmp_path, ranks, cases, tolerance=1e-5)

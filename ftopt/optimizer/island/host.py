@@ -76,7 +76,7 @@ class SliceHost:
             self._lost = error
             boxes = [box for _, box in self._under_way.values()] + list(self._reads.values())
         for box in boxes:
-            box.put(error)  # type: ignore[arg-type]
+            box.put(error)
 
     def _ended(self, outcome: Outcome) -> None:
         stop = False
@@ -317,4 +317,3 @@ class RemoteState(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._there())
-

@@ -88,6 +88,8 @@ class RankGroup:
         self.tells_steps = self.leads and group.tells_steps
         self.call = self.why = ""
         self._whole = whole
+        assert group.shards is not None, "not an island"
+        self._shards = group.shards
         self._word = Word("")
         self._links: RankLinks | None = None
         self._worker: Worker | None = None
@@ -99,8 +101,7 @@ class RankGroup:
     def links(self) -> RankLinks:
         """The connections of the ranks; made at the first call, which is collective."""
         if self._links is None:
-            shards: Any = self._group.shards  # type: ignore[attr-defined]
-            self._links = RankLinks(self.island, shards.host)
+            self._links = RankLinks(self.island, self._shards.host)
         return self._links
 
     # Words.
@@ -173,7 +174,7 @@ class RankGroup:
         """In each word."""
 
     def start(self, host: Reduction, fingerprint: Fingerprint) -> list[Committed]:
-        links, shards = self.links, self._group.shards  # type: ignore[attr-defined]
+        links, shards = self.links, self._shards
         fragments: list[Any] = host.fragments
         self._worker = worker = Worker(links, host, fragments, shards.transport)
         if not self.leads:

@@ -111,6 +111,4 @@ def sliced_resume(cuts: Sequence[Cut], rank: int, resume: Any) -> Any:
     newest = resume.newest
     if len(newest) == len(cuts):
         newest = tuple(version(cut, each) for cut, each in zip(cuts, newest, strict=True))
-    return replace(
-        resume, saved=replica(resume.saved), adopted=tuple(map(replica, resume.adopted)), newest=newest
-    )
+    return replace(resume, saved=replica(resume.saved), adopted=tuple(map(replica, resume.adopted)), newest=newest)

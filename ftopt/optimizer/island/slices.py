@@ -111,7 +111,9 @@ class Exchange:
         self.cuts = [Cut.of(trained, names, island.size) for names in fragments]
         self._boxes: list[dict[str, Box]] = island.share(ranks.parts.boxes if island.leads else None)
         self._runs = [{name: _runs(box, trained[name].shape) for name, box in each.items()} for each in self._boxes]
-        self._groups = {name: _groups([ranks.parts.first(rank, name) for rank in range(island.size)]) for name in trained}
+        self._groups = {
+            name: _groups([ranks.parts.first(rank, name) for rank in range(island.size)]) for name in trained
+        }
         self._replicated = [name for name, groups in self._groups.items() if any(len(g) > 1 for g in groups.values())]
         pieces = dict[str, nn.Parameter]()
         for cut in self.cuts:
@@ -293,4 +295,3 @@ def _write(part: Tensor, where: Selected, values: Tensor) -> None:
 
 def _sum(flat: Tensor) -> bytes:
     return hashlib.sha256(block_sums(flat.contiguous()).numpy().tobytes()).digest() if flat.numel() else b""
-

@@ -1,8 +1,8 @@
 """One rank's slice as its threads serve it: its part of reductions and of fetched states, and its changes.
 
 Three threads touch it. Rank 0's words come on the *link's* thread. The *worker* does the work, one after the other: on
-ranks other than 0 a thread of its own, on rank 0 the threads that do it for any replica (`ftopt.optimizer.island.host`).
-The *training* thread lets changes take effect.
+ranks other than 0 a thread of its own, on rank 0 the threads that do it for any replica
+(`ftopt.optimizer.island.host`). The *training* thread lets changes take effect.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             work, how = job
             try:
-                outcome = self.do(work, lambda how=how, work=work: self._by_lanes(work, how))
+                outcome = self.do(work, partial(self._by_lanes, work, how))
                 self.links.send(0, ("outcome", outcome))
             except BaseException as error:
                 self.fail(error)
@@ -202,7 +203,9 @@ class Worker:
         fragment = self.fragments[work.fragment]
         pieces = self._pieces.pop(work.number, {})
         state = fragment.check(fetched.committed, fetched.digest, pieces, self.reduction.committed_memory)
-        self._checked[work.number] = state
+        with self._changed:
+            self._checked = {n: each for n, each in self._checked.items() if n in self.machine.held}
+            self._checked[work.number] = state
         return state.digest, 0.0
 
     def keep(self, number: int, name: str, start: int, size: int, piece: Tensor) -> None:
@@ -271,7 +274,6 @@ class Worker:
             case "install":
                 (reset,) = payload
                 fragment.install(self._checked.pop(change.work), reset=reset)
-                self._checked.clear()
             case "begin":
                 committed, reset = payload
                 fragment.install(replace(fragment.state, meta=committed, fetched=True, made=None), reset=reset)

@@ -32,7 +32,6 @@ from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
 from ftopt.tree import Tree
 
-
 CaptureInner = Callable[[Inner, nn.Module, CopyPool], list[Tree]]
 
 

@@ -103,9 +103,9 @@ class Measured:
     def joined(several: Sequence[tuple[float, float, float, bool]]) -> Measured:
         """What was measured of the slices of one tensor, in their order."""
         found = Measured()
-        for squares, peak, behind, finite in several:
+        for squares, peak, peak_behind, finite in several:
             found._squares += squares
-            found._peak, found._behind = max(found._peak, peak), max(found._behind, behind)
+            found._peak, found._behind = max(found._peak, peak), max(found._behind, peak_behind)
             found._finite = found._finite and finite
         return found
 
