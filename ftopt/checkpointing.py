@@ -110,6 +110,7 @@ class Checkpoints:
         self._core.while_waiting, self._core.before_leaving = self.step, self._leave
         if shared or self._core.place[1] == 1:  # an island's ranks read it on every host
             self._core.fallback = self
+        self._core.folder = self._folder
 
     # Resuming.
 
@@ -287,8 +288,8 @@ class Checkpoints:
 
     def _part(self, cut: Cut, saved: SavedReplica, own: Mapping[str, Any]) -> Part:
         core, held = self._core.leader, saved.held
-        assert core is not None and core.model is not None
-        outer, model = core.started(), core.model
+        assert core is not None and core.saved_model is not None
+        outer, model = core.started(), core.saved_model
         places, fixed = layout(outer, model)
         offered = {c.fragment: c.last_step for c in held.contributions}
         return Part(

@@ -76,7 +76,7 @@ def connect(
             this process is one rank of several, and ``mesh`` does not say of what.
     """
     # Here and not above: `import ftopt` brings neither torch nor aiohttp.
-    from ftopt.sync.island import Follower, Island, ranks_of
+    from ftopt.sync.island import Follower, Island, Shards, ranks_of
     from ftopt.sync.replica.client import Client
     from ftopt.sync.replica.loop import LoopThread
     from ftopt.sync.replica.session import Session
@@ -109,7 +109,10 @@ def connect(
         raise UserError(f"interface={interface!r:.60}; must be the name of a network interface, as 'eth1', or None")
     island = Island(ranks) if ranks is not None else None
     if island is not None and not island.leads:
-        return cast("ReplicaGroup", Follower(island.hear(), island))
+        replica, sync = island.hear()
+        host = _chosen_address(host, interface) or _own_address(address, parts.port or 80)
+        shards = Shards(host, GlooTransport(host, sync.dead_after_s))
+        return cast("ReplicaGroup", Follower(replica, island, sync, shards))
     token = find_token(token)
     tls = find_tls(cert, key, ca)
     sync = sync or Sync()
@@ -122,12 +125,13 @@ def connect(
     if on_event is ignore:
         on_event = _Log(way)
     attend(on_event, job, replica)
+    transport = GlooTransport(host, sync.dead_after_s)
     session = Session(
         replica,
         job,
         sync,
         link=WebSocketLink(url, token=token, dead_after_s=sync.dead_after_s, tls=context),
-        transport=GlooTransport(host, sync.dead_after_s),
+        transport=transport,
         state=HttpState(host, token, tls),
         network=LoopThread(),
         on_event=on_event,
@@ -135,8 +139,9 @@ def connect(
     )
     client = Client(session)
     if island is not None:
-        island.say(replica)
+        island.say((replica, sync))
         client.island = island
+        client.shards = Shards(host, transport, lambda error: session.fail("a thread of another rank", error))
     return client
 
 

@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"telemetry"},
     # How payloads and states travel. Others know its types alone; `connect` chooses what stands behind them.
     "transport/interface": {"codecs"},
-    "transport": {"transport/interface", "codecs", "net"},
+    "transport/lanes": {"transport/interface", "codecs"},
+    "transport": {"transport/interface", "transport/lanes", "codecs", "net"},
     # The protocol: machines without clocks, threads or sockets. Its two sides meet in messages only.
     "sync/protocol": set(),
     "sync/protocol/ledger": {"sync/protocol"},
@@ -42,10 +43,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync/replica/units": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
     "sync/replica/global_batch": {"sync/protocol", "sync/protocol/ledger", "sync/replica/changed"},
     "sync/replica/replica_copy": {"sync/protocol"},
-    "sync/island": {"sync/replica/units"},
+    "sync/island": {"sync/protocol", "sync/replica/units"},
+    "sync/island_protocol": set(),
+    "sync/rank_links": {"sync/island"},
     "sync/group": {
-        "sync/island", "codecs", "sync/protocol", "sync/protocol/replica", "transport/interface",
-        "sync/replica/units", "sync/replica/global_batch", "sync/replica/replica_copy",
+        "sync/island", "sync/island_protocol", "sync/rank_links", "codecs", "sync/protocol", "sync/protocol/replica",
+        "transport/interface", "transport/lanes", "sync/replica/units", "sync/replica/global_batch",
+        "sync/replica/replica_copy",
     },
     "sync/replica": {
         "codecs", "sync/group", "sync/protocol", "sync/protocol/replica", "transport/interface", "net",
@@ -60,7 +64,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer/recovery": {
         "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "methods", "sync/group",
     },
-    "optimizer/island": {"optimizer/inner", "optimizer/tensors", "sync/group"},
+    "optimizer/island": {
+        "optimizer/inner", "optimizer/tensors", "optimizer/outer", "methods", "codecs", "sync/group",
+    },
     "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
     "optimizer": {
         "optimizer/inner", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Core:
 
     Attributes:
         last: the last step, if steps are recorded.
+        folder: of the job's checkpoints.
         while_waiting: called now and then while the loader waits for units, after newer states have been applied.
         before_leaving: called by `close` when everything is handed in, with the seconds that are left.
     """
@@ -94,6 +96,7 @@ class Core:
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
+        self.folder: Path | None = None
         self.while_waiting: Callable[[], object] = lambda: None
         self.before_leaving: Callable[[float], object] = lambda timeout_s: None
         self._clock, self._memory = clock, memory
@@ -391,6 +394,11 @@ class Core:
     def on_leader(self, call: str, act: Callable[[], bool]) -> bool:
         """Does ``act``; of an island rank 0 alone does."""
         return act()
+
+    @property
+    def saved_model(self) -> nn.Module | None:
+        """What names and places a checkpoint's tensors have."""
+        return self.model
 
     @property
     def place(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ class IslandCore:
         self.resume: Resume | None = None
         self.fallback: Fallback | None = None
         self.loop: Loop | None = None
+        self.folder: Path | None = None
         self.while_waiting: Callable[[], object] = lambda: None
         self.before_leaving: Callable[[float], object] | None = None
         self._memory = memory

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_number, names_arguments
+from ftopt.errors import UserError, check_choice, check_number, names_arguments
 from ftopt.methods import Method
 from ftopt.optimizer import hooks
 from ftopt.optimizer.arguments import (
     CALL,
+    ISLANDS,
     check_dense,
     check_for_island,
     check_inner,
@@ -39,6 +40,7 @@ from ftopt.optimizer.counts import one_number, whole
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.tensors.flat import check_covered
 from ftopt.optimizer.tensors.mapped import Mapped
+from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import Committed, ReplicaGroup
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def wrap(
     state_dir: str | Path | None = None,
     undo: bool = False,
     leave_on_signals: bool = False,
+    island: str = "mirror",
 ) -> OuterOptimizer:
     """Makes one replica's optimizer take part in a job.
 
@@ -78,6 +81,9 @@ def wrap(
             good order: the step under way, or the next one, raises SystemExit(0) when it is done, and the end of
             ``with optimizer:`` hands the pending steps in (``docs/operations.md``). Default False: they do what they
             do in any process.
+        island: how the ranks of a replica of several do the outer step (``docs/islands.md``): ``mirror`` (default):
+            rank 0 holds the whole model, and does it; ``shard``: each rank holds a slice of anchor and outer state, and
+            does its part. Without effect on a replica of one process.
 
     Returns:
         The optimizer to use instead of ``inner``, for schedulers and GradScaler too.
@@ -91,12 +97,13 @@ def wrap(
     """
     optimizers = check_inner(inner, model, OuterOptimizer)
     check_rest(model, method, group, state_dir, undo, leave_on_signals)
+    check_choice("island", island, ISLANDS, "mirror supports everything; shard is for models too large for one host")
     joined = Inner(optimizers)
     check_covered(model, joined.param_groups)
     check_dense(model, method)
     wrapper = OuterOptimizer.__new__(OuterOptimizer)
-    leads = group.island is None or group.island.leads
-    memory = Mapped(Path(state_dir)) if state_dir is not None and leads else None
+    holds = group.island is None or group.island.leads or island == "shard"
+    memory = Mapped(Path(state_dir)) if state_dir is not None and holds else None
     asked = Asked(on_signals=leave_on_signals)
     if group.island is None:
         check_whole_tensors(model)
@@ -106,6 +113,16 @@ def wrap(
     from ftopt.optimizer.island_core import IslandCore  # brings torch.distributed.tensor, which takes its time
 
     check_for_island(group, optimizers, undo)
+    if island == "shard":
+        from ftopt.optimizer.shard_core import RankInner, ShardCore
+
+        wrapper._set_up(
+            ShardCore(
+                RankInner(optimizers), model, method, group=group, island=group.island, memory=memory,
+                whole=memory or Memory(), asked=asked,
+            )
+        )  # fmt: skip
+        return wrapper
     wrapper._set_up(IslandCore(joined, model, method, group=group, island=group.island, memory=memory, asked=asked))
     group.joins = wrapper._core.start
     return wrapper

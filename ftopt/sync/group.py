@@ -18,6 +18,16 @@ from ftopt.codecs.codec import Codec
 from ftopt.events import EmitEvent
 from ftopt.sync.island import Do as Do
 from ftopt.sync.island import Island as Island
+from ftopt.sync.island import Shards as Shards
+from ftopt.sync.island_protocol import Change as Change
+from ftopt.sync.island_protocol import Deferred as Deferred
+from ftopt.sync.island_protocol import Done as Done
+from ftopt.sync.island_protocol import Leader as Leader
+from ftopt.sync.island_protocol import Outcome as Outcome
+from ftopt.sync.island_protocol import OutOfStep as OutOfStep
+from ftopt.sync.island_protocol import Rank as Rank
+from ftopt.sync.island_protocol import Stop as Stop
+from ftopt.sync.island_protocol import Work as Work
 from ftopt.sync.protocol.intervals import Ranges as Ranges
 from ftopt.sync.protocol.intervals import union as union
 from ftopt.sync.protocol.messages import Contribution as Contribution
@@ -29,11 +39,15 @@ from ftopt.sync.protocol.messages import excluded as excluded
 from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
+from ftopt.sync.rank_links import RankLinks as RankLinks
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork
 from ftopt.sync.replica.units import Units as Units
+from ftopt.transport.interface import Carry as Carry
 from ftopt.transport.interface import Collective as Collective
+from ftopt.transport.interface import Owed as Owed
 from ftopt.transport.interface import Summed as Summed
+from ftopt.transport.lanes import slices as slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +213,8 @@ class ReplicaGroup(Protocol):
     """The ranks that this replica consists of; None: one process. Of several, rank 0 alone has the other methods."""
     joins: Callable[[], object] | None
     """What makes this replica join its job, for a loader that is asked for a batch before; set by ``ftopt.wrap``."""
+    shards: Shards | None
+    """For an island by shard; None: one process."""
 
     @property
     def incarnation(self) -> int:

@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ftopt.sync.protocol.settings import Sync
     from ftopt.sync.replica.units import Units
 
 _MESSAGE = 2048
@@ -176,6 +178,12 @@ class Island:
         """The replica's ``units``, on rank 0, as all ranks have them."""
         return RankUnits(self, units)
 
+    def exchange(
+        self, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]
+    ) -> None:
+        """All to all: the parts for each rank, in ranks' order, one behind the other; uint8, on the CPU."""
+        self._do(self._dist.all_to_all_single, received, sent, list(received_sizes), list(sent_sizes))
+
     def send(self, tensor: Tensor, rank: int) -> None:
         """Sends a contiguous tensor on the CPU, unless it is empty."""
         if tensor.numel():
@@ -227,20 +235,37 @@ class RankUnits:
         return self._island.together("the loader's next batch", act)
 
 
+@dataclass(frozen=True)
+class Shards:
+    """What a group gives to a rank whose island is one by shard.
+
+    Args:
+        host: this machine's address, as peers reach it.
+        transport: connects this rank's lanes; see `ftopt.transport.gloo.GlooTransport`.
+        fail: ends rank 0's membership with an error. Any thread.
+    """
+
+    host: str
+    transport: Any
+    fail: Callable[[FtoptError], None] = lambda error: None
+
+
 class Follower:
     """The group of a rank other than 0: its membership in the job is its island's.
 
     Attributes:
         replica: the island's id.
         island: its ranks.
+        sync: rank 0's settings.
+        shards: for an island by shard.
     """
 
     units = None
     global_batch = None
     joins: Callable[[], object] | None = None
 
-    def __init__(self, replica: str, island: Island) -> None:
-        self.replica, self.island = replica, island
+    def __init__(self, replica: str, island: Island, sync: Sync, shards: Shards) -> None:
+        self.replica, self.island, self.sync, self.shards = replica, island, sync, shards
 
     @property
     def incarnation(self) -> int:

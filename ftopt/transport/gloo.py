@@ -24,13 +24,14 @@ killed peer is noticed by all of 3 to 5 members in 10-30 ms on an idle machine; 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from functools import cache
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -42,7 +43,10 @@ from ftopt.net import descriptors
 from ftopt.transport.encoded import Buffers, EncodedMean, Exchange, alone
 from ftopt.transport.gloo_group import GlooGroup, PeerSilent, first_line
 from ftopt.transport.interface import Carry, Owed, StoreOps, Summed
+from ftopt.transport.lanes import Lanes
 from ftopt.transport.staging import Staging, StagingFor, ahead, staging_for
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _SPARE = 32
@@ -64,6 +68,9 @@ class GlooTransport:
             smaller ones cost more (1 MiB: 1.7), larger ones need a faster network for the same ``timeout_s``.
         staging: how payloads on a device get to the host and back. Default: `staging_for`.
 
+    Attributes:
+        parts: slices that this member's payloads are in, of which this process has the first (`ftopt.transport.lanes`).
+
     Raises:
         ftopt.errors.UserError: ``host`` is not an address of this machine, or a number is out of range.
     """
@@ -79,6 +86,7 @@ class GlooTransport:
         self.timeout_s = timeout_s
         self.piece_bytes = piece_bytes
         self._staging = staging
+        self.parts = 1
         self._seldom = descriptors.Seldom(_log)
         try:
             self._device()
@@ -90,6 +98,24 @@ class GlooTransport:
 
     def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> GlooCollective:
         """As `ftopt.transport.interface.Transport` says. Wait with `GlooCollective.open`, or just reduce."""
+        found = GlooCollective(
+            self._group(key, rank, size, ops), piece_bytes=self.piece_bytes, staging=self._staging, parts=self.parts
+        )
+        found.connect_lanes = partial(self.lanes, key=key, rank=rank, ops=ops)
+        found.key, found.ops = key, ops
+        return found
+
+    def lanes(self, numel: int, parts: Sequence[int], *, key: str, rank: int, ops: StoreOps, index: int = 0) -> Lanes:
+        """Starts to connect slice ``index`` of a payload of ``numel`` elements with its owners in the other members of
+        the group ``key``, of which member m has ``parts[m]`` slices."""
+
+        def connect(key: str) -> GlooCollective:
+            group = self._group(key, rank, len(parts), ops)
+            return GlooCollective(group, piece_bytes=self.piece_bytes, staging=self._staging)
+
+        return Lanes(key, numel, parts, rank=rank, index=index, connect=connect)
+
+    def _group(self, key: str, rank: int, size: int, ops: StoreOps) -> GlooGroup:
         assert 0 <= rank < size, (rank, size)
         if size > 1 and (left := descriptors.free()) < (needed := _SPARE + 2 * size):
             wrong = (
@@ -107,8 +133,7 @@ class GlooTransport:
         options._threads = _THREADS
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
-        group = GlooGroup(key, rank, size, ops, options=options, timeout_s=self.timeout_s)
-        return GlooCollective(group, piece_bytes=self.piece_bytes, staging=self._staging)
+        return GlooGroup(key, rank, size, ops, options=options, timeout_s=self.timeout_s)
 
     def _device(self) -> Any:
         """A device is a listening port. Each group has its own: it tells the group's sockets from others'."""
@@ -126,27 +151,79 @@ class GlooCollective:
     ConnectionError is `PeerLost`, or, while connecting, the loss of the link to the coordinator. TimeoutError, also for
     a peer that did not come, is `PeerSilent` if it is known whose host cannot be reached. After any error the
     collective is closed, so that the other members fail, too.
+
+    Args:
+        parts: slices that this member's payloads are in; None: all members', and of this collective, 1.
     """
 
-    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: StagingFor) -> None:
+    connect_lanes: Callable[[int, Sequence[int]], Lanes]
+    key: str
+    ops: StoreOps
+
+    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: StagingFor, parts: int | None = None) -> None:
         self.rank = group.rank
         self.size = group.size
-        self.sent_bytes = self.received_bytes = 0
+        self._sent_bytes = self._received_bytes = 0
+        self._parts = parts
+        self._all_parts: list[int] | None = [parts or 1] * group.size if parts is None or group.size == 1 else None
+        self._lanes: dict[int, Lanes] = {}
+        self._closing = threading.Lock()
         self._group = group
         self._piece_bytes = piece_bytes
         self._staging = cache(staging)
         self._buffers = cache(Buffers)
         self._rows = torch.empty(0, 0, dtype=torch.int64)
 
+    @property
+    def sent_bytes(self) -> int:
+        """See `Collective`."""
+        return self._sent_bytes + sum(lanes.sent_bytes for lanes in self._lanes.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """See `Collective`."""
+        return self._received_bytes + sum(lanes.received_bytes for lanes in self._lanes.values())
+
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
         self._group.open()
+        if self._all_parts is None:
+            parts = self._row([self._parts or 1])
+            with self._group.works() as (box, pending):
+                pending.append(box[0].allreduce([parts.view(-1)]))
+                self._group.finish(pending, time.monotonic())
+            self._all_parts = parts.view(-1).tolist()
+
+    def parts(self) -> list[int]:
+        """How many slices each member's payloads are in."""
+        self.open()
+        assert self._all_parts is not None
+        return self._all_parts
+
+    def lanes(self, numel: int) -> Lanes:
+        """The lanes of this process' slice of a payload of ``numel`` elements."""
+        parts = self.parts()
+        with self._closing:
+            self._group.check()
+            if numel not in self._lanes:
+                self._lanes[numel] = self.connect_lanes(numel, parts)
+        return self._lanes[numel]
 
     def stop(self) -> None:
-        self._group.stop()
+        self._end(Lanes.stop, self._group.stop)
 
     def close(self) -> None:
-        self._group.close()
+        self._end(Lanes.close, self._group.close)
+
+    def _end(self, lanes: Callable[[Lanes], None], group: Callable[[], None]) -> None:
+        group()  # first: from now on no lanes are made
+        with self._closing:
+            for each in self._lanes.values():
+                lanes(each)
+
+    def _lanes_for(self, flat: Tensor) -> Lanes | None:
+        """None: all members have their payloads in one piece, as this one."""
+        return self.lanes(flat.numel()) if flat.numel() and max(self.parts()) > 1 else None
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """As `ftopt.transport.interface.Collective` says; fp32 or int64.
@@ -156,11 +233,17 @@ class GlooCollective:
         cache.
         """
         assert flat.dim() == 1 and flat.is_contiguous(), "all_reduce_ takes a flat, contiguous tensor"
-        self.open()
+        if (lanes := self._lanes_for(flat)) is not None:
+            self._by(lambda: lanes.all_reduce_(flat, summed))
+        else:
+            self._reduce_whole(flat, summed)
+
+    def _reduce_whole(self, flat: Tensor, summed: Summed | None = None) -> None:
+        """All of it, by this group."""
         if self.size > 1 and flat.numel():
             around = 2 * (self.size - 1) * flat.numel() * flat.element_size() // self.size
-            self.sent_bytes += around
-            self.received_bytes += around
+            self._sent_bytes += around
+            self._received_bytes += around
             pieces = torch.split(flat.detach(), max(1, self._piece_bytes // flat.element_size()))
             self._reduce(pieces, self._staging(flat.device), summed if flat.device.type == "cpu" else None)
 
@@ -182,6 +265,8 @@ class GlooCollective:
         self.open()
         if self.size == 1 or not flat.numel():
             return alone(flat.detach(), owed, carry if shares[self.rank] else None)
+        if (lanes := self._lanes_for(flat)) is not None:
+            return self._by(lambda: lanes.mean_encoded_(flat, codec, shares, owed, carry, summed))
         mean = EncodedMean(
             flat.detach(),
             codec,
@@ -201,8 +286,8 @@ class GlooCollective:
             def start(hop: Exchange) -> None:
                 sent, received = staging.begin(hop.sent)(), staging.room(hop.received)
                 under_way.append((hop, received))
-                self.sent_bytes += sum(hop.sent_sizes) - hop.sent_sizes[self.rank]
-                self.received_bytes += sum(hop.received_sizes) - hop.received_sizes[self.rank]
+                self._sent_bytes += sum(hop.sent_sizes) - hop.sent_sizes[self.rank]
+                self._received_bytes += sum(hop.received_sizes) - hop.received_sizes[self.rank]
                 pending.append(box[0].alltoall_base(received, sent, hop.received_sizes, hop.sent_sizes))
 
             def finish() -> Exchange:
@@ -229,9 +314,18 @@ class GlooCollective:
         return cast(list[list[int]], self._rows.tolist())
 
     def exchange(self, row: Sequence[int]) -> list[list[int]]:
+        self.open()
         rows = self._row(row)
-        self.all_reduce_(rows.view(-1))
+        self._reduce_whole(rows.view(-1))
         return cast(list[list[int]], rows.tolist())
+
+    def _by(self, work: Callable[[], T]) -> T:
+        """By lanes; when one of them fails, the group ends with it."""
+        try:
+            return work()
+        except BaseException:
+            self.close()
+            raise
 
     def _row(self, row: Sequence[int]) -> Tensor:
         """A matrix of the members' rows, with this one's; the sum of all of them has all rows."""

@@ -48,10 +48,15 @@ class Collective(Protocol):
 
     rank: int
     size: int
-    sent_bytes: int
-    """Payload bytes that this member has sent so far, by the algorithm's count (a ring: 2 (n-1)/n of each tensor)."""
-    received_bytes: int
-    """Likewise received."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this member has sent so far, by the algorithm's count (a ring: 2 (n-1)/n of each
+        tensor)."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Likewise received."""
 
     def all_reduce_(self, flat: Tensor, summed: Summed | None = None) -> None:
         """Sums ``flat`` (contiguous, 1-D) over the members, in place, in pieces; bit-equal on all members.

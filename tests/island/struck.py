@@ -1,8 +1,9 @@
 """An island's rank that is killed at a point of an outer step; run by torchrun, which starts the island again.
 
 ``python -m tests.island.struck FOLDER [RANK POINT]``: rank 0 kills ``RANK`` in the island's first life, when ``POINT``
-happens to its replica for the second time; ``fetch`` in its second life, after a death of the first one. All end when
-an island that was struck has taken `MORE` steps in its last life.
+happens to its replica for the second time; ``fetch`` in its second life, after a death of the first one. The
+environment's ``ISLAND`` is mirror or shard. All end when an island that was struck has taken `MORE` steps in its last
+life.
 """
 
 from __future__ import annotations
@@ -65,12 +66,14 @@ def main(folder: Path, rank: int, point: str) -> None:
     """One rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 3))
+    island = os.environ.get("ISLAND", "mirror")
+    width = 12 if island == "mirror" else 4000  # a slice is whole blocks of 16,384 elements
+    model = nn.Sequential(nn.Linear(7, width), nn.Tanh(), nn.Linear(width, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     sync = ftopt.Sync(start_replicas=2, min_replicas=1, grace_s=5.0, dead_after_s=2.0)
     group = ftopt.connect(sync=sync, on_event=strike(rank, point))
-    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=4), group=group)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05 if width == 12 else 1e-4, momentum=0.5)
+    optimizer = ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=4), group=group, island=island)
     checkpoints = ftopt.Checkpoints(folder, optimizer, every=2)
     with optimizer:
         checkpoints.include()

@@ -13,9 +13,13 @@ FSDP = ("fsdp", "fsdp")
 
 
 def check(folder: Path, ranks: tuple[int, ...], cases: list[Case], tolerance: float = 0.0) -> None:
+    """The islands have what replicas of one process have, and the same state. (By shard the committed state differs in
+    one number, the norm of contributions, which is added up slice by slice: digests are compared among the islands.)"""
     found = islands(folder, ranks, cases)
     wrong = []
     for case in cases:
+        if len({island[case.name]["digest"] for island in found}) > 1:
+            wrong.append((case.name, "digests"))
         for ours, theirs in zip((island[case.name] for island in found), plain(case), strict=True):
             apart = max(
                 abs(a - b)
@@ -24,7 +28,7 @@ def check(folder: Path, ranks: tuple[int, ...], cases: list[Case], tolerance: fl
             )
             if apart > tolerance or any(ours[key] != theirs[key] for key in ("versions", "local_steps", "pending")):
                 wrong.append((case.name, apart, ours["versions"], theirs["versions"], ours["pending"]))
-            if not tolerance and ours["digest"] != theirs["digest"]:
+            if not (tolerance or "shard" in case.island) and ours["digest"] != theirs["digest"]:
                 wrong.append((case.name, "digest"))
     assert not wrong
 

@@ -6,22 +6,35 @@ import re
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.island.running import Torchrun, coordinator
 from tests.island.test_ends import committed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 POINTS = (
     "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply", "fetch", "checkpointing", "checkpoint",
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_rank_is_killed_at(tmp_path: Path, point: str, rank: int) -> None:
+@pytest.mark.parametrize("island", ["mirror", "shard"])
+def test_a_rank_is_killed_at(tmp_path: Path, point: str, rank: int, island: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ISLAND", island)
+    struck(tmp_path, point, rank)
+
+
+def test_a_rank_that_is_not_rank_0_is_killed_in_a_reduction_by_shard(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ISLAND", "shard")
+    struck(tmp_path, "reduce.after", 1)
+
+
+def struck(tmp_path: Path, point: str, rank: int) -> None:
     (tmp_path / "saved").mkdir()
     arguments = ("-m", "tests.island.struck", str(tmp_path / "saved"))
     with coordinator(tmp_path, "--folder", str(tmp_path / "job")) as url, ExitStack() as ends:
@@ -33,9 +46,9 @@ def test_a_rank_is_killed_at(tmp_path: Path, point: str, rank: int) -> None:
         assert (first.wait(), second.wait()) == (0, 0), first.said() + second.said()
     ours, theirs = first.out.read_text(), second.out.read_text()
     deaths = 1 + (point == "fetch")
-    struck, started = (re.findall(rf"^{word} (\S+)", ours, re.MULTILINE) for word in ("strikes", "starts"))
-    assert (len(struck), len(started)) == (deaths, 2)
-    back_s, start_s = float(started[-1]) - float(struck[-1]), float(started[0]) - begun_s
+    strikes, started = (re.findall(rf"^{word} (\S+)", ours, re.MULTILINE) for word in ("strikes", "starts"))
+    assert (len(strikes), len(started)) == (deaths, 2)
+    back_s, start_s = float(started[-1]) - float(strikes[-1]), float(started[0]) - begun_s
     print(f"\n{point}, rank {rank}: back after {back_s:.1f} s; the start took {start_s:.1f} s")  # noqa: T201
     end = re.search(r"^ends (\d+)", theirs, re.MULTILINE)
     assert end is not None

@@ -40,7 +40,8 @@ METHODS: dict[str, Callable[[], ftopt.Method]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One job. ``layouts``: of each replica: plain, fsdp, hsdp, tp (with FSDP2), ddp."""
+    """One job. ``layouts``: of each replica: plain, fsdp, hsdp, tp (with FSDP2), ddp. ``island``: of each: mirror (as
+    without) or shard."""
 
     name: str
     method: str
@@ -51,10 +52,15 @@ class Case:
     steps: int = 14
     model: str = "mlp"
     calls: bool = False
+    island: tuple[str, ...] = ()
 
     def line(self) -> str:
         """As JSON."""
         return json.dumps(asdict(self))
+
+
+WIDTHS = {"mlp": (12, 5), "wide": (512, 200), "uneven": (515, 77), "tied": (0, 0)}
+"""Of the hidden layers: a slice is whole blocks of 16,384 elements."""
 
 
 class Tied(nn.Module):
@@ -78,8 +84,9 @@ class Tied(nn.Module):
 def model_of(case: Case) -> nn.Module:
     """The whole model, the same on all ranks of all replicas."""
     with seeded():
+        a, b = WIDTHS[case.model]
         model = Tied() if case.model == "tied" else nn.Sequential(
-            nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3)
+            nn.Linear(7, a), nn.Tanh(), nn.Linear(a, b), nn.Tanh(), nn.Linear(b, 3)
         )  # fmt: skip
     return model.to(getattr(torch, case.dtype))
 
@@ -127,7 +134,8 @@ def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh
     called, mesh = laid_out(model, layout)
     group = group if mesh_of is None else mesh_of(mesh)
     inner = INNER[case.inner](p for p in model.parameters() if p.requires_grad)
-    optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group)
+    island = case.island[replica] if case.island else "mirror"
+    optimizer = ftopt.wrap(inner, called, METHODS[case.method](), group=group, island=island)
     losses = []
     with optimizer:
         for step in range(case.steps):

@@ -55,8 +55,9 @@ class MirrorInner(Inner):
         """The ranks are no longer as the mirror is."""
         self._stale = True
 
-    def refresh(self, *, anew: bool = False) -> None:
-        """The mirror is as the ranks are. ``anew``: whatever user code has changed there since the last step."""
+    def refresh(self, fragment: int = 0, *, anew: bool = False) -> None:
+        """The mirror is as the ranks are, all of it. ``anew``: whatever user code has changed there since the last
+        step."""
         if self._stale or anew:
             self.pull(self._kinds)
 
@@ -69,24 +70,10 @@ class MirrorInner(Inner):
             self._all(Do.PULL, kinds)
             self._ranks.pull(kinds, self._mirror)
             told = self._ranks.island.gather((0, groups_of(self._real)))
-        self._check_groups([groups for _, groups in told])
+        check_groups([groups for _, groups in told])
         self._count(sum(tokens for tokens, _ in told))
         self._seen |= {kind: self._mirror.state(kind) for kind in kinds}
         self._stale &= not kinds >= self._kinds
-
-    def _check_groups(self, found: Sequence[list[list[dict[str, Any]]]]) -> None:
-        """UserError: a rank has other rates than rank 0."""
-        mine = found[0]
-        for rank, groups in enumerate(found):
-            pairs = zip(itertools.chain(*mine), itertools.chain(*groups), strict=True)
-            for i, (own, theirs) in enumerate(pairs):
-                for key in own.keys() | theirs.keys():
-                    if not _alike(own.get(key), theirs.get(key)):
-                        raise UserError(
-                            f"parameter group {i} has {key}={own.get(key)!r:.40} on rank 0 and "
-                            f"{theirs.get(key)!r:.40} on rank {rank}; the ranks of a replica take each step alike: "
-                            "make and step the same schedulers on all of them"
-                        )
 
     def publish(self) -> None:
         """The ranks are as the mirror is: what the outer step has changed reaches them."""
@@ -171,6 +158,21 @@ class MirrorInner(Inner):
         with self._ranks.island.whole():
             self._all(Do.TELL_GRADIENT)
             return any(self._ranks.island.gather(self._real.has_gradient()))
+
+
+def check_groups(found: Sequence[list[list[dict[str, Any]]]]) -> None:
+    """UserError: a rank has other rates than rank 0. ``found``: `groups_of` each rank."""
+    mine = found[0]
+    for rank, groups in enumerate(found):
+        pairs = zip(itertools.chain(*mine), itertools.chain(*groups), strict=True)
+        for i, (own, theirs) in enumerate(pairs):
+            for key in own.keys() | theirs.keys():
+                if not _alike(own.get(key), theirs.get(key)):
+                    raise UserError(
+                        f"parameter group {i} has {key}={own.get(key)!r:.40} on rank 0 and "
+                        f"{theirs.get(key)!r:.40} on rank {rank}; the ranks of a replica take each step alike: "
+                        "make and step the same schedulers on all of them"
+                    )
 
 
 def groups_of(inner: Inner) -> list[list[dict[str, Any]]]:

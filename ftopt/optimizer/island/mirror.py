@@ -36,13 +36,16 @@ class Ranks:
 
     Args:
         replica: the island's id, for messages.
+
+    Attributes:
+        states: the inner states.
     """
 
     def __init__(self, island: Island, model: nn.Module, inner: Inner, replica: str) -> None:
         self.island, self.model, self.inner = island, model, inner
         self._replica, self._said_apart = replica, False
         self._kept: dict[str, Tensor] = {}
-        self._reshard()
+        self.reshard()
         self.trained = dict(trainable(model))
         if not self.trained:
             raise UserError("the model has no parameter that trains; nothing to wrap")
@@ -66,7 +69,7 @@ class Ranks:
             for group in optimizer.param_groups
             if any(p is each for each in group["params"])
         }
-        self._states = InnerStates(island, self.parts, owners, replica)
+        self.states = InnerStates(island, self.parts, owners, replica)
 
     def _layout(self) -> object:
         """What trains, and in which groups: by name."""
@@ -99,7 +102,7 @@ class Ranks:
 
     def check_trained(self) -> None:
         """UserError: other parameters train than at the start."""
-        self._reshard()
+        self.reshard()
         now = dict(trainable(self.model))
         if new := [name for name, p in now.items() if self.trained.get(name) is not p]:
             raise UserError(
@@ -113,7 +116,7 @@ class Ranks:
         """Brings what is asked for together in rank 0's ``mirror``."""
         into = mirror.whole if mirror is not None else {}
         if _PARAMS in kinds:
-            self._tell_apart(self.parts.pull(self.trained, into))
+            self.tell_apart(self.parts.pull(self.trained, into))
         if _GRADS in kinds:
             grads = self.gradients()
             there = self.island.share(self.island.gather(list(grads)))
@@ -124,8 +127,8 @@ class Ranks:
                 for name, parameter in mirror.trained.items():
                     parameter.grad = whole.get(name)
         if _INNER in kinds:
-            state, apart = self._states.pull()
-            self._tell_apart(apart)
+            state, apart = self.states.pull()
+            self.tell_apart(apart)
             if mirror is not None:
                 mirror.inner = state
         if _BUFFERS in kinds and mirror is not None:
@@ -137,11 +140,11 @@ class Ranks:
         whole = mirror.whole if mirror is not None else {}
         if _PARAMS in kinds:
             self.parts.push(self.trained, whole)
-            self._reshard()
+            self.reshard()
         if _GRADS in kinds:
             self._push_gradients(mirror)
         if _INNER in kinds:
-            self._states.push(mirror.inner if mirror is not None else {})
+            self.states.push(mirror.inner if mirror is not None else {})
         if _BUFFERS in kinds:
             for name, buffer in self.buffers().items():
                 flat = mirror.buffers[name] if mirror is not None else torch.empty(buffer.shape, dtype=buffer.dtype)
@@ -171,7 +174,8 @@ class Ranks:
         whole = {n: p.grad for n, p in mirror.trained.items() if p.grad is not None} if mirror is not None else {}
         self.parts.push(self.gradients(), whole)
 
-    def _tell_apart(self, names: list[str]) -> None:
+    def tell_apart(self, names: list[str]) -> None:
+        """Warns, once, of tensors that ranks should hold alike and do not."""
         if names and not self._said_apart:
             self._said_apart = True
             _log.warning(
@@ -183,7 +187,7 @@ class Ranks:
                 some(names),
             )
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
         """FSDP2 may hold gathered parameters, as it does after a forward pass without a backward one: in the place of
         those that train; and when these have been written, they are old."""
         for module in self.model.modules():
@@ -206,7 +210,7 @@ class Mirror:
         self.whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in ranks.trained.items()}
         self.trained = {name: nn.Parameter(tensor) for name, tensor in self.whole.items()}
         self.whole = {name: p.detach() for name, p in self.trained.items()}
-        self.model = _skeleton(ranks.model, {id(p): self.trained[name] for name, p in ranks.trained.items()})
+        self.model = skeleton(ranks.model, {id(p): self.trained[name] for name, p in ranks.trained.items()})
         self.buffers = buffers(self.model)
         self.optimizers = [self._shadow(optimizer) for optimizer in ranks.inner.optimizers]
         self._place = {
@@ -261,7 +265,7 @@ class Mirror:
                 self._place[id(parameter)].state[parameter] = dict(values)
 
 
-def _skeleton(model: nn.Module, mirrored: Mapping[int, nn.Parameter]) -> nn.Module:
+def skeleton(model: nn.Module, mirrored: Mapping[int, nn.Parameter]) -> nn.Module:
     """Modules of the same names, with the mirrored parameters, also tied ones, and buffers of their own."""
     made: dict[int, nn.Module] = {}
 

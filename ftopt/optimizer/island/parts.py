@@ -177,6 +177,10 @@ class Parts:
             part = local(tensors[name])
             part.copy_(self._mine[name].read(whole[name]).view(part.shape))
 
+    def first(self, rank: int, name: str) -> int:
+        """The first rank that has the same part of a tensor as ``rank``."""
+        return self._first[rank][name]
+
     def another_has(self, name: str, rank: int, ranks: Collection[int]) -> bool:
         """Whether one of ``ranks`` has the very part of ``name`` that is ``rank``'s, or that part is empty. On rank
         0."""

@@ -7,7 +7,7 @@ another rank updates and sends around (distributed Muon). So the ranks first tel
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ class InnerStates:
         self._lacks: list[set[_Entry]] = [set() for _ in range(island.size)]
         self._given: dict[_Entry, object] = {}
         self._said_partly = False
+        self.zeros: Callable[[torch.Size, torch.dtype], Tensor] = lambda shape, dtype: torch.zeros(shape, dtype=dtype)
+        """Memory for whole tensors."""
 
     def pull(self) -> tuple[States, list[str]]:
         """Brings all of it together. Collective.
@@ -101,7 +103,7 @@ class InnerStates:
             tensors = {name: mine[name, key] for name in there[island.rank]}
             whole = {}
             if island.leads:
-                whole = {name: torch.zeros(self._owners[name][0].shape, dtype=dtype) for name, dtype in dtypes.items()}
+                whole = {name: self.zeros(self._owners[name][0].shape, dtype) for name, dtype in dtypes.items()}
             apart |= dict.fromkeys(self._parts.pull(tensors, whole, there))
             for name, tensor in whole.items():
                 state[name][key] = tensor

@@ -15,7 +15,7 @@ from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.rebase import Rebase, mix_
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import CommittedState, repaired
+from ftopt.optimizer.outer.state import CommittedState, damaged_slices, repaired
 from ftopt.optimizer.tensors.digest import damage
 from ftopt.streams import used_here
 
@@ -96,13 +96,20 @@ class Applier:
         """Makes a damaged state sound that cannot be fetched, since nobody else holds it: where the anchor is damaged,
         nothing is pending any more, and damaged outer state is zero. False: it is sound."""
         state = fragment.applied
-        blocks = state.damage()
+        blocks = self._damage(fragment, state)
         if not blocks:
             return False
         sound = repaired(state, fragment.view.read(fragment.view.empty()))
         tasks: list[Callable[[], object]] = [partial(fragment.repair, sound), partial(fragment.pardon, dropped=False)]
         self._run(fragment, Move(tasks, self._repairs(state, blocks)))
         return True
+
+    def _damage(self, fragment: Fragment, state: CommittedState) -> list[str]:
+        """See `CommittedState.damage`. FtoptError: a slice is damaged on some rank, which no other replica can mend."""
+        blocks = state.damage()
+        if fragment.view.sliced and any(found := fragment.view.together(blocks)):
+            raise damaged_slices(found)
+        return blocks
 
     def _repairs(self, state: CommittedState, blocks: list[str]) -> list[Callable[[], object]]:
         emit = partial(self._group.emit, fragment=state.meta.fragment, version=state.meta.version)
@@ -112,7 +119,7 @@ class Applier:
     def _checked(self, fragment: Fragment, state: CommittedState, base: Tensor) -> CommittedState:
         """A newer state that this replica alone has made, before the parameters follow it: a bit that has flipped in it
         since would be in everything there is."""
-        blocks = state.damage()
+        blocks = self._damage(fragment, state)
         if not blocks:
             return state
         params = base if base.numel() else fragment.view.read(fragment.view.empty())
@@ -209,7 +216,7 @@ class Applier:
         return True
 
     def _rebase(self, fragment: Fragment, move: Move, rebase: Rebase, start: Tensor) -> None:
-        if not rebase.go_on():
+        if not all(fragment.view.together(rebase.go_on())):
             move.dropped, move.reason = fragment.pending_steps, "nonfinite"
             fragment.view.write(start)
 

@@ -144,7 +144,7 @@ class Fragment:
 
     def check(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], memory: Memory) -> CommittedState:
         """A peer's answer as a state, in ``memory``. ValueError: it is damaged, or not of this model."""
-        return check_fetched(self.state, committed, digest, tensors).placed(memory)
+        return check_fetched(self.state, committed, digest, tensors, self.view).placed(memory)
 
     def joined(
         self, anchor: Tensor, outer: OuterState, on: CommittedState, mean: Tensor, round: Round

@@ -144,7 +144,7 @@ class Freezer:
         needs_copy = reads_tensors(fragment.method) or fragment.trigger_metrics.learns
         if waits and in_pieces(fragment) and not needs_copy:
             self._offer(fragment, proposal, *self._freeze_in_place(fragment, proposal))
-        elif tau and fragment.keeps_still and view.trained == view.numel:
+        elif tau and fragment.keeps_still and view.trained == view.numel and not view.sliced:
             self.thread.begin(view.device, partial(self._copy_and_offer, fragment, proposal))
         else:
             self._offer(fragment, proposal, *self._copy(fragment, proposal))
@@ -258,7 +258,9 @@ class Freezer:
 
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
         """Offers the frozen parameters; if they are not finite, gives them up. (Freezing thread if they are.)"""
-        contribution, start = proposal.contribution, proposal.start
+        contribution, start, view = proposal.contribution, proposal.start, fragment.view
+        if view.sliced:
+            measured = Measured.joined(view.together(measured.numbers()))
         if measured.finite:
             contribution = self._sized(fragment, proposal, sizes(contribution.steps, measured))
         if not measured.finite or self._spoils_batch(proposal, contribution):
@@ -266,6 +268,8 @@ class Freezer:
             params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
             if proposal.share is None:  # with more units in it, a share still holds what is not finite
                 self._applier.drop(fragment, start, "nonfinite")
+        if view.sliced:  # its weight and the rest are rank 0's; all have frozen it before it is offered
+            contribution = view.together(contribution)[0]
         in_place = params.copy is None
         if in_place:
             self.in_place[fragment] = params
@@ -274,6 +278,8 @@ class Freezer:
             if in_place:
                 del self.in_place[fragment]
             return
+        if view.sliced:
+            view.together(None)
         # An `install` may free the snapshot before the next line. The group then drops this proposal: its
         # version is old.
         self._group.propose(contribution, now=proposal.now)

@@ -59,7 +59,7 @@ class Rebase:
                 self._moved = moved
             part.copy_(self._moved)
             self._done, self._moved = where.stop, None
-        if bool(torch.isfinite(torch.stack(self._sums)).all()):  # then so are their terms
+        if not self._sums or bool(torch.isfinite(torch.stack(self._sums)).all()):  # then so are their terms
             return True
         return all(bool(torch.isfinite(part).all()) for part, _ in self._view.parts(self._size))
 

@@ -19,12 +19,20 @@ from ftopt.optimizer.outer.mean import Mean, in_pieces
 from ftopt.optimizer.outer.metrics import OuterGradient, divergence
 from ftopt.optimizer.outer.sharded_step import outer_step
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import CommittedState, Snapshot, name_tensors, place_all, repaired
+from ftopt.optimizer.outer.state import (
+    CommittedState,
+    Snapshot,
+    damaged_slices,
+    name_tensors,
+    place_all,
+    repaired,
+    sealed,
+)
 from ftopt.optimizer.outer.trigger_metrics import methods_own
 from ftopt.optimizer.outer.usual import USUAL, moved, told, usual_of
 from ftopt.optimizer.tensors import pieces
 from ftopt.optimizer.tensors.buffers import part
-from ftopt.optimizer.tensors.digest import digest_and_sums, largest
+from ftopt.optimizer.tensors.digest import largest
 from ftopt.streams import SideStream, reached
 from ftopt.sync.group import AttemptView, Collective, Committed, Damaged, Implausible, Reduced, Summed
 
@@ -45,14 +53,16 @@ class Reduction:
     """The `Host` of a replica's group: what its reducer and network threads do with the fragments.
 
     Attributes:
+        fragments: whose host it is.
+        committed_memory: where committed states lie.
         lossy: payloads go through a codec that rounds.
         reduced: this replica's payload, while the event ``payload`` is emitted; of a mean that has arrived, the part
             without an outer step yet, while ``reduce.after`` is.
     """
 
     def __init__(self, shared: Shared) -> None:
-        self._shared, self._fragments, self._group = shared, shared.fragments, shared.group
-        self._committed_memory = shared.committed_memory
+        self._shared, self.fragments, self._group = shared, shared.fragments, shared.group
+        self.committed_memory = shared.committed_memory
         self._mean = Mean(shared.group.codec, shared.group.sync.error_feedback, shared.memory)
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
@@ -64,7 +74,7 @@ class Reduction:
     def standing(self) -> tuple[int, float]:
         """For the group: the inner step, and the seconds that one takes. A newer state counts when it is applied: a
         training thread that hangs must not seem to move when others do."""
-        return self._fragments[0].applied_inner_step(), self._shared.counters.step_s
+        return self.fragments[0].applied_inner_step(), self._shared.counters.step_s
 
     # Steps 3 and 4, on the reducer thread.
 
@@ -79,7 +89,7 @@ class Reduction:
             Damaged: this replica's own committed state is not what it was: it must be fetched.
             ConnectionError, TimeoutError: as ``collective`` raises them. The contribution stays as it is.
         """
-        fragment = self._fragments[attempt.fragment]
+        fragment = self.fragments[attempt.fragment]
         state, snapshot = fragment.begin_attempt()
         if snapshot is None or attempt.version != state.meta.version + 1:
             raise InterruptedError(
@@ -88,10 +98,13 @@ class Reduction:
             )
         with self._reducing.after(snapshot.params.point, fragment.view.device):
             retry = self._tried.get(fragment.index) == attempt.version and attempt.size > 1
+            doubted = self._doubted.get(fragment.index) == attempt.version
+            if fragment.view.sliced:  # a codec's error comes to one rank alone
+                retry, doubted = map(any, zip(*fragment.view.together((retry, doubted)), strict=True))
             if retry:
                 self._check_damage(state)
             try:
-                result = self._result(attempt, collective, fragment, state, snapshot)
+                result = self._result(attempt, collective, fragment, state, snapshot, doubted=doubted)
             except FloatingPointError:  # a codec's, of a payload that was finite when it was proposed
                 self._doubted[fragment.index] = self._tried[fragment.index] = attempt.version
                 raise
@@ -100,7 +113,7 @@ class Reduction:
                 peak = max(peak, *map(largest, result.tensors().values()))
         self._tried[fragment.index] = attempt.version
         fragment.prepare(result, state)
-        self._committed_memory.release()
+        self.committed_memory.release()
         return Reduced(result.digest, live, peak, self._metrics(attempt, fragment, snapshot, collective))
 
     def _result(
@@ -110,10 +123,13 @@ class Reduction:
         fragment: Fragment,
         state: CommittedState,
         snapshot: Snapshot,
+        *,
+        doubted: bool,
     ) -> CommittedState:
         """The reduction, the outer step, whether it is plausible, and the digests."""
-        index, version = fragment.index, attempt.version
-        doubted = self._doubted.get(index) == version
+        view = fragment.view
+        if attempt.size == 1 and view.sliced and any(found := view.together(state.damage())):
+            raise damaged_slices(found)
         if attempt.size == 1 and (blocks := state.damage()):  # nobody to fetch from, nor whose digest would differ
             self._emit("damaged", attempt, blocks=blocks[:8])
             self._emit("repaired", attempt, blocks=len(blocks))
@@ -124,6 +140,7 @@ class Reduction:
         made = _Made(state.anchor, state.outer)
         if attempt.total_weight > 0:
             made = self._step(attempt, collective, fragment, state, snapshot)
+            made.moved = max(view.together(made.moved))
             usual, members = usual_of(state.outer), [told(row) for row in collective.told()]
             if not (doubted or usual.allows(made.moved, members, self._group.sync.outlier_ratio)):
                 self._doubt(attempt, made.moved)
@@ -134,9 +151,9 @@ class Reduction:
                 made = _Made(state.anchor, state.outer)
         if not made.stepped:
             made.outer = fragment.unmoved(state)
-        anchor, outer = self._committed_memory.place(made.anchor), place_all(made.outer, self._committed_memory)
-        digest, sums = digest_and_sums(name_tensors(anchor, outer), made.sums)
-        return CommittedState(state.meta, anchor, outer, digest, sums, made=attempt)
+        anchor, outer = self.committed_memory.place(made.anchor), place_all(made.outer, self.committed_memory)
+        digest, sums, described = sealed(name_tensors(anchor, outer), made.sums, view)
+        return CommittedState(state.meta, anchor, outer, digest, sums, made=attempt, described=described)
 
     def _step(
         self,
@@ -147,7 +164,7 @@ class Reduction:
         snapshot: Snapshot,
     ) -> _Made:
         """The reduction and the outer step."""
-        method, memory, trained = fragment.method, self._committed_memory, slice(0, fragment.view.trained)
+        method, memory, trained = fragment.method, self.committed_memory, slice(0, fragment.view.trained)
         averages, metrics = attempt.inner_step < method.average_until_step, fragment.trigger_metrics
         own, steps = methods_own(state.outer), list[pieces.Steps]()
         look = self._measure(attempt, fragment, state)
@@ -195,8 +212,8 @@ class Reduction:
         return made
 
     def _measure(self, attempt: AttemptView, fragment: Fragment, state: CommittedState) -> OuterGradient | None:
-        """What measures this attempt's outer gradient; None: nobody wants to know."""
-        if not self._group.tells_gradients:
+        """What measures this attempt's outer gradient; None: nobody wants to know, or it is spread over ranks."""
+        if not self._group.tells_gradients or fragment.view.sliced:
             return None
         before, made = self._gradients.get(fragment.index), state.made
         if before is not None and (made is None or made.attempt != before.attempt):
@@ -257,26 +274,26 @@ class Reduction:
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
         """Makes the result of ``attempt`` the committed state; the training thread applies it at its next boundary."""
-        self._fragments[attempt.fragment].commit(attempt, committed)
+        self.fragments[attempt.fragment].commit(attempt, committed)
 
     def exclude(self, fragment: int, reason: str, *, void: bool) -> None:
         """Takes note that a round was decided without this replica's contribution, which was out of line."""
-        self._fragments[fragment].exclude(reason, void=void)
+        self.fragments[fragment].exclude(reason, void=void)
 
     def discard(self, fragment: int) -> None:
         """Drops the result of a failed attempt; the contribution stays (FREEZE)."""
-        self._fragments[fragment].discard_result()
+        self.fragments[fragment].discard_result()
 
     def state(self, fragment: int) -> tuple[str, dict[str, Tensor]]:
         """The committed state, for a peer: digest and tensors, which never change. LookupError: it cannot be served at
         the moment."""
-        return self._fragments[fragment].serve()
+        return self.fragments[fragment].serve()
 
     def install(self, committed: Committed, digest: str, tensors: Mapping[str, Tensor], *, reset: bool) -> None:
         """Makes a fetched state the committed one; pending work is rebased onto it, or dropped if ``reset``.
         ValueError: it is damaged or not of this model; nothing has changed."""
-        fragment = self._fragments[committed.fragment]
+        fragment = self.fragments[committed.fragment]
         device = fragment.view.device
         with self._installing.after(reached(device), device):
-            state = fragment.check(committed, digest, tensors, self._committed_memory)
+            state = fragment.check(committed, digest, tensors, self.committed_memory)
         fragment.install(state, reset=reset)

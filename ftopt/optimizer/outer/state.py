@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from ftopt.errors import FtoptError
 from ftopt.methods.triggers import MemberStats
 from ftopt.optimizer.outer.counters import StepTotals
 from ftopt.optimizer.outer.error_feedback import Residual
 from ftopt.optimizer.outer.frozen import Frozen
+from ftopt.optimizer.outer.trigger_metrics import RESERVED
 from ftopt.optimizer.outer.usual import USUAL, first_usual
-from ftopt.optimizer.tensors.digest import damage, digest_and_sums
+from ftopt.optimizer.tensors.digest import Described, damage, digest_and_sums, digest_of, sums_of
+from ftopt.optimizer.tensors.flat import FlatView
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.sync.group import AttemptView, Committed, Contribution
 
@@ -34,6 +38,7 @@ class CommittedState:
         live: of a fragment of gradients, the peer's model and inner state, and the agreed gradient unless it was
             applied there (see `Live`).
         made: the attempt that made it, if this replica took part.
+        described: all that the digest is made of, where this is a slice.
     """
 
     meta: Committed
@@ -44,6 +49,7 @@ class CommittedState:
     fetched: bool = False
     live: Mapping[str, Tensor] | None = None
     made: AttemptView | None = None
+    described: Described | None = None
 
     def damage(self) -> list[str]:
         """The blocks whose memory has changed since, which must not happen: ``name[start:stop]`` in elements."""
@@ -67,6 +73,29 @@ def name_tensors(anchor: Tensor, outer: Mapping[str, Tensor]) -> dict[str, Tenso
     return {"anchor": anchor, **{_OUTER + name: tensor for name, tensor in outer.items()}}
 
 
+def sealed(
+    tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None, view: FlatView | None = None
+) -> tuple[str, dict[str, Tensor], Described | None]:
+    """The digest of a committed state; the `block_sums` of its tensors here, of which some may be ``known``; and of
+    slices all that the digest is made of. Where ``view`` is sliced, all ranks call it alike."""
+    if view is None or not view.sliced:
+        return *digest_and_sums(tensors, known), None
+    sums = sums_of(tensors, known)
+    described = dict[str, tuple[torch.dtype, tuple[int, ...], Tensor]]()
+    ranks = view.together({name: (tensor.shape, sums[name]) for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        shape, found = tuple(tensor.shape), sums[name]
+        if is_sliced(name, tensor):
+            shape, found = (sum(each[name][0].numel() for each in ranks),), torch.cat([each[name][1] for each in ranks])
+        described[name] = tensor.dtype, shape, found
+    return digest_of(described), sums, described
+
+
+def is_sliced(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor of a committed state is as long as the parameters: ranks that share it have slices of it."""
+    return tensor.dim() == 1 and name.removeprefix(_OUTER) not in RESERVED
+
+
 def place_all(outer: Mapping[str, Tensor], memory: Memory) -> dict[str, Tensor]:
     """An outer state, where committed states lie."""
     return {name: memory.place(tensor) for name, tensor in outer.items()}
@@ -82,18 +111,34 @@ def repaired(state: CommittedState, params: Tensor) -> CommittedState:
         tensors[name][where] = params[where] if name == "anchor" else 0
     if any(name == _OUTER + USUAL for name, _ in damaged):
         tensors[_OUTER + USUAL] = first_usual(tensors["anchor"])[USUAL]
-    found, sums = digest_and_sums(tensors)
+    found, sums = digest_and_sums(tensors)  # of slices none is repaired
     outer = {name.removeprefix(_OUTER): t for name, t in tensors.items() if name != "anchor"}
     return replace(state, anchor=tensors["anchor"], outer=outer, digest=found, sums=sums)
 
 
-def check_fetched(held: CommittedState, meta: Committed, claimed: str, tensors: Mapping[str, Tensor]) -> CommittedState:
+def damaged_slices(blocks: Sequence[Sequence[str]]) -> FtoptError:
+    """The error of an island by shard that has nobody to fetch its state from. ``blocks``: of each rank."""
+    where = "; ".join(f"rank {rank}: {', '.join(each[:8])}" for rank, each in enumerate(blocks) if each)
+    return FtoptError(
+        f"the committed state has changed in memory ({where}), and no other replica holds it; start this island again, "
+        "which resumes from a checkpoint if there is one"
+    )
+
+
+def check_fetched(
+    held: CommittedState,
+    meta: Committed,
+    claimed: str,
+    tensors: Mapping[str, Tensor],
+    view: FlatView | None = None,
+) -> CommittedState:
     """A fetched state as a `CommittedState` on the devices of ``held``.
 
     Args:
         held: the fragment's present state, for names and shapes.
         meta, claimed: of the fetched state; its digest is what the source claims.
         tensors: kept, and must not change: those on their device already are not copied.
+        view: of the fragment; where it is sliced, all ranks call this alike.
 
     Raises:
         ValueError: names, lengths or dtypes differ from ``held``'s, or the digest from ``claimed``.
@@ -108,14 +153,14 @@ def check_fetched(held: CommittedState, meta: Committed, claimed: str, tensors: 
         )
     places = held.tensors()
     own = {name: t.detach().to(places[name].device) for name, t in tensors.items()}
-    found, sums = digest_and_sums(own)
+    found, sums, described = sealed(own, view=view)
     if found != claimed:
         raise ValueError(
             f"fetched state of fragment {meta.fragment}, version {meta.version} has digest {found[:12]}, "
             f"expected {claimed[:12]}; it was damaged on the way; fetch it again"
         )
     outer = {name.removeprefix(_OUTER): t for name, t in own.items() if name != "anchor"}
-    return CommittedState(meta, own["anchor"], outer, found, sums, fetched=True)
+    return CommittedState(meta, own["anchor"], outer, found, sums, fetched=True, described=described)
 
 
 @dataclass(frozen=True, slots=True)

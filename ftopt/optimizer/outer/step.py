@@ -36,12 +36,12 @@ from ftopt.optimizer.outer.gradient_fragment import GradientFragment
 from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.schedule import SyncSchedule
 from ftopt.optimizer.outer.shared import Shared
-from ftopt.optimizer.outer.state import CommittedState, name_tensors, place_all
+from ftopt.optimizer.outer.state import CommittedState, name_tensors, place_all, sealed
 from ftopt.optimizer.outer.trigger_metrics import RESERVED, first_agreed
 from ftopt.optimizer.outer.usual import first_usual
 from ftopt.optimizer.tensors.arithmetic import arithmetic_of
 from ftopt.optimizer.tensors.buffers import averaged, part
-from ftopt.optimizer.tensors.digest import digest, digest_and_sums
+from ftopt.optimizer.tensors.digest import digest, digest_of
 from ftopt.optimizer.tensors.flat import FlatView, trainable
 from ftopt.optimizer.tensors.gradients import PRESENT, GradientView
 from ftopt.optimizer.tensors.live import Live
@@ -148,15 +148,17 @@ class OuterStep:
         """A fragment's committed state at version 0: the parameters as they are."""
         anchor = self.shared.committed_memory.place(view.read(view.empty()))
         trained = part(anchor, slice(0, view.trained))
-        own, ours = own_code.init(method, trained), first_agreed(method.timing.uses) | first_usual(trained) | dict(more)
+        own, ours = own_code.init(method, trained), first_agreed(method.timing.uses)
+        ours |= first_usual(trained, view.together) | dict(more)
         if taken := own.keys() & RESERVED:
             raise UserError(
                 f"method {method.name}: init() names outer state {', '.join(sorted(taken))}; {', '.join(RESERVED)} are "
                 "the names of what every fragment keeps: choose another name"
             )
         outer = place_all(own | ours, self.shared.committed_memory)
-        found, sums = digest_and_sums(name_tensors(anchor, outer))
-        return CommittedState(Committed(index, 0, 0, 0), anchor, outer, claimed or found, sums)
+        found, sums, described = sealed(name_tensors(anchor, outer), view=view)
+        meta = Committed(index, 0, 0, 0)
+        return CommittedState(meta, anchor, outer, claimed or found, sums, described=described)
 
     # Starting, and where it stands. Training thread.
 
@@ -198,6 +200,9 @@ class OuterStep:
             return self.fragments[0].state.digest
         # A gradient that is used up is no part of it: one that fetches a model behind its step has not seen it.
         fragments = [fragment for fragment in self.fragments if fragment is not self.gradients]
+        if all(fragment.state.described is not None for fragment in fragments):
+            described = [(f"{f.index}.", f.state.described or {}) for f in fragments]
+            return digest_of({prefix + name: what for prefix, each in described for name, what in each.items()})
         states = [(f"{fragment.index}.", fragment.state.tensors()) for fragment in fragments]
         return digest({prefix + name: t for prefix, tensors in states for name, t in tensors.items()})
 
@@ -249,7 +254,7 @@ class OuterStep:
                         and not called_in(fragment.index)
                     ):
                         continue  # nothing, as after nearly every step
-                    self._refresh()
+                    self._refresh(fragment.index)
                     acted |= self._attend(fragment, largest_lr, wait)
                 for fragment, timeout_s in wait:
                     self._wait(fragment.index, timeout_s)
@@ -385,7 +390,7 @@ class OuterStep:
         return fragment.state is not fragment.applied
 
 
-def _nothing() -> None:
+def _nothing(fragment: int) -> None:
     pass
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ftopt.methods import GRADIENT
+from ftopt.optimizer.tensors.flat import Together, alone
 from ftopt.optimizer.tensors.mapped import let_go
-from ftopt.optimizer.tensors.pieces import Measured, is_finite, measure, piece_of
+from ftopt.optimizer.tensors.pieces import Measured, blocks_measured, is_finite, measure, piece_of
 from ftopt.sync.group import floats
 
 USUAL = "usual"
@@ -136,12 +137,16 @@ def moved(before: Tensor, after: Tensor, outer: Mapping[str, Tensor]) -> float:
     return measured.peak if finite else math.inf
 
 
-def first_usual(anchor: Tensor) -> dict[str, Tensor]:
+def first_usual(anchor: Tensor, together: Together = alone) -> dict[str, Tensor]:
     """The part of the outer state that is the record, at version 0. ``anchor``: flat fp32, without buffers."""
-    found = measure(anchor)
-    first = Usual(first_norm=found.norm, first_peak=found.peak)
-    if not found.peak:
-        first = Usual(first_norm=math.sqrt(anchor.numel()), first_peak=1.0)
+    found = together((anchor.numel(), blocks_measured(anchor)))
+    blocks = [block for _, each in found for block in each]
+    first = Usual(
+        first_norm=math.sqrt(math.fsum(norm * norm for norm, _ in blocks)),
+        first_peak=max((peak for _, peak in blocks), default=0.0),
+    )
+    if not first.first_peak:
+        first = Usual(first_norm=math.sqrt(sum(numel for numel, _ in found)), first_peak=1.0)
     return {USUAL: first.tensor()}
 
 

@@ -143,7 +143,7 @@ def state_of(fragment: Fragment, version: CommittedVersion, held: Held, first: R
     record = version.record
     counted_step = record.counted_step(*held.incarnation_id)
     meta = Committed(record.fragment, record.version, first.inner_step, counted_step, record)
-    return replace(check_fetched(fragment.state, meta, version.digest, version.tensors), fetched=False)
+    return replace(check_fetched(fragment.state, meta, version.digest, version.tensors, fragment.view), fetched=False)
 
 
 def on(view: FlatView, tensor: Tensor | None) -> Tensor | None:

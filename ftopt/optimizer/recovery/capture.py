@@ -13,7 +13,7 @@ with less in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -31,6 +31,8 @@ from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.streams import publish
 from ftopt.sync.group import Held, Record, ReplicaGroup, union
 from ftopt.tree import Tree
+
+CaptureInner = Callable[[Inner, nn.Module, CopyPool], list[Tree]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,13 @@ def cut_of(outer: OuterStep) -> Cut | None:
 
 @torch.no_grad()
 def capture_replica(
-    outer: OuterStep, inner: Inner, model: nn.Module, group: ReplicaGroup, *, copies: CopyPool
+    outer: OuterStep,
+    inner: Inner,
+    model: nn.Module,
+    group: ReplicaGroup,
+    *,
+    copies: CopyPool,
+    capture_inner: CaptureInner = inner_state.capture,
 ) -> SavedReplica:
     """Copies what training changes. Training thread, between two inner steps."""
     outer.freezer.join()
@@ -83,7 +91,7 @@ def capture_replica(
     used = union(held.used, *(c.ranges for c in contributions))  # also where it is counted and not applied yet
     held = replace(held, records=records, contributions=contributions, used=used)
     now_s = outer.shared.clock()
-    own = capture_own(outer, inner, model, copies)
+    own = capture_own(outer, inner, model, copies, capture_inner=capture_inner)
     for part, fragment, each in zip(own["fragments"], outer.fragments, pending, strict=True):
         part |= {  # what only the same replica needs to resume
             "base_totals": each.base.totals._asdict(),
@@ -100,13 +108,21 @@ def capture_replica(
     return SavedReplica(held, committed, own)
 
 
-def capture_own(outer: OuterStep, inner: Inner, model: nn.Module, copies: CopyPool, *, to_replay: bool = False) -> Tree:
+def capture_own(
+    outer: OuterStep,
+    inner: Inner,
+    model: nn.Module,
+    copies: CopyPool,
+    *,
+    to_replay: bool = False,
+    capture_inner: CaptureInner = inner_state.capture,
+) -> Tree:
     """Counters, pending work, inner state and buffers. ``to_replay``: parameters only where work is pending, and there
     with what that work is measured from."""
     return {
         **outer.counters.capture(),
         "fragments": [_work_of(fragment, copies, to_replay=to_replay) for fragment in outer.fragments],
-        "inner": inner_state.capture(inner, model, copies),
+        "inner": capture_inner(inner, model, copies),
         "buffers": {name: copies.of(buffer) for name, buffer in buffers(model).items()},
     }
 

@@ -56,5 +56,5 @@ def _flat(outer: OuterStep) -> dict[str, Any]:
             "dtype": str(dtype).removeprefix("torch."),
         }
         for where, view in views
-        for span, shape, dtype in view.places()
+        for span, shape, dtype in view.in_whole()
     }  # fmt: skip

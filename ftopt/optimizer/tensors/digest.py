@@ -31,6 +31,8 @@ def blocks_of(tensor: Tensor) -> int:
 def block_sums(tensor: Tensor, out: Tensor | None = None) -> Tensor:
     """The sums of a tensor's blocks: int64, on the CPU, one for each 64 KiB begun; in ``out``, so that nothing is
     allocated, or in new memory. ``tensor`` has any shape, dtype and device; it is copied only when not contiguous."""
+    if not tensor.numel():
+        return torch.empty(0, dtype=torch.int64) if out is None else out
     if out is not None and tensor.device.type == "cpu" and _has_whole_blocks(tensor):
         return torch.sum(tensor.detach().view(torch.int64).view(-1, _BLOCK_WORDS), dim=1, out=out)
     found = _block_sums_mapped(tensor) if is_mapped(tensor) else _block_sums(tensor)
@@ -78,14 +80,28 @@ def digest_and_sums(
     tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
 ) -> tuple[str, dict[str, Tensor]]:
     """`digest`, and each tensor's `block_sums`, for `damage`. ``known``: sums that have been taken already."""
-    sha, sums = hashlib.sha256(), dict(known or {})
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        if name not in sums:
-            sums[name] = block_sums(tensor)
-        sha.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        sha.update(sums[name].numpy().astype("<i8").tobytes())
-    return sha.hexdigest(), sums
+    sums = sums_of(tensors, known)
+    return digest_of({name: (t.dtype, tuple(t.shape), sums[name]) for name, t in tensors.items()}), sums
+
+
+def sums_of(tensors: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The `block_sums` of tensors, but for those that are ``known``."""
+    found = dict(known or {})
+    return found | {name: block_sums(tensor) for name, tensor in tensors.items() if name not in found}
+
+
+Described = Mapping[str, tuple[torch.dtype, tuple[int, ...], Tensor]]
+"""Name -> dtype, shape and `block_sums`: all that a digest is made of."""
+
+
+def digest_of(described: Described) -> str:
+    """The digest of tensors with these sums."""
+    sha = hashlib.sha256()
+    for name in sorted(described):
+        dtype, shape, sums = described[name]
+        sha.update(f"{name}\0{dtype}\0{shape}\0".encode())
+        sha.update(sums.numpy().astype("<i8").tobytes())
+    return sha.hexdigest()
 
 
 def largest(tensor: Tensor) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COMPILED_PREFIX = "_orig_mod."
 _PART = 1 << 17
 """Elements that are written at a time when they come from a file."""
+
+
+Together = Callable[[Any], list[Any]]
+"""What each rank of an island gives, where a tensor's slices are on several; called by all of them in turn."""
+
+
+def alone(value: Any) -> list[Any]:
+    """`Together`, where a tensor is whole."""
+    return [value]
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -116,6 +125,14 @@ def _offsets(tensor: Tensor) -> Tensor:
     return at
 
 
+P = TypeVar("P", bound=Tensor)
+
+
+def flat_order(named: Sequence[tuple[str, P]]) -> list[tuple[str, P]]:
+    """Parameters as they lie in a fragment's flat tensor: those of one dtype together."""
+    return sorted(named, key=lambda item: _DTYPES.index(item[1].dtype))
+
+
 class FlatView:
     """References to a fragment's parameters, with their places in a flat fp32 tensor.
 
@@ -131,12 +148,17 @@ class FlatView:
         names: of all tensors in their order.
         layout: where each parameter lies.
         trained: elements of the parameters; ``numel``: of all, with the buffers and more that lie behind.
+        together: what all have that hold a slice of it; here it is whole.
         carried: where the pending work of several replicas adds up: not in buffers.
         measured: so many elements, the first ones, are measured in a contribution.
 
     Raises:
         UserError: a buffer has a dtype that fp32 cannot hold.
     """
+
+    together: Together = staticmethod(alone)
+    sliced = False
+    """Whether this is a slice of what a replica of one process has."""
 
     def __init__(
         self,
@@ -147,7 +169,7 @@ class FlatView:
         more: Sequence[tuple[str, Callable[[], Tensor]]] = (),
     ) -> None:
         wanted = [item for item in trainable(model) if names is None or item[0] in names]
-        named = sorted(wanted, key=lambda item: _DTYPES.index(item[1].dtype))
+        named = flat_order(wanted)
         embedding = {p.name: p.embedding for p in parameters(model)}
         self._parameters = [p for _, p in named]
         self._behind = [*_places(model, buffers), *(source for _, source in more)]
@@ -229,6 +251,10 @@ class FlatView:
             spans.append((Span(name, start, start + tensor.numel(), False), tuple(tensor.shape), tensor.dtype))
             start += tensor.numel()
         return spans
+
+    def in_whole(self) -> list[tuple[Span, tuple[int, ...], torch.dtype]]:
+        """The same, in the flat tensor of a replica of one process."""
+        return self.places()
 
     def describe(self) -> str:
         """Tensors, parameters, and a hash of names, shapes and dtypes: replicas of one job must agree on it."""

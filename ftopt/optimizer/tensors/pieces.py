@@ -7,7 +7,7 @@ gives the same bits either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -94,6 +94,21 @@ class Measured:
         self._look()
         return self._finite
 
+    def numbers(self) -> tuple[float, float, float, bool]:
+        """All that was measured, for `joined`."""
+        self._look()
+        return self._squares, self._peak, self._behind, self._finite
+
+    @staticmethod
+    def joined(several: Sequence[tuple[float, float, float, bool]]) -> Measured:
+        """What was measured of the slices of one tensor, in their order."""
+        found = Measured()
+        for squares, peak, peak_behind, finite in several:
+            found._squares += squares
+            found._peak, found._behind = max(found._peak, peak), max(found._behind, peak_behind)
+            found._finite = found._finite and finite
+        return found
+
     def _look(self) -> None:
         if self._there:
             there, self._there = self._there, []
@@ -108,6 +123,24 @@ def measure(flat: Tensor) -> Measured:
         measured.see(piece)
         let_go(piece)
     return measured
+
+
+def blocks_measured(flat: Tensor) -> list[tuple[float, float]]:
+    """The L2 norm and the largest absolute element of each of the digest's blocks of a flat fp32 tensor, 0 for a block
+    that is not finite. The same bits however the tensor is cut into slices of whole blocks."""
+    found, block = list[tuple[float, float]](), BLOCK_BYTES // flat.element_size()
+    for piece in torch.split(flat, piece_of(flat)):
+        whole = piece.numel() // block * block
+        for rows in (piece[:whole].view(whole // block, block), piece[whole:].unsqueeze(0)):
+            if not rows.numel():
+                continue
+            low, high = torch.aminmax(rows, dim=1)
+            norms, wide = (torch.linalg.vector_norm(rows, dim=1, dtype=dtype) for dtype in (None, torch.float64))
+            norms = torch.where((norms > _UNDERFLOWS) & torch.isfinite(norms), norms.double(), wide)
+            for norm, peak in torch.stack([norms, torch.maximum(-low, high).double()], dim=1).tolist():
+                found.append((norm, peak) if math.isfinite(peak) else (0.0, 0.0))
+        let_go(piece)
+    return found
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -197,7 +230,7 @@ class Steps:
         """Steps the rest. Returns the anchor, in the memory of the mean or where committed states lie; the state, in
         memory of its own; and the `block_sums` of both, taken while they are in the cache."""
         for number, missing in enumerate(self._missing):
-            if missing:
+            if missing or not self._mean.numel():  # of an empty slice the names alone
                 self._missing[number] = 0
                 self._step(number)
         return self._made_anchor, self._made, (self._of_anchor, self._of_state)

@@ -31,16 +31,22 @@ _MOMENTS = {
 def views_of(model: nn.Module, method: Method, inner: Inner, codec: Codec) -> list[FlatView]:
     """One view a fragment, in the method's order. UserError: the method cannot partition this model, or buffers or
     moments cannot be averaged."""
+    fragments = partition_of(model, method)
+    kept = averaged(model) if method.buffers == "mean" else []
+    buffers = shared_out(kept, fragments)
+    more = _moments(model, inner, codec) if method.inner_state == "average" else []
+    return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
+
+
+def partition_of(model: nn.Module, method: Method) -> list[list[str]]:
+    """The names of each fragment's parameters. UserError: the method cannot partition this model."""
     try:
         fragments = method.partition(parameters(model))
     except ValueError as error:
         raise UserError(f"method {method.name}: {error}") from None
     if fragments or method.gradients is None:  # one that exchanges gradients alone has none
         _check_partition(method, fragments, [parameter.name for parameter in parameters(model)])
-    kept = averaged(model) if method.buffers == "mean" else []
-    buffers = shared_out(kept, fragments)
-    more = _moments(model, inner, codec) if method.inner_state == "average" else []
-    return [FlatView(model, names, buffers=own, more=more) for names, own in zip(fragments, buffers, strict=True)]
+    return fragments
 
 
 def _moments(model: nn.Module, inner: Inner, codec: Codec) -> list[tuple[str, Callable[[], Tensor]]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ftopt.codecs import codec_named
 from ftopt.errors import FtoptError, UserError, thread_failed
 from ftopt.events import EmitEvent, wants_gradients, wants_steps
-from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host, Island
+from ftopt.sync.group import Committed, Contribution, Fingerprint, Foreign, Held, Host, Island, Shards
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.limits import MAX_READING
 from ftopt.sync.protocol.replica.machine import Replica
@@ -52,6 +52,7 @@ class Client:
         self.global_batch: GlobalBatch | None = None
         self.island: Island | None = None
         self.joins: Callable[[], object] | None = None
+        self.shards: Shards | None = None
         self._accumulate = 1
         self._view, self._network = session.view, session.network
         self._joined = False

@@ -1,0 +1,300 @@
+"""The `ReplicaGroup` of each rank of an island by shard: what rank 0's group says, on all ranks alike.
+
+Rank 0's group changes at any time. To the ranks it changes in *words* alone, which rank 0 says at step boundaries, and
+after all that it waits for: what is outstanding, called in, and how many changes count by now. So all ranks go through
+the same boundary with the same answers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from ftopt.codecs import codec_named
+from ftopt.errors import FtoptError
+from ftopt.events import EmitEvent
+from ftopt.optimizer.island.host import SliceHost
+from ftopt.optimizer.island.worker import Worker
+from ftopt.optimizer.outer.reduction import Reduction
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.sync.group import (
+    Committed,
+    Contribution,
+    Fingerprint,
+    Held,
+    Island,
+    Means,
+    Position,
+    RankLinks,
+    Reading,
+    ReplicaGroup,
+)
+
+_ASK_S = 1.0
+_RESTORE = "restore"
+
+
+@dataclass(frozen=True)
+class Word:
+    """What rank 0 says.
+
+    Args:
+        call: the call of the user's loop that it is in.
+        changes: so many have taken effect when the word is heard.
+        why: this island is asked to leave; ``asks``: whether the other ranks are.
+        result: of what rank 0 has waited for; ``error``: what it has raised.
+    """
+
+    call: str
+    changes: int = 0
+    outstanding: tuple[bool, ...] = ()
+    called_in: tuple[bool, ...] = ()
+    incarnation: int = 0
+    closed: bool = False
+    why: str = ""
+    asks: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+
+class RankGroup:
+    """See the module.
+
+    Args:
+        group: rank 0's, or the stand-in for it on the other ranks.
+        asked: why this process is asked to leave; "": it is not.
+        whole: memory for whole states that peers fetch.
+
+    Attributes:
+        call: the call of the user's loop that this rank is in.
+        why: why the island is asked to leave.
+    """
+
+    units: Any
+    global_batch = None
+    tells_steps: bool
+
+    def __init__(self, group: ReplicaGroup, island: Island, asked: Callable[[], str], whole: Memory) -> None:
+        self._group, self.island, self._asked = group, island, asked
+        self.replica, self.sync = group.replica, group.sync
+        self.codec = codec_named(self.sync.codec_name)
+        self.leads = island.leads
+        self.units = group.units if self.leads else None
+        self.tells_steps = self.leads and group.tells_steps
+        self.call = self.why = ""
+        self._whole = whole
+        assert group.shards is not None, "not an island"
+        self._shards = group.shards
+        self._word = Word("")
+        self._links: RankLinks | None = None
+        self._worker: Worker | None = None
+        self._host: SliceHost | None = None
+        self._ask_at = 0.0
+        self._proposed: set[int] = set()
+
+    @property
+    def links(self) -> RankLinks:
+        """The connections of the ranks; made at the first call, which is collective."""
+        if self._links is None:
+            self._links = RankLinks(self.island, self._shards.host)
+        return self._links
+
+    # Words.
+
+    def _led(self, act: Callable[[], Any] = lambda: None, *, asks: bool = False) -> Any:
+        """Rank 0 does ``act``; all have its result, or raise what it has raised, and what has changed by then."""
+        if self.leads:
+            word = self._said(act, asks)
+            self.island.say(replace(word, error=portable(word.error)))
+        else:
+            word = self.island.hear()
+            if word.call != self.call:
+                raise FtoptError(
+                    f"replica {self.replica}: rank 0 was in {word.call}() while rank {self.island.rank} called "
+                    f"{self.call}(); all ranks of an island make the same calls in the same order"
+                ) from word.error
+        if word.error is not None:
+            raise word.error
+        self._word, self.why = word, word.why
+        self._proposed.clear()
+        if self._worker is not None:
+            self._worker.release(word.changes)
+            if self._host is not None:
+                self._host.taken(word.changes)
+        return word.result
+
+    def _said(self, act: Callable[[], Any], asks: bool) -> Word:
+        group, result, error = self._group, None, None
+        try:
+            result = act()
+        except BaseException as raised:
+            error = raised
+        count = len(self._worker.fragments) if self._host is not None and self._worker is not None else 0
+        # In this order: a newer state is there before nothing is outstanding any more.
+        outstanding = tuple(group.outstanding(i) for i in range(count))
+        called_in = tuple(group.called_in(i) for i in range(count))
+        changes = self._host.word() if self._host is not None else 0
+        return Word(
+            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks, result, error
+        )
+
+    def boundary(self) -> None:
+        """A step boundary begins."""
+        asks = False
+        if self.leads:
+            now_s = time.monotonic()
+            self.why = self.why or self._asked()
+            if not self.why and now_s >= self._ask_at:
+                asks, self._ask_at = True, now_s + _ASK_S
+        self._led(self._group.check if self.leads else lambda: None, asks=asks)
+        if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
+            found = self.links.all(self._asked())
+            self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
+
+    # What a `ReplicaGroup` has.
+
+    @property
+    def incarnation(self) -> int:
+        return self._word.incarnation
+
+    @property
+    def closed(self) -> bool:
+        return self._word.closed
+
+    @property
+    def emit(self) -> EmitEvent:
+        return self._group.emit if self.leads else _nothing
+
+    def check(self) -> None:
+        """In each word."""
+
+    def start(self, host: Reduction, fingerprint: Fingerprint) -> list[Committed]:
+        links, shards = self.links, self._shards
+        fragments: list[Any] = host.fragments
+        self._worker = worker = Worker(links, host, fragments, shards.transport)
+        if not self.leads:
+            worker.start()
+            links.listen(worker.heard, lambda error: None)
+            while (told := self.island.hear())[0] == _RESTORE:
+                self._restore(told[1])
+        else:
+            self._host = slice_host = SliceHost(worker, self.island.size, self._whole)
+
+            def lost(error: FtoptError) -> None:
+                slice_host.lost(error)
+                shards.fail(error)
+
+            links.listen(slice_host.heard, lost)
+            shards.transport.parts = self.island.size
+            try:
+                told = "", self._group.start(slice_host, fingerprint), None
+            except BaseException as error:
+                told = "", None, error
+            self.island.say((*told[:2], portable(told[2])))
+        if told[2] is not None:
+            raise told[2]
+        self._led()
+        return list(told[1])
+
+    def fall_back(self, newest: Callable[[], Position | None], restore: Callable[[], Held]) -> None:
+        if self.leads:
+
+            def together() -> Held:
+                self.island.say((_RESTORE, self._group.incarnation, None))
+                return self._restore(self._group.incarnation)
+
+            self._group.fall_back(newest, together)
+        self._restore_here = restore
+
+    def _restore(self, incarnation: int) -> Held:
+        self._word = replace(self._word, incarnation=incarnation)
+        return self._restore_here()
+
+    def held(self) -> Held:
+        found: Held = self._led(self._group.held if self.leads else _none)
+        return found
+
+    def resume(self, held: Held) -> None:
+        self._led(lambda: self._group.resume(held))
+
+    def adopted_work(self) -> None:
+        """None: there is no replay."""
+
+    def propose(self, contribution: Contribution, *, now: bool = False) -> None:
+        self._proposed.add(contribution.fragment)
+        if self.leads:
+            self._group.propose(contribution, now=now)
+
+    def wait(self, fragment: int, *, timeout_s: float | None = None) -> bool:
+        return bool(self._led(lambda: self._group.wait(fragment, timeout_s=timeout_s)))
+
+    def catch_up(self, *, timeout_s: float | None = None) -> bool:
+        return bool(self._led(lambda: self._group.catch_up(timeout_s=timeout_s)))
+
+    def obstacle(self) -> str:
+        return str(self._led(lambda: self._group.obstacle()))
+
+    def outstanding(self, fragment: int) -> bool:
+        return fragment in self._proposed or self._word.outstanding[fragment]
+
+    def called_in(self, fragment: int) -> bool:
+        return self._word.called_in[fragment]
+
+    def share(self, reading: Reading) -> None:
+        """Triggers that need the others' numbers are refused."""
+
+    def means(self, fragment: int) -> Means | None:
+        return None
+
+    def report(self, state: str) -> None:
+        if self.leads:
+            self._group.report(state)
+
+    def offer_copy(self, versions: tuple[int, ...], text: str, tensors: Mapping[str, Tensor]) -> None:
+        """There is no replay."""
+
+    def now_s(self) -> float:
+        """Rank 0's clock, on all ranks."""
+        return float(self._led(time.monotonic))
+
+    def same(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        return self._led(lambda: value)
+
+    def leave(self, *, timeout_s: float) -> None:
+        self._led(lambda: self._group.leave(timeout_s=timeout_s))
+
+    def close(self) -> None:
+        """Ends connections and threads at once; of this rank alone."""
+        try:
+            if self.leads:
+                self._group.close()
+        finally:
+            if self._worker is not None:
+                self._worker.end()
+            if self._links is not None:
+                self._links.close()
+
+
+def _none() -> Any:
+    return None
+
+
+def _nothing(event: str, **_: Any) -> None:
+    """Rank 0 alone tells events."""
+
+
+def portable(error: BaseException | None) -> BaseException | None:
+    """The error as it can go to another process."""
+    if error is None:
+        return None
+    try:
+        found = pickle.loads(pickle.dumps(error))
+        return found if isinstance(found, BaseException) else FtoptError(str(error))
+    except Exception:
+        return FtoptError(f"rank 0: {type(error).__name__}: {error}")

@@ -1,0 +1,114 @@
+"""What a checkpoint has of an island by shard: whole tensors, as those of a replica of one process.
+
+To be saved, each rank's slices are put behind each other on rank 0, tensor by tensor, in memory that lies in files. To
+be resumed, each rank takes its slices of what a checkpoint has, whatever wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftopt.optimizer.island.slices import Cut
+from ftopt.optimizer.outer.state import is_sliced
+from ftopt.sync.group import Island
+from ftopt.tree import Tree
+
+
+class Whole:
+    """Brings slices together on rank 0. All ranks do the same in turn.
+
+    Args:
+        take: memory for so many fp32 elements.
+    """
+
+    def __init__(self, island: Island, cuts: Sequence[Cut], take: Callable[[int], Tensor]) -> None:
+        self._island, self._cuts, self._take = island, cuts, take
+
+    def of(self, fragment: int, piece: Tensor) -> Tensor:
+        """A whole tensor of a fragment, from each rank's ``piece``; on the other ranks the piece itself."""
+        island, bounds = self._island, self._cuts[fragment].bounds
+        piece = piece.contiguous()
+        if not island.leads:
+            island.send(piece, 0)
+            return piece
+        whole = self._take(bounds[-1][1])
+        for rank, (start, stop) in enumerate(bounds):
+            if rank:
+                island.receive(whole[start:stop], rank)
+            else:
+                whole[start:stop] = piece
+        return whole
+
+    def committed(self, fragment: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A committed state."""
+        return {name: self.of(fragment, t) if is_sliced(name, t) else t for name, t in sorted(tensors.items())}
+
+    def work(self, fragment: int, part: Tree) -> Tree:
+        """What was captured of a fragment besides its committed state."""
+        found: Tree = dict(part)
+        found["params"] = self.of(fragment, part["params"])
+        found["residuals"] = {
+            units: self._residual(fragment, left) for units, left in sorted(part["residuals"].items())
+        }
+        if (snapshot := part["snapshot"]) is not None:
+            found["snapshot"] = {**snapshot, "params": self.of(fragment, snapshot["params"])}
+        return found
+
+    def _residual(self, fragment: int, left: Tree) -> Tree:
+        start, stop = self._cuts[fragment].bounds[self._island.rank]
+        owed = torch.zeros(stop - start)
+        owed[left["first"] : left["first"] + left["owed"].numel()] = left["owed"]
+        own = None if left["own"] is None else self.of(fragment, left["own"])
+        return {"own": own, "first": 0, "owed": self.of(fragment, owed)}
+
+
+def sliced_tensors(cut: Cut, rank: int, tensors: Any) -> dict[str, Tensor]:
+    """A rank's slices of a whole committed state."""
+    start, stop = cut.bounds[rank]
+    return {name: t[start:stop].clone() if is_sliced(name, t) else t for name, t in tensors.items()}
+
+
+def sliced_work(cut: Cut, rank: int, part: Tree | None) -> Tree | None:
+    """The reverse of `Whole.work`."""
+    if part is None or part["params"] is None:
+        return part
+    start, stop = cut.bounds[rank]
+    found: Tree = {**part, "params": part["params"][start:stop].clone()}
+    found["residuals"] = {units: _sliced_residual(left, start, stop) for units, left in part["residuals"].items()}
+    if (snapshot := part.get("snapshot")) is not None:
+        found["snapshot"] = {**snapshot, "params": snapshot["params"][start:stop].clone()}
+    return found
+
+
+def _sliced_residual(left: Tree, start: int, stop: int) -> Tree:
+    first, owed = left["first"], left["owed"]
+    low, high = max(start, first), min(stop, first + owed.numel())
+    return {
+        "own": None if left["own"] is None else left["own"][start:stop].clone(),
+        "first": max(0, low - start),
+        "owed": owed[low - first : max(low, high) - first].clone() if low < high else owed.new_empty(0),
+    }
+
+
+def sliced_resume(cuts: Sequence[Cut], rank: int, resume: Any) -> Any:
+    """What a rank resumes from: its slices, without the inner state, which all restore together."""
+
+    def version(cut: Cut, saved: Any) -> Any:
+        return replace(saved, tensors=sliced_tensors(cut, rank, saved.tensors))
+
+    def replica(saved: Any) -> Any:
+        if len(saved.committed) != len(cuts):
+            return saved  # refused
+        works = [sliced_work(cut, rank, part) for cut, part in zip(cuts, saved.own["fragments"], strict=True)]
+        committed = tuple(version(cut, each) for cut, each in zip(cuts, saved.committed, strict=True))
+        return replace(saved, committed=committed, own={**saved.own, "fragments": works, "inner": None, "model": None})
+
+    newest = resume.newest
+    if len(newest) == len(cuts):
+        newest = tuple(version(cut, each) for cut, each in zip(cuts, newest, strict=True))
+    return replace(resume, saved=replica(resume.saved), adopted=tuple(map(replica, resume.adopted)), newest=newest)

@@ -1,0 +1,273 @@
+"""The connections of an island's ranks besides those of the training threads: rank 0 with each other rank.
+
+The training threads talk in collective calls (`ftopt.sync.island`), which block. What the job decides comes at any
+time, on other threads: it goes by these connections. Only processes that know the island's secret are let in, which
+rank 0 has given to the others in a collective call. When a connection ends, the island has lost a rank: all that wait
+on that rank's word are told.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from ftopt.errors import FtoptError
+from ftopt.sync.island import Island
+
+_COME_S = 60.0
+Scope = tuple[object, ...]
+
+
+class RankLost(FtoptError):
+    """The connection to a rank has ended."""
+
+
+class RankLinks:
+    """This rank's connections. Any thread, unless said otherwise.
+
+    Args:
+        island: the ranks. Collective, on the training threads.
+        host: this machine's address, as the other ranks reach it; rank 0's counts.
+
+    """
+
+    def __init__(self, island: Island, host: str) -> None:
+        self.rank, self.size = island.rank, island.size
+        self._heard: Callable[[int, Any], None] = lambda rank, what: None
+        self._lost: Callable[[FtoptError], None] = lambda error: None
+        self._listens = threading.Event()
+        self._connections: dict[int, Connection[Any, Any]] = {}
+        self._sending: dict[int, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._brought: dict[Scope, dict[int, Any]] = {}
+        self._waiting: dict[Scope, queue.SimpleQueue[Any]] = {}
+        self._stopped: set[Scope] = set()
+        self._error: FtoptError | None = None
+        self._closed = self._leaving = False
+        self._here = threading.local()
+        self._training: tuple[Scope, list[int]] = (("training",), [0])
+        self._threads: list[threading.Thread] = []
+        secret = secrets.token_bytes(32)
+        if island.leads:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._lead(island, host, family, secret)
+        else:
+            address, secret = island.hear()
+            self._add(0, Client(tuple(address), authkey=secret))
+            self._connections[0].send_bytes(pickle.dumps(self.rank))
+        island.gather(None)
+        for rank in self._connections:
+            thread = threading.Thread(target=self._read, args=(rank,), name=f"ftopt-rank-{rank}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def listen(self, heard: Callable[[int, Any], None], lost: Callable[[FtoptError], None]) -> None:
+        """From now on ``heard`` is called with a sender's rank and what it has sent, on that connection's thread, and
+        ``lost`` once when a rank is gone."""
+        self._heard, self._lost = heard, lost
+        self._listens.set()
+        if self._error is not None:
+            lost(self._error)
+
+    def _lead(self, island: Island, host: str, family: int, secret: bytes) -> None:
+        name = "AF_INET" if family == socket.AF_INET else "AF_INET6"
+        with Listener((host, 0), family=None if name == "AF_INET" else name, backlog=self.size, authkey=secret) as room:
+            inside: socket.socket = room._listener._socket  # type: ignore[attr-defined]
+            inside.settimeout(_COME_S)
+            island.say((room.address, secret))
+            while len(self._connections) < self.size - 1:
+                connection = room.accept()
+                self._add(pickle.loads(connection.recv_bytes()), connection)
+
+    def _add(self, rank: int, connection: Connection[Any, Any]) -> None:
+        with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
+            inside.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            inside.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._connections[rank], self._sending[rank] = connection, threading.Lock()
+
+    # Sending.
+
+    def send(self, rank: int, what: Any) -> None:
+        """To one rank; from ranks other than 0 only to rank 0. RankLost: it is gone."""
+        data = pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+        try:
+            with self._sending[rank]:
+                self._connections[rank].send_bytes(data)
+        except (OSError, ValueError) as error:
+            self._lose(rank, error)
+            raise self._error or RankLost("closed") from error
+
+    def tell(self, what: Any) -> None:
+        """Rank 0: to all others."""
+        for rank in self._connections:
+            self.send(rank, what)
+
+    # All together.
+
+    @contextmanager
+    def within(self, *scope: object) -> Iterator[None]:
+        """What this thread does from here on has this name on all ranks; see `all`."""
+        with self._in((scope, [0])):
+            yield
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """What this thread does is part of the user's loop, which all ranks go through alike; see `all`."""
+        with self._in(self._training):
+            yield
+
+    @contextmanager
+    def _in(self, scope: tuple[Scope, list[int]]) -> Iterator[None]:
+        before = getattr(self._here, "scope", None)
+        self._here.scope = scope
+        try:
+            yield
+        finally:
+            self._here.scope = before
+
+    def all(self, value: Any) -> list[Any]:
+        """What each rank gives. All ranks call it alike, each in a thread that is `within` the same.
+
+        Raises:
+            RankLost: one is gone.
+            InterruptedError: it was stopped.
+        """
+        scope, count = self._here.scope
+        count[0] += 1
+        tag: Scope = (*scope, count[0])
+        box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        with self._lock:
+            self._check(scope)
+            self._waiting[tag] = box
+        if self.rank:
+            self.send(0, ("all", tag, value))
+        else:
+            self._bring(0, tag, value)
+        found = box.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        """All ranks leave: that a connection ends is no loss any more."""
+        self._leaving = True
+        self.all(None)
+
+    def stop(self, *scope: object) -> None:
+        """Rank 0: ends what goes on, and would go on, under this name, on all ranks."""
+        self._stop(scope)
+        with suppress(FtoptError):
+            self.tell(("stop", scope))
+
+    def forget(self, *scope: object) -> None:
+        """This name is not used again on this rank."""
+        with self._lock:
+            self._stopped.discard(scope)
+            for tag in [tag for tag in self._brought if tag[:-1] == scope]:
+                del self._brought[tag]
+
+    def _bring(self, rank: int, tag: Scope, value: Any) -> None:
+        with self._lock:
+            if tag[:-1] in self._stopped:
+                return
+            brought = self._brought.setdefault(tag, {})
+            brought[rank] = value
+            if len(brought) < self.size:
+                return
+            del self._brought[tag]
+        found = [brought[rank] for rank in range(self.size)]
+        self._resolve(tag, found)  # first: whoever has heard it may close its connection
+        with suppress(FtoptError):  # its loss is known, and told
+            self.tell(("found", tag, found))
+
+    def _resolve(self, tag: Scope, found: Any) -> None:
+        with self._lock:
+            box = self._waiting.pop(tag, None)
+        if box is not None:
+            box.put(found)
+
+    def _stop(self, scope: Scope) -> None:
+        with self._lock:
+            self._stopped.add(scope)
+            waiting = [tag for tag in self._waiting if tag[:-1] == scope]
+        for tag in waiting:
+            self._resolve(tag, InterruptedError("another rank of this island has failed, or the attempt was stopped"))
+
+    def check(self) -> None:
+        """RankLost: a rank is gone."""
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise RankLost("this rank has left its island")
+
+    def _check(self, scope: Scope) -> None:
+        self.check()
+        if scope in self._stopped:
+            raise InterruptedError("another rank of this island has failed, or the attempt was stopped")
+
+    # Listening.
+
+    def _read(self, rank: int) -> None:
+        connection = self._connections[rank]
+        try:
+            while True:
+                what = pickle.loads(connection.recv_bytes())
+                match what:
+                    case ("all", tag, value):
+                        self._bring(rank, tag, value)
+                    case ("found", tag, found):
+                        self._resolve(tag, found)
+                    case ("stop", scope):
+                        self._stop(scope)
+                    case _:
+                        self._listens.wait()
+                        self._heard(rank, what)
+        except (EOFError, OSError, ValueError) as error:
+            self._lose(rank, error)
+        except BaseException as error:
+            self._lose(rank, error)
+
+    def _lose(self, rank: int, error: BaseException) -> None:
+        with self._lock:
+            if self._closed or self._error is not None:
+                return
+            wrong = f": {error}" if not isinstance(error, EOFError | OSError) else ""
+            self._error = found = RankLost(
+                f"rank {self.rank} of {self.size}: rank {rank} of this replica is gone{wrong}; a replica is whole or "
+                "not at all: start it again, as torchrun --max-restarts does"
+            )
+            found.__cause__ = error
+            boxes = list(self._waiting.values())
+            self._waiting.clear()
+        for box in boxes:
+            box.put(found)
+        if not self._leaving:
+            self._lost(found)
+
+    def close(self) -> None:
+        """Ends the connections: the other ranks lose this one unless they have closed theirs. Idempotent."""
+        self._listens.set()
+        with self._lock:
+            self._closed = True
+            boxes = list(self._waiting.values())
+            self._waiting.clear()
+        for box in boxes:
+            box.put(RankLost("this rank has left its island"))
+        for connection in self._connections.values():
+            with (
+                suppress(OSError),
+                socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside,
+            ):
+                inside.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(timeout=5.0)
+        for connection in self._connections.values():
+            connection.close()
