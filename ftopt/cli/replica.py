@@ -101,7 +101,7 @@ def _screen(recipe: Recipe, replica: str, *, quiet: bool) -> Screen | None:
     from ftopt.telemetry.view import RunView
 
     view = RunView(recipe.train.inner_steps, name=f"{recipe.name} {replica}", whole=False)
-    screen = Screen(view, display_for(say, quiet=quiet))
+    screen = Screen(view, display_for(say, quiet=quiet, dated=True))
     log = logging.getLogger("ftopt")
     log.addHandler(screen)
     log.setLevel(logging.WARNING if quiet else logging.INFO)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from ftopt.config.loader import dump
@@ -19,9 +20,7 @@ from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, data_of, read_lines
-
-_MOST = 10_000
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, Tail, data_of
 
 
 class OwnFolder:
@@ -41,13 +40,17 @@ class OwnFolder:
     def __init__(
         self, recipe: Recipe, replica: str, job: str, path: Path, opened: Callable[[RunFolder, float], None]
     ) -> None:
-        self._recipe, self._replica, self._job, self._opened_with = recipe, replica, job, opened
-        self._paths = path
+        self._replica, self._job, self._opened_with, self._base = replica, job, opened, path
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
         self._log: EventLog | None = None
         _check_writable(path.parent)
-        self.files = RunFolder(self._newest() or path)
+        # All that takes time is done now, and not in an event, which the network thread waits for.
+        self._recipe = dump(recipe)
+        self._newest = self._find_newest()
+        self.files = RunFolder(self._newest or path)
+        self._tail = Tail(self.files.events)
+        self._told: list[Line] = [*self._tail.more()]
 
     @property
     def is_open(self) -> bool:
@@ -68,19 +71,17 @@ class OwnFolder:
         self._log(event)
 
     def _open(self, incarnation: int) -> EventLog:
-        started, dead = time.time(), []
-        newest = self._newest()
-        if newest is not None:
-            told = read_lines(RunFolder(newest).events)
-            began = self._began(told)
-            if began is not None and incarnation > max(line["incarnation"] for line in told):
-                started = began
-                dead = _dead(told)
+        started, dead = time.time(), list[int]()
+        if self._newest is not None:
+            self._told += self._tail.more()  # the former process may have lived until now
+            began = self._began()
+            if began is not None and incarnation > max(line["incarnation"] for line in self._told):
+                started, dead = began, _dead(self._told)
             else:
-                newest = self._free()
-        self.files = RunFolder(newest or self._paths)
+                self.files = RunFolder(self._free())
+        self._told.clear()
         self.files.create(logs=False)
-        self.files.recipe.write_text(dump(self._recipe), encoding="utf-8")
+        self.files.recipe.write_text(self._recipe, encoding="utf-8")
         log = EventLog(JsonLines(self.files.events, started))
         for life in dead:
             log(Event("death", self._replica, life, data={"status": "unknown", "by_fault": False}))
@@ -89,15 +90,15 @@ class OwnFolder:
         self._opened_with(self.files, started)
         return log
 
-    def _began(self, told: Sequence[Line]) -> float | None:
-        """When the run began whose lines these are; None: they are not of this job and replica."""
-        for line in told:
+    def _began(self) -> float | None:
+        """When the run of the newest folder began; None: it is not of this job and replica."""
+        for line in self._told:
             data = data_of(line)
             if line["event"] == "spawn" and line["replica"] == self._replica and data.get("job") == self._job:
                 return float(data["time"]) - float(line["t_s"])
         return None
 
-    def _newest(self) -> Path | None:
+    def _find_newest(self) -> Path | None:
         found = None
         for path in self._numbered():
             if not path.exists():
@@ -108,9 +109,10 @@ class OwnFolder:
     def _free(self) -> Path:
         return next(path for path in self._numbered() if not path.exists())
 
-    def _numbered(self) -> list[Path]:
-        more = (self._paths.with_name(f"{self._paths.name}-{number}") for number in range(2, _MOST))
-        return [self._paths, *more]
+    def _numbered(self) -> Iterator[Path]:
+        yield self._base
+        for number in count(2):
+            yield self._base.with_name(f"{self._base.name}-{number}")
 
 
 def _dead(told: Sequence[Line]) -> list[int]:

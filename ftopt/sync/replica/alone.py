@@ -29,11 +29,11 @@ class Alone:
         now = time.monotonic()
         if welcomed:
             if self._said and self._answered_s is not None:
-                text = "replica %s: the coordinator is found again after %.0f s; %d inner steps are pending"
+                text = "replica %s: the coordinator is back after %.0f s; %d pending inner steps go into the next round"
                 _log.warning(text, self._replica, now - self._answered_s, self._pending())
             self._answered_s, self._said = now, False
         elif not self._said and self._answered_s is not None and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
-            text = "replica %s: training alone since %s, %d inner steps pending: no coordinator answers; it tries on"
+            text = "replica %s: training alone since %s, %d inner steps pending: no coordinator answers; still trying"
             _log.warning(text, self._replica, since, self._pending())

@@ -29,7 +29,10 @@ def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
     for _ in range(2):
         watch.look(welcomed=True)
     assert len(caplog.messages) == 2
-    assert caplog.messages[1] == "replica r0: the coordinator is found again after 20 s; 340 inner steps are pending"
+    assert (
+        caplog.messages[1]
+        == "replica r0: the coordinator is back after 20 s; 340 pending inner steps go into the next round"
+    )
 
 
 def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
