@@ -143,10 +143,12 @@ class LiveTable:
         self._live.start()
 
     def note(self, note: Note) -> None:
+        from rich.table import Table
         from rich.text import Text
 
-        now = time.strftime("%H:%M:%S")
-        self._console.print(Text.assemble((now, "dim"), " ", (note.text, _COLORS.get(note.tone, ""))), soft_wrap=True)
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(time.strftime("%H:%M:%S"), style="dim"), Text(note.text, style=_COLORS.get(note.tone, "")))
+        self._console.print(line)
 
     def refresh(self, view: RunView) -> None:
         self._live.update(draw(view, *self._console.size), refresh=True)

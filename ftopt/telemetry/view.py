@@ -18,7 +18,12 @@ _MAKES_A_ROW = ("spawn", "join", "return")
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Why replicas are gone when other events say enough."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
-_INTERRUPTED = ("exit status 130", "exit status 143")  # by the signal that ends the run, before they had joined
+_INTERRUPTED = (
+    "exit status 130",
+    "exit status 143",
+    "SIGINT",
+    "SIGTERM",
+)  # by the signal that ends the run, before they had joined
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
@@ -133,7 +138,11 @@ class RunView:
         known = replica in self.rows
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
-        return note_of(record) if self._is_news(record, data) else None
+        if not self._is_news(record, data):
+            return None
+        if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
+            return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
+        return note_of(record)
 
     def waiting_for(self) -> Note | None:
         """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
