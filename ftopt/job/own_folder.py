@@ -8,6 +8,7 @@ written.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,9 +19,11 @@ from pathlib import Path
 from ftopt.config.loader import dump
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
-from ftopt.events import Event
+from ftopt.events import Event, OnEvent, ignore
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, Tail, data_of
+
+_logger = logging.getLogger(__name__)
 
 
 class OwnFolder:
@@ -35,6 +38,7 @@ class OwnFolder:
 
     Attributes:
         files: the folder; before the replica has joined, the newest one that is there.
+        is_open: whether the replica has joined, and the folder is there.
     """
 
     def __init__(
@@ -43,7 +47,8 @@ class OwnFolder:
         self._replica, self._job, self._opened_with, self._base = replica, job, opened, path
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
-        self._log: EventLog | None = None
+        self._log: OnEvent | None = None
+        self.is_open = False
         _check_writable(path.parent)
         # All that takes time is done now, and not in an event, which the network thread waits for.
         self._recipe = dump(recipe)
@@ -52,11 +57,6 @@ class OwnFolder:
         self._tail = Tail(self.files.events)
         self._told: list[Line] = [*self._tail.more()]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the replica has joined, and the folder is there."""
-        return self._log is not None
-
     def __call__(self, event: Event) -> None:
         """Writes the event, once the replica has joined."""
         with self._lock:
@@ -64,7 +64,12 @@ class OwnFolder:
                 if not event.incarnation:
                     self._waiting.append(event)
                     return
-                self._log = self._open(event.incarnation)
+                try:
+                    self._log = self._open(event.incarnation)
+                    self.is_open = True
+                except OSError as error:
+                    _logger.warning("%s: %s; training goes on, and nothing is written there", self.files.path, error)
+                    self._log = ignore
                 for waiting in self._waiting:
                     self._log(waiting)
                 self._waiting.clear()

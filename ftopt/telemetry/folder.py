@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from ftopt.telemetry.jsonl import read_lines
 from ftopt.telemetry.summary import summarize
+
+_log = logging.getLogger("ftopt.telemetry")
 
 
 class RunFolder:
@@ -48,6 +51,9 @@ class RunFolder:
         steps = {path.stem: read_lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
         summary = summarize(read_lines(self.events), steps)
         new = self.summary.with_suffix(".new")
-        new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        new.replace(self.summary)
+        try:
+            new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            new.replace(self.summary)
+        except OSError as error:
+            _log.warning("%s: %s; the figures are not written", self.summary, error)
         return summary

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ftopt.events import Event, OnEvent
@@ -52,6 +53,10 @@ class JobsLog:
         return time.monotonic() - self._started
 
     def _work(self) -> None:
+        with suppress(OSError):  # `ftopt coordinator | head`
+            self._read()
+
+    def _read(self) -> None:
         while True:
             try:
                 item = self._queue.get(timeout=_LOOK_S)

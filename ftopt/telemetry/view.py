@@ -18,12 +18,8 @@ _MAKES_A_ROW = ("spawn", "join", "return")
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Why replicas are gone when other events say enough."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
-_INTERRUPTED = (
-    "exit status 130",
-    "exit status 143",
-    "SIGINT",
-    "SIGTERM",
-)  # by the signal that ends the run, before they had joined
+_INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
+"""How replicas end that have not joined yet when a signal ends the run."""
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
