@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "address to listen on (default: %(default)s)"
     parser.add_argument("--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help=text)
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
-    text = "its jobs are new: start them as soon as their replicas are there, without waiting for living ones"
+    text = "all jobs are new: start each as soon as its replicas are connected, and wait for no others that may live"
     parser.add_argument("--new", action="store_true", help=text)
     add_token(parser)
     add_certificate(parser)

@@ -26,10 +26,12 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 _EXIT = """\
-Ctrl-C or SIGTERM: the replicas hand in their steps, a checkpoint is written, and the command that resumes the job is
-shown. A second one ends everything at once.
+Ctrl-C or SIGTERM: the replicas hand in their steps, the last version is saved,
+and the command that resumes the job is printed. A second one ends everything at
+once.
 
-exit status: 0 the job is done; 1 it failed; 2 the input was wrong; 130 Ctrl-C; 143 SIGTERM
+exit status: 0 the job is done; 1 it failed; 2 the input was wrong;
+             130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 
 

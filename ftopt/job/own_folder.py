@@ -49,13 +49,22 @@ class OwnFolder:
         self._waiting: list[Event] = []
         self._log: OnEvent | None = None
         self.is_open = False
-        _check_writable(path.parent)
         # All that takes time is done now, and not in an event, which the network thread waits for.
         self._recipe = dump(recipe)
         self._newest = self._find_newest()
         self.files = RunFolder(self._newest or path)
         self._tail = Tail(self.files.events)
         self._told: list[Line] = [*self._tail.more()]
+
+    def check(self) -> None:
+        """UserError: there can be no folder there. Before anything is trained, and when the id is known to be good."""
+        parent = self._base.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(parent, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise UserError(f"{parent} (log.dir, or --folder): {error.strerror}; give a writable folder") from error
 
     def __call__(self, event: Event) -> None:
         """Writes the event, once the replica has joined."""
@@ -124,13 +133,3 @@ def _dead(told: Sequence[Line]) -> list[int]:
     """The incarnations that have not told their end."""
     lives = {line["incarnation"] for line in told if line["incarnation"]}
     return sorted(lives - {line["incarnation"] for line in told if line["event"] in ("end", "death")})
-
-
-def _check_writable(parent: Path) -> None:
-    """Before anything is trained. UserError: there can be no folder in ``parent``."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(parent, os.W_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a writable folder") from error

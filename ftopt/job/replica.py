@@ -129,6 +129,8 @@ def run_replica(
         sync=recipe.sync,
         on_event=on_event,
     )
+    if own is not None:
+        own.check()
     result = Result(False, own.files if own is not None else None)
     path = (lambda: own.files.checkpoints) if own is not None else None
     try:
@@ -145,7 +147,7 @@ def run_replica(
     finally:
         group.close()
         if own is not None and own.is_open:
-            result.summary = own.files.summarize()
+            result.files, result.summary = own.files, own.files.summarize()
     for each in mirrors:
         each.finish(_WANDB_S)
     return result
