@@ -106,8 +106,7 @@ class PlainLines:
 
 def figures(view: RunView) -> list[str]:
     """The job's figures, the most important ones first."""
-    share = f" ({view.at() / view.inner_steps:.0%})" if view.inner_steps else ""
-    parts = [f"inner step {view.at()}/{view.inner_steps}{share}", f"version {view.version}"]
+    parts = [f"inner step {view.at()}/{view.inner_steps} ({view.share():.0%})", f"version {view.version}"]
     if (loss := view.loss()) is not None:
         parts.append(f"loss {loss:.3f}")
     if view.val_loss is not None:
@@ -182,7 +181,7 @@ def _bar(view: RunView, width: int) -> Table:
         Text(view.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
         ProgressBar(view.inner_steps, min(at, view.inner_steps), width=max(10, min(60, width - 56))),
         Text(f"{at}/{view.inner_steps} inner steps", no_wrap=True),
-        Text(f"{at / view.inner_steps:.0%}" if view.inner_steps else "", no_wrap=True),
+        Text(f"{view.share():.0%}", no_wrap=True),
         Text(ends, style="cyan", no_wrap=True),
     )
     return grid

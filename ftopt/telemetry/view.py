@@ -127,6 +127,8 @@ class RunView:
             self.members = len(data.get("members", ()))
         elif name == "apply" and not self.whole and not record.get("fragment") and "committed_step" in data:
             self.version, self.inner_step = record["version"], data["committed_step"]
+        elif name == "started" and not self.whole:
+            self.version, self.inner_step = record["version"], data["start_step"]
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
@@ -207,6 +209,10 @@ class RunView:
     def at(self) -> int:
         """The job's inner step, pending ones included: the furthest replica's."""
         return max([self.inner_step, *(row.inner_step for row in self.rows.values() if row.state != "dead")])
+
+    def share(self) -> float:
+        """How much of the job is done, 0 to 1."""
+        return min(1.0, self.at() / self.inner_steps) if self.inner_steps else 0.0
 
     def left_s(self) -> float | None:
         """Seconds to the job's end, at the rate of the last minute; None: unknown."""
