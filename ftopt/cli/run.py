@@ -66,7 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
     _tell(summary, folder, digest_lines(summary))
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}  (the model: ftopt export {checkpoint} model.safetensors)")
+        if (saved := _inner_step(checkpoint)) != summary["inner_step"]:
+            say(f"that checkpoint is of inner step {saved}: a member of the last outer step has not saved its part")
     return 0
+
+
+def _inner_step(checkpoint: Path) -> int:
+    from ftopt.checkpoint.reader import Checkpoint
+
+    return Checkpoint(checkpoint).manifest.inner_step
 
 
 def _tell(summary: dict[str, Any], folder: Path, lines: list[str]) -> None:
