@@ -250,7 +250,11 @@ class Checkpoints:
             return
         self._writer.wait(timeout_s)
         if cut.attempt > self._begun:
-            self._begin("checkpoints.last", cut)
+            try:
+                self._begin("checkpoints.last", cut)
+            except Exception as error:  # what the loop has included may be closed: leaving goes on
+                _log.error("replica %s: the version that it leaves is not saved", self._group.replica, exc_info=error)
+                return
         if not self._writer.wait(max(0.0, deadline - time.monotonic())):
             _log.warning(
                 "replica %s leaves while its last checkpoint is being written: the one before it remains valid",

@@ -230,7 +230,7 @@ def _check_sync(sync: object) -> None:
 
 _TOLD = {
     "hold": "",
-    "reset": "starts anew: ",
+    "reset": "starts again from the job's state: ",
     "fetch_failed": "fetching the committed state failed: ",
 }
 """Event -> what the log says before the event's own text."""

@@ -69,6 +69,16 @@ def ignore(event: Event) -> None:
     """The ``on_event`` that does nothing."""
 
 
+def both(first: OnEvent, second: OnEvent) -> OnEvent:
+    """Calls ``first``, then ``second``."""
+
+    def on_event(event: Event) -> None:
+        first(event)
+        second(event)
+
+    return on_event
+
+
 _SLOW_S = 1.0
 _telling = threading.local()
 """``event``: what this thread calls an ``on_event`` for."""

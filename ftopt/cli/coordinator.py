@@ -15,6 +15,7 @@ from ftopt.events import OnEvent, Subscribers, ignore
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
+    from ftopt.telemetry.jobs_log import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
 """When the runner is killed, replicas and coordinator notice at once; the replicas need the coordinator to leave."""
@@ -24,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "address to listen on (default: %(default)s)"
     parser.add_argument("--bind", default="127.0.0.1:29400", metavar="HOST:PORT", help=text)
     add_file(parser, "--journal", "journal of all decisions, to restart from (default: none)")
-    text = "its jobs are new: start them as soon as their replicas are there, without waiting for living ones"
+    text = "all jobs are new: start each as soon as its replicas are connected, and wait for no others that may live"
     parser.add_argument("--new", action="store_true", help=text)
     add_token(parser)
     add_certificate(parser)
@@ -33,6 +34,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     text = "write events.jsonl to this folder (default: no events)"
     parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
+    text = "show errors, but no line for each replica that comes or goes"
+    parser.add_argument("--quiet", "-q", action="store_true", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--faults", default="[]", help=argparse.SUPPRESS)
     parser.add_argument("--life", type=int, default=1, help=argparse.SUPPRESS)
@@ -48,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         terminate_self(finish_up(patience_s=15.0), after_s=_REPLICAS_LEAVE_S)
     on_event, made = _subscribers(arguments)
+    log = None if arguments.supervised else _log_of_jobs(quiet=arguments.quiet)
     host, port = parse_address(arguments.bind)
     server = CoordinatorServer(
         host,
@@ -58,11 +62,23 @@ def run(arguments: argparse.Namespace) -> int:
         tls=tls_of(arguments).server(),
         open_status=arguments.open_status,
         on_event=on_event,
+        watch=log.of if log is not None else None,
     )
     if made is not None:
         made(server)
-    server.run(ready=say if arguments.supervised else _ready)
+    try:
+        server.run(ready=say if arguments.supervised else _ready)
+    finally:
+        if log is not None:
+            log.close()
     return 0
+
+
+def _log_of_jobs(*, quiet: bool) -> JobsLog:
+    from ftopt.telemetry.jobs_log import JobsLog
+    from ftopt.telemetry.progress import PlainLines
+
+    return JobsLog(PlainLines(say, quiet=quiet, dated=True))
 
 
 def _ready(url: str) -> None:

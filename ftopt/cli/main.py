@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,8 +34,6 @@ VERBS = {
 }
 """Command -> what it does. Its file is ``ftopt/cli/<command>.py``, imported when the command is used."""
 
-INTERRUPTED = 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
@@ -50,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FtoptError as error:
         complain(str(error))
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         complain("interrupted")
-        return INTERRUPTED
+        return 128 + int(getattr(interrupt, "number", signal.SIGINT))
     except BrokenPipeError:  # `ftopt ls | head`
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

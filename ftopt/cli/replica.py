@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from ftopt.telemetry.screen import Screen
 
 _EXIT = """\
-Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, and leaves; the commands that go on are shown. A
-second one ends it at once.
+Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
+prints the commands with which to continue. A second one ends it at once.
 
-exit status: 0 the job is done, or the replica has left in good order; 1 it failed; 2 the input was wrong, or the
-coordinator refused it; 130 ended by Ctrl-C before it had joined, or by a second one
+exit status: 0 the job is done, or the replica has left in good order
+             1 it failed
+             2 the input was wrong, or the coordinator refused this replica
+             130, 143 ended by Ctrl-C, SIGTERM before it had joined, or by a
+             second signal
 """
 
 
@@ -36,18 +39,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_quiet(parser)
     parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--coordinator", metavar="URL", help="the coordinator's address (default: FTOPT_COORDINATOR)")
-    parser.add_argument("--id", metavar="ID", help="this replica's id (default: FTOPT_REPLICA, else HOST-PID)")
+    text = "this replica's id, the same after a restart (default: FTOPT_REPLICA, else HOST-PID)"
+    parser.add_argument("--id", metavar="ID", help=text)
     parser.add_argument("--job", metavar="NAME", help="the job's name (default: FTOPT_JOB, else the recipe's name)")
-    default = "FTOPT_HOST, else that of the interface that reaches the coordinator"
-    parser.add_argument("--host", metavar="ADDR", help=f"address where peers reach this machine (default: {default})")
-    what = "network interface of payloads and states, as eth1, in the place of --host (default: FTOPT_INTERFACE)"
-    parser.add_argument("--interface", metavar="NAME", help=what)
+    text = "FTOPT_HOST, else that of the interface that reaches the coordinator"
+    parser.add_argument("--host", metavar="ADDR", help=f"address at which peers reach this machine (default: {text})")
+    text = "network interface for payloads and states, e.g. eth1, instead of --host (default: FTOPT_INTERFACE)"
+    parser.add_argument("--interface", metavar="NAME", help=text)
     add_token(parser)
     add_ca(parser)
     add_certificate(parser)
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="this replica's folder (default: <log.dir>/<name>-<ID>)"
-    )
+    text = "this replica's folder (default: <log.dir>/<name>-<ID>)"
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=text)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
 
@@ -63,11 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             "no coordinator given; give --coordinator URL (`ftopt coordinator` prints it) or set FTOPT_COORDINATOR"
         )
+    replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
+    if "/" in replica or replica.startswith("."):
+        raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
     if launches(recipe.ranks):
         return launch(arguments.given, recipe.ranks)
     from ftopt.job.replica import run_replica
 
-    replica = arguments.id or os.environ.get("FTOPT_REPLICA") or f"{socket.gethostname()}-{os.getpid()}"
     screen = None if arguments.supervised else _screen(recipe, replica, quiet=arguments.quiet)
     try:
         result = run_replica(
@@ -101,7 +106,7 @@ def _screen(recipe: Recipe, replica: str, *, quiet: bool) -> Screen | None:
     from ftopt.telemetry.view import RunView
 
     view = RunView(recipe.train.inner_steps, name=f"{recipe.name} {replica}", whole=False)
-    screen = Screen(view, display_for(say, quiet=quiet))
+    screen = Screen(view, display_for(say, quiet=quiet, dated=True))
     log = logging.getLogger("ftopt")
     log.addHandler(screen)
     log.setLevel(logging.WARNING if quiet else logging.INFO)

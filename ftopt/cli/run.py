@@ -27,10 +27,12 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 _EXIT = """\
-Ctrl-C or SIGTERM: the replicas hand in their steps, a checkpoint is written, and the command that resumes the job is
-shown. A second one ends everything at once.
+Ctrl-C or SIGTERM: the replicas hand in their steps, the last version is saved,
+and the command that resumes the job is printed. A second one ends everything at
+once.
 
-exit status: 0 the job is done; 1 it failed; 2 the input was wrong; 130 Ctrl-C; 143 SIGTERM
+exit status: 0 the job is done; 1 it failed; 2 the input was wrong;
+             130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 
 
@@ -65,7 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
     _tell(summary, folder, digest_lines(summary))
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}  (the model: ftopt export {checkpoint} model.safetensors)")
+        if (saved := _inner_step(checkpoint)) != summary["inner_step"]:
+            say(f"that checkpoint is of inner step {saved}: a member of the last outer step has not saved its part")
     return 0
+
+
+def _inner_step(checkpoint: Path) -> int:
+    from ftopt.checkpoint.reader import Checkpoint
+
+    return Checkpoint(checkpoint).manifest.inner_step
 
 
 def _tell(summary: dict[str, Any], folder: Path, lines: list[str]) -> None:

@@ -8,20 +8,22 @@ written.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from ftopt.config.loader import dump
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
-from ftopt.events import Event
+from ftopt.events import Event, OnEvent, ignore
 from ftopt.telemetry.folder import RunFolder
-from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, data_of, read_lines
+from ftopt.telemetry.jsonl import EventLog, JsonLines, Line, Tail, data_of
 
-_MOST = 10_000
+_logger = logging.getLogger(__name__)
 
 
 class OwnFolder:
@@ -36,23 +38,33 @@ class OwnFolder:
 
     Attributes:
         files: the folder; before the replica has joined, the newest one that is there.
+        is_open: whether the replica has joined, and the folder is there.
     """
 
     def __init__(
         self, recipe: Recipe, replica: str, job: str, path: Path, opened: Callable[[RunFolder, float], None]
     ) -> None:
-        self._recipe, self._replica, self._job, self._opened_with = recipe, replica, job, opened
-        self._paths = path
+        self._replica, self._job, self._opened_with, self._base = replica, job, opened, path
         self._lock = threading.Lock()
         self._waiting: list[Event] = []
-        self._log: EventLog | None = None
-        _check_writable(path.parent)
-        self.files = RunFolder(self._newest() or path)
+        self._log: OnEvent | None = None
+        self.is_open = False
+        # All that takes time is done now, and not in an event, which the network thread waits for.
+        self._recipe = dump(recipe)
+        self._newest = self._find_newest()
+        self.files = RunFolder(self._newest or path)
+        self._tail = Tail(self.files.events)
+        self._told: list[Line] = [*self._tail.more()]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the replica has joined, and the folder is there."""
-        return self._log is not None
+    def check(self) -> None:
+        """UserError: there can be no folder there. Before anything is trained, and when the id is known to be good."""
+        parent = self._base.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(parent, os.W_OK):
+                raise PermissionError(13, "Permission denied")
+        except OSError as error:
+            raise UserError(f"{parent} (log.dir, or --folder): {error.strerror}; give a writable folder") from error
 
     def __call__(self, event: Event) -> None:
         """Writes the event, once the replica has joined."""
@@ -61,26 +73,29 @@ class OwnFolder:
                 if not event.incarnation:
                     self._waiting.append(event)
                     return
-                self._log = self._open(event.incarnation)
+                try:
+                    self._log = self._open(event.incarnation)
+                    self.is_open = True
+                except OSError as error:
+                    _logger.warning("%s: %s; training goes on, and nothing is written there", self.files.path, error)
+                    self._log = ignore
                 for waiting in self._waiting:
                     self._log(waiting)
                 self._waiting.clear()
         self._log(event)
 
     def _open(self, incarnation: int) -> EventLog:
-        started, dead = time.time(), []
-        newest = self._newest()
-        if newest is not None:
-            told = read_lines(RunFolder(newest).events)
-            began = self._began(told)
-            if began is not None and incarnation > max(line["incarnation"] for line in told):
-                started = began
-                dead = _dead(told)
+        started, dead = time.time(), list[int]()
+        if self._newest is not None:
+            self._told += self._tail.more()  # the former process may have lived until now
+            began = self._began()
+            if began is not None and incarnation > max(line["incarnation"] for line in self._told):
+                started, dead = began, _dead(self._told)
             else:
-                newest = self._free()
-        self.files = RunFolder(newest or self._paths)
+                self.files = RunFolder(self._free())
+        self._told.clear()
         self.files.create(logs=False)
-        self.files.recipe.write_text(dump(self._recipe), encoding="utf-8")
+        self.files.recipe.write_text(self._recipe, encoding="utf-8")
         log = EventLog(JsonLines(self.files.events, started))
         for life in dead:
             log(Event("death", self._replica, life, data={"status": "unknown", "by_fault": False}))
@@ -89,15 +104,15 @@ class OwnFolder:
         self._opened_with(self.files, started)
         return log
 
-    def _began(self, told: Sequence[Line]) -> float | None:
-        """When the run began whose lines these are; None: they are not of this job and replica."""
-        for line in told:
+    def _began(self) -> float | None:
+        """When the run of the newest folder began; None: it is not of this job and replica."""
+        for line in self._told:
             data = data_of(line)
             if line["event"] == "spawn" and line["replica"] == self._replica and data.get("job") == self._job:
                 return float(data["time"]) - float(line["t_s"])
         return None
 
-    def _newest(self) -> Path | None:
+    def _find_newest(self) -> Path | None:
         found = None
         for path in self._numbered():
             if not path.exists():
@@ -108,22 +123,13 @@ class OwnFolder:
     def _free(self) -> Path:
         return next(path for path in self._numbered() if not path.exists())
 
-    def _numbered(self) -> list[Path]:
-        more = (self._paths.with_name(f"{self._paths.name}-{number}") for number in range(2, _MOST))
-        return [self._paths, *more]
+    def _numbered(self) -> Iterator[Path]:
+        yield self._base
+        for number in count(2):
+            yield self._base.with_name(f"{self._base.name}-{number}")
 
 
 def _dead(told: Sequence[Line]) -> list[int]:
     """The incarnations that have not told their end."""
     lives = {line["incarnation"] for line in told if line["incarnation"]}
     return sorted(lives - {line["incarnation"] for line in told if line["event"] in ("end", "death")})
-
-
-def _check_writable(parent: Path) -> None:
-    """Before anything is trained. UserError: there can be no folder in ``parent``."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(parent, os.W_OK):
-            raise PermissionError(13, "Permission denied")
-    except OSError as error:
-        raise UserError(f"log.dir={str(parent)!r}: {error.strerror}; give a writable folder") from error

@@ -127,6 +127,8 @@ def run_replica(
         sync=recipe.sync,
         on_event=on_event,
     )
+    if own is not None:
+        own.check()
     result = Result(False, own.files if own is not None else None)
     path = (lambda: own.files.checkpoints) if own is not None else None
     try:
@@ -143,7 +145,7 @@ def run_replica(
     finally:
         group.close()
         if own is not None and own.is_open:
-            result.summary = own.files.summarize()
+            result.files, result.summary = own.files, own.files.summarize()
         if mirror is not None and mirror.wandb is not None:
             mirror.wandb.close(_WANDB_S)
     return result

@@ -185,7 +185,8 @@ class Runner:
                 self._bring_back()
                 self._end_when_done()
         if self._interrupts:
-            raise Interrupted(self._interrupts[0], "interrupted before the end")
+            where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
+            raise Interrupted(self._interrupts[0], f"interrupted {where}")
         if not self._ended:
             raise RunFailed(f"all replicas died before the end; what they said is in {self._folder.logs}")
 

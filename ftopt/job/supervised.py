@@ -42,6 +42,14 @@ def terminate_self(asked: threading.Event, after_s: float = 0.0) -> None:
     threading.Thread(target=wait, name="ftopt-terminate", daemon=True).start()
 
 
+class Ended(KeyboardInterrupt):
+    """A signal ends this process at once. Exit status 128 + ``number``."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 @contextmanager
 def on_signals(handle: Callable[[int], object]) -> Iterator[None]:
     """Calls ``handle`` with the signal on SIGTERM and Ctrl-C in the block."""

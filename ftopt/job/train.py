@@ -28,7 +28,7 @@ from ftopt.job.inner import inner_optimizers
 from ftopt.job.parts import make_loader, make_scheduler
 from ftopt.job.ranks import ALONE, Ranks, spread
 from ftopt.job.subscribers import CurrentStep
-from ftopt.job.supervised import on_signals
+from ftopt.job.supervised import Ended, on_signals
 from ftopt.job.task import task_of
 from ftopt.sync.group import ReplicaGroup
 
@@ -304,7 +304,7 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
         if trainer.over:
             return
         if asked or not trainer.started or trainer.ranks.size > 1:
-            raise KeyboardInterrupt
+            raise Ended(number)
         asked = True
         _log.warning(
             "replica %s leaves (%s): it hands in its pending steps; another Ctrl-C ends it at once",

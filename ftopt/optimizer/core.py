@@ -25,7 +25,15 @@ from ftopt.optimizer.asked import Asked, leave
 from ftopt.optimizer.counts import NextStep, one_number
 from ftopt.optimizer.in_model import Loads, OuterParameters
 from ftopt.optimizer.inner import Inner
-from ftopt.optimizer.leaving import at_exit, hand_in, tell_left, tell_not_stepped, why_at_once
+from ftopt.optimizer.leaving import (
+    at_exit,
+    hand_in,
+    tell_joined,
+    tell_left,
+    tell_not_stepped,
+    tell_way_on,
+    why_at_once,
+)
 from ftopt.optimizer.outer.metrics import told_of_a_step
 from ftopt.optimizer.outer.micro_batches import MicroBatches, check_averages_gradients
 from ftopt.optimizer.outer.step import OuterStep
@@ -355,6 +363,7 @@ class Core:
         if self.replays is not None:
             fetched |= self.replays.inherit(outer)
         self.start_step = outer.fragments[0].state.meta.inner_step
+        tell_joined(self.group.replica, self.group.incarnation, outer.fragments[0].state.meta)
         if self.group.units is not None:
             self.group.units.when_out_of_units(self.offer_rest)
             if self._asked is not None:
@@ -494,6 +503,8 @@ class Core:
             self.outer.apply()
             self._after_outer_work(self.outer)
             tell_left(self.outer, self.group.replica, reason)
+            if self._asked is not None and self._asked.why():
+                tell_way_on(self.outer, self.group.replica)
         finally:
             at_exit.remove(self)
             if self._asked is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from torch import nn
 from ftopt.errors import UserError
 from ftopt.optimizer.asked import left_s
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.sync.group import ReplicaGroup
+from ftopt.sync.group import Committed, ReplicaGroup
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,38 @@ def why_at_once() -> str:
     if isinstance(sys.exc_info()[1], KeyboardInterrupt):
         return "Ctrl-C ended its loop; ftopt.wrap(..., leave_on_signals=True) hands them in"
     return "it left at once, after an exception or by flush=False"
+
+
+def tell_joined(replica: str, life: int, committed: Committed) -> None:
+    """That a replica trains, and from where; a later incarnation as a warning, since its predecessor has ended."""
+    if life > 1:
+        text = "replica %s is back as incarnation %d: it trains from the job's version %d, inner step %d on"
+        _log.warning(text, replica, life, committed.version, committed.inner_step)
+    else:
+        text = "replica %s trains from version %d, inner step %d on"
+        _log.info(text, replica, committed.version, committed.inner_step)
+
+
+def tell_way_on(outer: OuterStep, replica: str) -> None:
+    """Where a replica stands that a signal has ended, and how to start it again."""
+    meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps
+    pending = max(outer.pending_by_fragment(), default=0)
+    again = "" if "TORCHELASTIC_RUN_ID" in os.environ else f"; to go on: {_command(replica)}"
+    _log.warning(
+        "replica %s has left at version %d, inner step %d: of its %d inner steps %d are in no version%s",
+        replica,
+        meta.version,
+        meta.inner_step,
+        steps,
+        pending,
+        again,
+    )
+
+
+def _command(replica: str) -> str:
+    """What has started this process, to be pasted into a shell."""
+    named = [f"FTOPT_REPLICA={shlex.quote(replica)}"] if os.environ.get("FTOPT_REPLICA") == replica else []
+    return " ".join([*named, shlex.join(sys.orig_argv)])
 
 
 class Leaver(Protocol):

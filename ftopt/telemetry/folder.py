@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
 import socket
 import time
@@ -13,6 +14,8 @@ from typing import Any
 
 from ftopt.telemetry.jsonl import read_lines
 from ftopt.telemetry.summary import summarize
+
+_log = logging.getLogger("ftopt.telemetry")
 
 
 class RunFolder:
@@ -58,8 +61,11 @@ class RunFolder:
         steps = {path.stem: read_lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
         summary = summarize(read_lines(self.events), steps)
         new = self.summary.with_suffix(".new")
-        new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        new.replace(self.summary)
+        try:
+            new.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+            new.replace(self.summary)
+        except OSError as error:
+            _log.warning("%s: %s; the figures are not written", self.summary, error)
         return summary
 
 

@@ -39,11 +39,11 @@ class Display(Protocol):
         """The run is over."""
 
 
-def display_for(say: Callable[[str], None], *, quiet: bool = False) -> Display:
-    """The display for standard output; ``say`` writes a line to it. ``quiet``: only what is wrong is shown."""
-    if quiet:
-        return PlainLines(say, quiet=True)
-    return LiveTable() if sys.stdout.isatty() else PlainLines(say)
+def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool = False) -> Display:
+    """The display for standard output; ``say`` writes a line to it. ``quiet``, ``dated``: see `PlainLines`."""
+    if quiet or not sys.stdout.isatty():
+        return PlainLines(say, quiet=quiet, dated=dated)
+    return LiveTable()
 
 
 class PlainLines:
@@ -53,14 +53,21 @@ class PlainLines:
         say: writes a line.
         clock: seconds, monotonic.
         quiet: only notes of what is wrong.
+        dated: begin lines with date and time, to be compared with other machines' logs; else with the seconds since
+            the start.
     """
 
     def __init__(
-        self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic, *, quiet: bool = False
+        self,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        quiet: bool = False,
+        dated: bool = False,
     ) -> None:
-        self._say, self._clock, self._quiet = say, clock, quiet
+        self._say, self._clock, self._quiet, self._dated = say, clock, quiet, dated
         self._started = self._last = clock()
-        self._burst_s, self._notes = self._started, 0
+        self._burst_s, self._notes, self._text = self._started, 0, ""
 
     def note(self, note: Note) -> None:
         now = self._clock()
@@ -78,8 +85,11 @@ class PlainLines:
         elapsed = now - self._started
         if self._quiet or now - self._last < min(_PLAIN_MOST_S, max(_PLAIN_S, elapsed / 20)):
             return
-        self._last = now
-        self._line(now, ", ".join(figures(view)))
+        text = ", ".join(figures(view))
+        if text == self._text and now - self._last < _PLAIN_MOST_S:
+            return
+        self._last, self._text = now, text
+        self._line(now, text)
 
     def close(self) -> None:
         self._tell_left_out()
@@ -90,13 +100,13 @@ class PlainLines:
         self._notes = 0
 
     def _line(self, now: float, text: str) -> None:
-        self._say(f"{now - self._started:7.1f} s  {text}")
+        when = time.strftime("%Y-%m-%d %H:%M:%S") if self._dated else f"{now - self._started:7.1f} s"
+        self._say(f"{when}  {text}")
 
 
 def figures(view: RunView) -> list[str]:
     """The job's figures, the most important ones first."""
-    share = f" ({view.at() / view.inner_steps:.0%})" if view.inner_steps else ""
-    parts = [f"inner step {view.at()}/{view.inner_steps}{share}", f"version {view.version}"]
+    parts = [f"inner step {view.at()}/{view.inner_steps} ({view.share():.0%})", f"version {view.version}"]
     if (loss := view.loss()) is not None:
         parts.append(f"loss {loss:.3f}")
     if view.score:
@@ -132,10 +142,12 @@ class LiveTable:
         self._live.start()
 
     def note(self, note: Note) -> None:
+        from rich.table import Table
         from rich.text import Text
 
-        now = time.strftime("%H:%M:%S")
-        self._console.print(Text.assemble((now, "dim"), " ", (note.text, _COLORS.get(note.tone, ""))), soft_wrap=True)
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(time.strftime("%H:%M:%S"), style="dim"), Text(note.text, style=_COLORS.get(note.tone, "")))
+        self._console.print(line)
 
     def refresh(self, view: RunView) -> None:
         self._live.update(draw(view, *self._console.size), refresh=True)
@@ -192,7 +204,7 @@ def _bar(view: RunView, width: int) -> Table:
         Text(view.name or "inner step", style="bold", overflow="ellipsis", no_wrap=True),
         ProgressBar(view.inner_steps, min(at, view.inner_steps), width=max(10, min(60, width - 56))),
         Text(f"{at}/{view.inner_steps} inner steps", no_wrap=True),
-        Text(f"{at / view.inner_steps:.0%}" if view.inner_steps else "", no_wrap=True),
+        Text(f"{view.share():.0%}", no_wrap=True),
         Text(ends, style="cyan", no_wrap=True),
     )
     return grid

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from ftopt.events import Event
@@ -64,6 +65,10 @@ class Screen(logging.Handler):
             self._thread.join(_CLOSE_S)
 
     def _work(self) -> None:
+        with suppress(OSError):  # `ftopt replica ... | head`
+            self._draw()
+
+    def _draw(self) -> None:
         drawn_s = 0.0
         while True:
             try:

@@ -23,7 +23,7 @@ class Note(NamedTuple):
 
 
 _TONES = {
-    "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore"),
+    "good": ("join", "return", "fetched", "checkpoint", "replayed", "restore", "recover", "started"),
     "warn": ("fault", "abort", "lost", "gone", "reset", "awaited", "held_open", "stalled", "damaged", "disconnected"),
     "bad": (
         "death", "refuse", "fork", "mismatch", "evicted", "outlier", "checkpoint_failed", "replay_failed", "halt",
@@ -73,16 +73,18 @@ def _text(record: Line) -> str | None:
         again = data.get("life", 1) > 1
         return f"{'the coordinator' if who == 'coordinator' else who} is started again" if again else None
     if name in ("start", "recover"):
-        return None if name == "start" else f"the coordinator is back: version {version}, inner step {step}"
+        return None if name == "start" else f"the job goes on from version {version}, inner step {step}"
     if name == "discarded":
         return f"{who}: {data['steps']} inner steps dropped ({_WHY.get(data['reason'], data['reason'])})"
+    if name == "started":
+        return f"{who} trains from inner step {data['start_step']} on"
     words = {
         "join": f"{who} joined at inner step {step}",
         "return": f"{who} is back; the job is at version {version}, inner step {step}",
         "leave": f"{who} left",
         "lost": f"the connection to {who} has ended",
         "disconnected": f"{who} has lost the coordinator, and trains on",
-        "gone": f"{who} was away for too long; if it comes back, its pending steps are dropped",
+        "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",
         "fetched": f"{who} has fetched version {version}",
         "abort": f"version {version}: an attempt failed ({data.get('reason', 'no reason given')}); it is repeated",
         "death": f"{who} died ({data.get('status')})",

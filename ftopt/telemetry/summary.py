@@ -47,7 +47,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         executed[_incarnation(event)] -= int(data_of(event)["steps"])
     inherited = _inherited([*by_name["resumed"], *by_name["replay"]])
     survivors_end = {_incarnation(event): event for event in by_name["end"] if _incarnation(event) not in dead}
-    alone = not (by_name["decide"] or by_name["start"] or by_name["recover"])  # one replica's folder
+    alone = any("job" in data_of(event) for event in by_name["spawn"])  # one replica's folder
     if alone:
         decisions = _applied(by_name["apply"])
         dead |= executed.keys() - survivors_end.keys()

@@ -15,7 +15,11 @@ _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition
 _ENDED = ("left", "done", "dead")
 _MAKES_A_ROW = ("spawn", "join", "return")
 """Other events may name replicas that a checkpoint knows and this run has not."""
+_USUAL = ("left", "superseded", "superseded by a newcomer", None)
+"""Why replicas are gone when other events say enough."""
 _QUIET = ("mixed", "taken_over")  # as the method means it
+_INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
+"""How replicas end that have not joined yet when a signal ends the run."""
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
@@ -30,7 +34,7 @@ class Row:
         tokens_per_s, steps_per_s: over the last ten seconds.
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
-        proposed: the version that it has last proposed for.
+        proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
 
     replica: str
@@ -46,6 +50,8 @@ class Row:
     last_s: float = 0.0
     proposed: int = 0
     proposed_s: float = 0.0
+    called: int = 0
+    called_s: float = 0.0
     _times: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stepped(self, line: Line) -> None:
@@ -121,6 +127,8 @@ class RunView:
             self.members = len(data.get("members", ()))
         elif name == "apply" and not self.whole and not record.get("fragment") and "committed_step" in data:
             self.version, self.inner_step = record["version"], data["committed_step"]
+        elif name == "started" and not self.whole:
+            self.version, self.inner_step = record["version"], data["start_step"]
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
@@ -128,23 +136,26 @@ class RunView:
         known = replica in self.rows
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
-        return note_of(record) if self._is_news(record, data) else None
+        if not self._is_news(record, data):
+            return None
+        if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
+            return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
+        return note_of(record)
 
     def waiting_for(self) -> Note | None:
         """The round of fragment 0 that has waited for some seconds, and for which replicas; once for each version."""
-        waiting = [row for row in self.rows.values() if row.state == "waiting"]
-        version = self.version + 1
-        if not self.whole or not waiting or self._told_waiting == version or self.ending:
+        version, rows = self.version + 1, self.rows.values()
+        if not self.whole or self._told_waiting == version or self.ending:
             return None
-        since_s = min(row.proposed_s for row in waiting)
-        if self.now_s - since_s < _WAITS_S or any(row.proposed != version for row in waiting):
-            return None
-        late = [row for row in self.rows.values() if row.proposed < version and row.state not in (*_ENDED, "starting")]
-        if not late:
+        called = [row for row in rows if row.called == version and row.proposed < version and row.state not in _ENDED]
+        waiting = [row for row in rows if row.state == "waiting" and row.proposed == version]
+        late = called or [row for row in rows if row.proposed < version and row.state not in (*_ENDED, "starting")]
+        begun = [*(row.called_s for row in called), *(row.proposed_s for row in waiting)]
+        if not late or not begun or (waited_s := self.now_s - min(begun)) < _WAITS_S:
             return None
         self._told_waiting = version
         doing = names(f"{row.replica} ({row.shown_state(self.now_s)})" for row in late)
-        return Note(f"version {version} has waited {self.now_s - since_s:.0f} s for {doing}", "warn")
+        return Note(f"version {version} has waited {waited_s:.0f} s for {doing}", "warn")
 
     def _is_news(self, record: Line, data: Line) -> bool:
         name = record["event"]
@@ -157,13 +168,15 @@ class RunView:
         if name == "discarded":
             return data.get("reason") not in _QUIET
         if name == "gone":
-            return data.get("reason") not in ("left", None) and not self.ending and self._away(record["replica"])
+            return data.get("reason") not in _USUAL and not self.ending
+        if name == "started":  # of the whole job the coordinator's `join` says it, of one replica its log
+            return False
+        if name == "death" and self.ending:
+            return data.get("status") not in _INTERRUPTED
         if name in ("lost", "rollback"):
-            return not (self.ending or self.inner_step >= self.inner_steps or self._ended())
+            done = 0 < self.inner_steps <= self.inner_step
+            return not (self.ending or done or self._ended())
         return True
-
-    def _away(self, replica: str) -> bool:
-        return replica in self.rows and self.rows[replica].state == "cut off"
 
     def _ended(self) -> bool:
         """All replicas have left: what they held goes with them, as it should."""
@@ -176,6 +189,8 @@ class RunView:
             row.version = record["version"]
         elif name == "propose" and not record.get("fragment"):
             row.proposed, row.proposed_s = record.get("version", 0), record["t_s"]
+        elif name == "call_in" and not record.get("fragment"):
+            row.called, row.called_s = record.get("version", 0), record["t_s"]
         elif name == "stall":
             row.waited_s += data["stall_s"]
         if name == "end":
@@ -195,9 +210,13 @@ class RunView:
         """The job's inner step, pending ones included: the furthest replica's."""
         return max([self.inner_step, *(row.inner_step for row in self.rows.values() if row.state != "dead")])
 
+    def share(self) -> float:
+        """How much of the job is done, 0 to 1."""
+        return min(1.0, self.at() / self.inner_steps) if self.inner_steps else 0.0
+
     def left_s(self) -> float | None:
         """Seconds to the job's end, at the rate of the last minute; None: unknown."""
-        if len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
+        if self.ending or len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
             return None
         (first_s, first), (_, last) = self._progress[0], self._progress[-1]
         rate = (last - first) / max(self.now_s - first_s, 1e-9)

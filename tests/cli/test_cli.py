@@ -59,6 +59,7 @@ def test_validate_tells_everything_and_exits_with_2(capsys: pytest.CaptureFixtur
         ["run", "diloco_bytes", "checkpoint.resume=x"],
         ["replica", "diloco_bytes"],
         ["replica", "diloco_bytes", "--coordinator", "nonsense"],
+        ["replica", "diloco_bytes", "--coordinator", "http://127.0.0.1:1", "--id", "../x"],
         ["status", "localhost:29400"],
         ["cp", "nothing"],
         ["simulate", "--histories", "0"],

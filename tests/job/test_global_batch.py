@@ -59,7 +59,7 @@ def test_an_interrupted_run_leaves_in_good_order(tmp_path: Path, start: Start) -
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 2)
     run.signal(signal.SIGINT)
     status, error = run.wait()
-    assert status == 1
+    assert status == 130
     assert "interrupted" in error and "Traceback" not in error
     assert summary_of(tmp_path)["survivor_inner_steps_lost"] == 0
     assert len(events_of(tmp_path, "end")) == 3

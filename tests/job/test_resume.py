@@ -144,7 +144,7 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     status, error = start(tmp_path, *short, "replicas=2", f"faults=[{kills}]", leave_out="replicas").wait(_PATIENCE_S)
     assert status == 1
     assert "all replicas died before the end" in error
-    path = error.strip().rpartition("checkpoint.resume=")[2]
+    path = (tmp_path / "stdout.txt").read_text().strip().rpartition("checkpoint.resume=")[2]
     began = verified(Path(path)).manifest.inner_step
     assert began in (20, 40)  # the last one may have been under way
     first = newest_run(tmp_path).path.rename(tmp_path / "first")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 from pathlib import Path
 
 import pytest
 
+from ftopt.checkpoint.reader import find, whole
 from tests.job.running import Start, alive, events_of, folder_of, summary_of, until
 
 
@@ -54,19 +57,42 @@ def test_a_killed_coordinator_comes_back_with_its_journal_and_nothing_is_lost(tm
     assert spawns == [1, 2]
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_leaves_in_good_order_and_keeps_what_is_pending(tmp_path: Path, start: Start) -> None:
-    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
+    tmp_path: Path, start: Start, number: int, status: int
+) -> None:
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000", "checkpoint.every=1000000")
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 2)
+    run.signal(number)
+    ended, error = run.wait()
+    assert ended == status, error
+    got = summary_of(tmp_path)
+    assert error == f"ftopt: interrupted at inner step {got['inner_step']} of 100000\n"
+    assert got["deaths"] == []
+    assert got["survivor_inner_steps_lost"] == got["inner_steps_pending"] == 0
+    assert len(events_of(tmp_path, "end")) == 2
+    (checkpoint,) = whole(folder_of(tmp_path).checkpoints)
+    assert find(checkpoint).manifest.inner_step == got["inner_step"]
+    said = (tmp_path / "stdout.txt").read_text()
+    assert f"inner steps executed {got['inner_steps_executed']} = committed " in said
+    assert shlex.split(said.splitlines()[-1].partition("to resume: ")[2])[-1] == f"checkpoint.resume={checkpoint}"
+    assert "is lost" not in said  # the last one to leave takes nothing along
+    assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
+    for event in events_of(tmp_path, "spawn"):
+        if event["replica"] != "coordinator":
+            os.kill(event["data"]["pid"], signal.SIGSTOP)  # which does not leave by itself
+    run.signal(signal.SIGINT)
+    until(lambda: "another Ctrl-C ends them at once" in (tmp_path / "stdout.txt").read_text())
     run.signal(signal.SIGINT)
     status, error = run.wait()
-    assert status == 1
-    assert "interrupted" in error
-    assert "Traceback" not in error
-    got = summary_of(tmp_path)
-    assert got["deaths"] == []
-    assert got["survivor_inner_steps_lost"] == 0
-    assert len(events_of(tmp_path, "end")) == 2
+    assert (status, error) == (130, "ftopt: interrupted twice: the processes were ended at once\n")
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
 
 

@@ -1,52 +1,187 @@
 """What a run looks like while it goes."""
 
-from ftopt.telemetry.progress import PlainLines
-from ftopt.telemetry.sentences import Note
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ftopt.events import Event
+from ftopt.telemetry.jobs_log import JobsLog
+from ftopt.telemetry.progress import LiveTable, PlainLines, draw, figures
+from ftopt.telemetry.screen import Screen
+from ftopt.telemetry.sentences import Note, names
 from ftopt.telemetry.view import RunView
+
+
+def event(name: str, replica: str = "r0", t_s: float = 0.0, life: int = 1, **more: Any) -> dict[str, Any]:
+    return {"t_s": t_s, "event": name, "replica": replica, "incarnation": life, **more}
+
+
+def line(step: int, t_s: float, **more: Any) -> dict[str, Any]:
+    return {"t_s": t_s, "incarnation": 1, "inner_step": step, "loss": 2.0, **more}
+
+
+def decide(version: int, inner_step: int, t_s: float = 0.0) -> dict[str, Any]:
+    return event("decide", "coordinator", t_s, 0, fragment=0, version=version, inner_step=inner_step)
+
+
+def running(replicas: int, steps: int = 40) -> RunView:
+    """So many replicas, 4 steps a second."""
+    view = RunView(600, name="diloco_bytes")
+    for number in range(replicas):
+        name = f"r{number:02d}"
+        view.event(event("spawn", name, 0.0, 0, data={"life": 1}))
+        view.event(event("join", name, 1.0, inner_step=0))
+        for step in range(1, steps + 1):
+            view.stepped(name, line(step, 1.0 + step / 4, tokens=1024))
+    return view
+
+
+def drawn(view: RunView, width: int, height: int = 24) -> list[str]:
+    console = Console(width=width, height=height, file=io.StringIO(), color_system=None)
+    console.print(draw(view, width, height))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+class Noted:
+    """A `Display` that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+        self.views: list[RunView] = []
+        self.closed = threading.Event()
+
+    def note(self, note: Note) -> None:
+        self.notes.append(note)
+
+    def refresh(self, view: RunView) -> None:
+        self.views.append(view)
+
+    def close(self) -> None:
+        self.closed.set()
 
 
 def test_the_view_follows_events_and_steps() -> None:
     view = RunView(600)
-    view.event({"t_s": 0, "event": "join", "replica": "r0", "incarnation": 1})
+    view.event(event("join", inner_step=0))
     for step in range(1, 4):
-        view.stepped("r0", {"t_s": step * 0.5, "incarnation": 1, "inner_step": step, "loss": 2.0, "tokens": 64})
-    view.event({"t_s": 2, "event": "propose", "replica": "r0", "incarnation": 1, "version": 1})
-    view.event(
-        {
-            "t_s": 2,
-            "event": "decide",
-            "replica": "coordinator",
-            "incarnation": 0,
-            "fragment": 0,
-            "version": 1,
-            "inner_step": 3,
-        }
-    )
+        view.stepped("r0", line(step, step * 0.5, tokens=64))
+    view.event(event("propose", t_s=2, version=1))
+    view.event(decide(1, 3, 2))
     row = view.row("r0")
     assert row.tokens_per_s == 128.0
     assert (row.state, row.inner_step, row.loss, row.steps_per_s) == ("waiting", 3, 2.0, 2.0)
     assert (view.version, view.inner_step) == (1, 3)
-    view.event({"t_s": 3, "event": "apply", "replica": "r0", "incarnation": 1, "version": 1})
+    view.event(event("apply", t_s=3, version=1))
     assert (row.state, row.version) == ("training", 1)
 
 
 def test_notable_events_are_sentences_and_the_same_word_is_said_once() -> None:
     view = RunView(600)
-    death = {"t_s": 1, "event": "death", "replica": "r1", "incarnation": 2, "data": {"status": "SIGKILL"}}
+    death = event("death", "r1", 1, 2, data={"status": "SIGKILL"})
     assert view.event(death) == Note("r1 (incarnation 2) died (SIGKILL)", "bad")
-    hold = {"t_s": 1, "event": "hold", "replica": "r0", "incarnation": 0, "data": {"text": "1 of 4"}}
+    hold = event("hold", t_s=1, life=0, data={"text": "1 of 4"})
     assert view.event(hold) == Note("1 of 4")
     assert view.event({**hold, "replica": "r2"}) is None
-    assert view.event({"t_s": 1, "event": "propose", "replica": "r0", "incarnation": 1}) is None
+    assert view.event(event("propose", t_s=1)) is None
+    back = event("return", "r1", 2, 2, version=7, inner_step=140)
+    assert view.event(back) == Note("r1 (incarnation 2) is back; the job is at version 7, inner step 140", "good")
 
 
 def test_checkpoints_that_fail_are_told_once_until_one_succeeds() -> None:
     view = RunView(600)
-    failed = {"t_s": 1, "event": "checkpoint_failed", "replica": "r0", "incarnation": 1, "data": {"reason": "full"}}
+    failed = event("checkpoint_failed", t_s=1, data={"reason": "full"})
     said = [view.event(failed), view.event({**failed, "replica": "r1"}), view.event(failed)]
     assert said == [Note("r0: no checkpoint: full", "bad"), None, None]
     assert view.event({**failed, "event": "checkpoint", "data": {}}) is None
     assert view.event(failed) == Note("r0: no checkpoint: full", "bad")
+
+
+def test_replicas_that_only_a_checkpoint_knows_get_no_row() -> None:
+    view = running(2)
+    view.event(event("gone", "r07", 3, data={"reason": "left"}))
+    view.event(event("lost", "r08", 3))
+    assert sorted(view.rows) == ["r00", "r01"]
+
+
+def test_when_all_leave_at_the_end_nothing_sounds_like_a_failure() -> None:
+    """A run that was interrupted ended with "nobody holds version 5 any more"."""
+    view = running(2)
+    left = [view.event(event("leave", name, 12)) for name in ("r00", "r01")]
+    assert left == [Note("r00 left"), Note("r01 left")]
+    assert view.event(event("gone", "r00", 12, data={"reason": "left"})) is None
+    assert view.event(event("lost", "r01", 12)) is None
+    assert view.event(event("rollback", "coordinator", 12, 0, fragment=0, version=5)) is None
+    view = running(2)
+    told = view.event(event("rollback", "coordinator", 12, 0, fragment=0, version=5))
+    assert told == Note("version 5 is lost: no replica holds it any more", "bad")
+
+
+def test_a_round_that_waits_names_the_replicas_that_it_waits_for_once() -> None:
+    view = running(3)
+    for name in ("r00", "r01"):
+        view.event(event("propose", name, 11.0, fragment=0, version=1))
+    view.now_s = 12.0
+    assert view.waiting_for() is None
+    view.now_s = 26.0
+    assert view.waiting_for() == Note("version 1 has waited 15 s for r02 (no step for 15 s)", "warn")
+    assert view.waiting_for() is None
+
+
+def test_a_coordinator_knows_it_by_those_that_it_has_called_in() -> None:
+    view = RunView(0)
+    view.event(event("join", "r1", 1.0, inner_step=0))
+    view.event(event("call_in", "r1", 5.0, fragment=0, version=1))
+    view.now_s = 9.0
+    assert view.waiting_for() == Note("version 1 has waited 4 s for r1 (training)", "warn")
+
+
+def test_figures_are_the_jobs() -> None:
+    view = running(2)
+    view.event(decide(2, 40, 11))
+    view.event(event("stall", "r00", 11, data={"stall_s": 1.95}))
+    view.now_s = 11.0
+    assert view.left_s() == pytest.approx(560 / 4, rel=0.05)
+    told = "inner step 40/600 (7%), version 2, loss 2.000, 8.2k tokens/s, sync wait 10%, 2 training, 2:20 left"
+    assert ", ".join(figures(view)) == told
+
+
+@pytest.mark.parametrize("width", [80, 200])
+@pytest.mark.parametrize("replicas", [2, 32])
+def test_the_table_fits_the_terminal(width: int, replicas: int) -> None:
+    view = running(replicas)
+    view.now_s = 11.0
+    view.event(event("death", f"r{replicas - 1:02d}", 11, data={"status": "SIGKILL"}))
+    lines = drawn(view, width)
+    assert len(lines) <= 22  # there is room for two notes above
+    assert all(len(text) <= width for text in lines)
+    assert "40/600 inner steps" in lines[0] and "left" in lines[0]
+    dead = [text for text in lines if f"r{replicas - 1:02d}" in text]
+    assert len(dead) == 1 and "dead" in dead[0]  # what is unusual is shown, whatever does not fit
+    assert (lines[-1].startswith("15 more: 15 training; loss 2.000 to 2.000")) == (replicas == 32)
+
+
+def test_colors_are_left_out_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """https://no-color.org"""
+    found = []
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+        table = LiveTable(console)
+        table.note(Note("r1 died", "bad"))
+        table.refresh(running(2))
+        table.close()
+        assert isinstance(console.file, io.StringIO)
+        found.append("\x1b[32m" in console.file.getvalue() or "\x1b[1;31m" in console.file.getvalue())
+    assert found == [True, False]
 
 
 def test_plain_lines_come_every_few_seconds_and_for_each_note() -> None:
@@ -63,3 +198,73 @@ def test_plain_lines_come_every_few_seconds_and_for_each_note() -> None:
     plain.refresh(view)
     assert len(said) == 2
     assert said[1].strip() == "6.0 s  inner step 0/600 (0%), version 0, 1 starting"
+    for seconds in range(7, 60):
+        now = float(seconds)
+        plain.refresh(view)
+    assert len(said) == 2  # nothing has changed
+
+
+def test_a_storm_of_events_does_not_fill_the_log_and_quiet_tells_only_what_is_wrong() -> None:
+    said: list[str] = []
+    now = 0.0
+    plain = PlainLines(said.append, clock=lambda: now)
+    for _ in range(1000):
+        plain.note(Note("version 3: an attempt failed", "warn"))
+    now = 11.0
+    plain.note(Note("r1 died", "bad"))
+    assert len(said) == 32
+    assert said[-2].endswith("... and 970 more events; events.jsonl has all of them")
+    said.clear()
+    quiet = PlainLines(said.append, clock=lambda: now, quiet=True)
+    quiet.note(Note("r1 joined", "good"))
+    quiet.note(Note("r1 died", "bad"))
+    now = 100.0
+    quiet.refresh(running(1))
+    assert [text.split("s  ")[1] for text in said] == ["r1 died"]
+
+
+def test_a_replicas_screen_shows_events_steps_and_its_log() -> None:
+    display, view = Noted(), RunView(600, whole=False)
+    screen = Screen(view, display)
+    screen(Event("hold", "r0", data={"text": "1 of 2"}))
+    screen(Event("stepped", "r0", 1, inner_step=1))
+    screen.stepped({"incarnation": 1, "inner_step": 1, "loss": 2.0})
+    screen(Event("apply", "r0", 1, 0, 3, data={"counted_step": 20, "committed_step": 60}))
+    screen(Event("discarded", "r0", 1, 0, data={"steps": 3, "reason": "nonfinite"}))  # the log says why
+    log = logging.Logger("ftopt.test")
+    log.addHandler(screen)
+    log.warning("replica %s: training alone", "r0")
+    screen.close()
+    assert display.closed.is_set()
+    assert display.notes == [Note("1 of 2"), Note("replica r0: training alone", "warn")]
+    assert (view.version, view.inner_step, view.row("r0").inner_step) == (3, 60, 1)
+    assert display.views
+
+
+def test_a_coordinator_tells_what_happens_in_each_job() -> None:
+    display = Noted()
+    log = JobsLog(display)
+    one, other = log.of("one"), log.of("other")
+    one(Event("join", "r0", 1, inner_step=0))
+    other(Event("join", "r0", 3, inner_step=40))
+    one(Event("lost", "r0", 1))
+    one(Event("propose", "r0", 1, 0, 1))
+    log.close()
+    assert display.closed.is_set()
+    assert [note.text for note in display.notes] == [
+        "job one: r0 joined at inner step 0",
+        "job other: r0 (incarnation 3) joined at inner step 40",
+        "job one: the connection to r0 has ended",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "told"), [("", ""), ("b", "b"), ("ba", "a and b"), ("abcdefghij", "a, b, c, d, e, f, g, h and 2 more")]
+)
+def test_names_are_listed_as_one_says_them(known: str, told: str) -> None:
+    assert names(known) == told
+
+
+def test_a_line_that_names_a_replica_only_by_its_id_says_which_life_it_is() -> None:
+    told: Mapping[str, Any] = event("join", "r1", 3, 2, inner_step=140)
+    assert RunView(0).event(told) == Note("r1 (incarnation 2) joined at inner step 140", "good")

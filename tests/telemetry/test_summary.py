@@ -167,3 +167,30 @@ def test_no_lines_give_a_summary_of_nothing() -> None:
     assert got["val_loss_final"] is None
     assert got["stall_s"] is None
     assert got["anchor_digests"] == {}
+
+
+def test_the_folder_of_one_replica_is_accounted_for_by_what_it_says_itself() -> None:
+    """One life that was killed with 7 of its 27 steps pending, and one that left after 12, of which 2 were dropped."""
+
+    def line(name: str, life: int, t_s: float, **data: object) -> dict[str, object]:
+        return {"t_s": t_s, "event": name, "replica": "r0", "incarnation": life, "fragment": 0, "data": data}
+
+    events = [
+        line("spawn", 1, 0, job="http://head:29400 job"),
+        line("apply", 1, 1, counted_step=10, committed_step=10) | {"version": 1},
+        line("apply", 1, 2, counted_step=20, committed_step=20) | {"version": 2},
+        line("death", 1, 9, status="unknown"),
+        line("spawn", 2, 9, job="http://head:29400 job"),
+        line("discarded", 2, 10, steps=2, reason="nonfinite"),
+        line("apply", 2, 11, counted_step=12, committed_step=70) | {"version": 7},
+        line("end", 2, 12, reason="left", pending_steps=0, pending_by_fragment=[0]),
+    ]
+    steps = [{"incarnation": 1}] * 27 + [{"incarnation": 2}] * 12
+    got = summarize(events, {"r0": steps})
+    assert got["inner_steps_executed"] == 39
+    assert (got["inner_steps_committed"], got["dead_inner_steps_lost"], got["inner_steps_pending"]) == (30, 7, 0)
+    assert got["inner_steps_discarded"] == {"nonfinite": 2, "mixed": 0}
+    assert (got["outer_steps"], got["inner_step"]) == (3, 70)
+    assert got["attempts"] is got["survivor_inner_steps_lost"] is got["inner_steps_counted_twice"] is None
+    running = summarize(events[:3], {"r0": steps[:27]})  # killed, and not started again
+    assert (running["inner_steps_committed"], running["dead_inner_steps_lost"]) == (20, 7)

@@ -1,4 +1,5 @@
-"""Says that a replica trains alone, since no coordinator answers, and that one does again: each once."""
+"""Says that a replica trains alone, since no coordinator answers, and that one does again, each once; and that its
+process did not run."""
 
 from __future__ import annotations
 
@@ -21,19 +22,25 @@ class Alone:
     def __init__(self, replica: str, pending: Callable[[], int], patience_s: float) -> None:
         self._replica, self._pending, self._patience_s = replica, pending, patience_s
         self._answered_s: float | None = None
+        self._looked_s: float | None = None
         self._said = False
 
     def look(self, *, welcomed: bool) -> None:
         """``welcomed``: whether this replica is connected to its job. Before the first time nothing is said: the start
         has its own messages."""
         now = time.monotonic()
+        if self._looked_s is not None and now - self._looked_s > self._patience_s:
+            text = "replica %s: this process was held up for %.0f s (stopped, or the machine is overloaded); its peers "
+            text += "may have gone on without it, and its steps go into the next round"
+            _log.warning(text, self._replica, now - self._looked_s)
+        self._looked_s = now
         if welcomed:
             if self._said and self._answered_s is not None:
-                text = "replica %s: the coordinator is found again after %.0f s; %d inner steps are pending"
+                text = "replica %s: the coordinator is back after %.0f s; %d pending inner steps go into the next round"
                 _log.warning(text, self._replica, now - self._answered_s, self._pending())
             self._answered_s, self._said = now, False
         elif not self._said and self._answered_s is not None and now > self._answered_s + self._patience_s:
             self._said = True
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - self._answered_s)))
-            text = "replica %s: training alone since %s, %d inner steps pending: no coordinator answers; it tries on"
+            text = "replica %s: training alone since %s, %d inner steps pending: no coordinator answers; still trying"
             _log.warning(text, self._replica, since, self._pending())

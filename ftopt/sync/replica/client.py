@@ -25,6 +25,7 @@ from ftopt.sync.protocol.replica.machine import Replica
 from ftopt.sync.protocol.samples import Samples
 from ftopt.sync.replica.global_batch import GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork, ReplicaCopy
+from ftopt.sync.replica.rounds_told import LONG_S
 from ftopt.sync.replica.session import Session
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import FragmentView
@@ -176,11 +177,20 @@ class Client:
 
         view.waiting = True
         try:
+            if timeout_s is None and not view.changed.wait_for(ended, LONG_S):
+                session = self.session
+                session.rounds_told.waits(self._next(fragment), LONG_S, session.peers.last(fragment))
             view.changed.wait_for(ended, timeout_s)
             view.check()
+            if not decided() and self.session.machine.welcomed and (why := self.obstacle()):
+                self.session.rounds_told.goes_on(self._next(fragment), why, self.session.pending())
             return decided()
         finally:
             view.waiting = False
+
+    def _next(self, fragment: int) -> int:
+        record = self.session.machine.fragments[fragment].record
+        return record.version + 1 if record is not None else 1
 
     def catch_up(self, *, timeout_s: float | None = None) -> bool:
         view = self._view

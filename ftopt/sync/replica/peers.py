@@ -12,6 +12,12 @@ _log = logging.getLogger(__name__)
 _NAMED = 8  # of more, the log tells how many
 
 
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first ones of many."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
 class Peers:
     """Looks at each version that this replica commits. Of one that is missing again and again it tells the first, the
     second, the fourth time, and so on.
@@ -29,6 +35,10 @@ class Peers:
         self._before: dict[int, frozenset[str]] = {}
         self._met: frozenset[m.IncarnationId] = frozenset()
         self._last: dict[int, frozenset[m.IncarnationId]] = {}
+
+    def last(self, fragment: int) -> frozenset[str]:
+        """The members of the last version of a fragment."""
+        return self._before.get(fragment, frozenset())
 
     def committed(self, fragment: int, version: int, members: Sequence[m.IncarnationId]) -> dict[str, list[str]]:
         """``members``: of the attempt that has made the version. Returns who are among them that this replica has not
@@ -60,7 +70,6 @@ class Peers:
 
     def _say(self, level: int, version: int, how: str, who: Iterable[str], now: frozenset[str]) -> None:
         if names := sorted(who):
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            how %= ", ".join(names[:_NAMED]) + more
+            how %= listed(names)
             took_part = f"{len(now)} replica{'' if len(now) == 1 else 's'} took part"
             _log.log(level, "replica %s: version %d is averaged %s; %s", self._replica, version, how, took_part)

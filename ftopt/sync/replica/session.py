@@ -36,6 +36,7 @@ from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.peers import Peers
 from ftopt.sync.replica.reducer import Reducer
 from ftopt.sync.replica.replica_copy import AdoptedWork
+from ftopt.sync.replica.rounds_told import RoundsTold
 from ftopt.sync.replica.shell import committed_of
 from ftopt.sync.replica.units import Units
 from ftopt.sync.replica.view import View
@@ -90,7 +91,7 @@ class Session:
         self._notice = ""
         self._said_bye = False
         self._cut_until_s = 0.0
-        self._peers = Peers(replica)
+        self.peers, self.rounds_told = Peers(replica), RoundsTold(replica)
         self.copies = Copies(self, state)
         self.reducer = Reducer(self, transport)
         self._fetcher = Fetcher(self, state, self.copies.copy_of)
@@ -212,10 +213,13 @@ class Session:
             await asyncio.sleep(delay_s)
 
     async def _beat(self) -> None:
-        alone = Alone(self.replica, self._pending, self.sync.dead_after_s)
+        alone = Alone(self.replica, self.pending, self.sync.dead_after_s)
         while True:
             if not self._said_bye:
                 alone.look(welcomed=self.machine.welcomed)
+                since_s = self.units.waits_since_s if self.units is not None else None
+                waited_s = time.monotonic() - since_s if since_s is not None else 0.0
+                self.rounds_told.waits_for_samples(waited_s, alone=not self.machine.welcomed)
             if (channel := self._channel) is not None and self.machine.welcomed:
                 state, (inner_step, step_s) = self.state, self.host.standing()
                 if self.view.waiting and state == "training":
@@ -227,7 +231,8 @@ class Session:
                 channel.send(m.encode(beat))
             await asyncio.sleep(self.sync.derived.heartbeat_s)
 
-    def _pending(self) -> int:
+    def pending(self) -> int:
+        """Inner steps that no committed state contains."""
         record = self.machine.fragments[0].record
         return self.host.standing()[0] - (record.inner_step if record is not None else 0)
 
@@ -337,10 +342,11 @@ class Session:
                 self.view.stop(fragment)
             case e.Excluded(fragment=fragment, version=version, reason=reason, void=void):
                 self.emit("outlier", fragment=fragment, version=version, data={"reason": reason})
+                self.rounds_told.weighs_nothing(version, reason)
                 self.host.exclude(fragment, reason, void=void)
             case e.CommitPrepared(attempt=attempt, record=record):
                 members = self.machine.fragments[record.fragment].members
-                peers = self._peers.committed(record.fragment, record.version, members)
+                peers = self.peers.committed(record.fragment, record.version, members)
                 started = self.reducer.started(attempt)
                 self.emit("commit", fragment=record.fragment, version=record.version, attempt=attempt, data=peers)
                 self.host.commit(started, committed_of(self.machine, record))

@@ -49,6 +49,8 @@ class Units(UnitQueue):
         self._out_of_units = False
         self.ended = False
         """Whether every unit of the job is in the committed state that this replica holds (``epochs`` reached)."""
+        self.waits_since_s: float | None = None
+        """Since when `take` has waited, by the monotonic clock; None: it does not."""
         self._closed = False
         self._ask: Callable[[], None] | None = None
         self._check: Callable[[], None] = lambda: None
@@ -84,7 +86,8 @@ class Units(UnitQueue):
                 "a unit was asked for before this replica has joined its job, which hands the units out; put the "
                 "training loop inside `with optimizer:`"
             )
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        began_s = time.monotonic()
+        deadline_s = None if timeout_s is None else began_s + timeout_s
         while True:
             self._check()
             with self._changed.lock:
@@ -99,12 +102,14 @@ class Units(UnitQueue):
                 left_s = _IDLE_S if deadline_s is None else min(_IDLE_S, deadline_s - time.monotonic())
                 if left_s <= 0:
                     raise TimeoutError(f"no unit was granted within {timeout_s:g} s")
+            self.waits_since_s = began_s
             self._changed.wait_for(lambda: bool(self.queued) or self.ended or self._closed, left_s)
             out_of_units = self.out_of_units
             if out_of_units and self._idle is not None and self._idle[0] is threading.current_thread():
                 self._idle[1]()
             if self._look is not None and self._look[0] is threading.current_thread():
                 self._look[1]()
+        self.waits_since_s = None
         if low:
             ask()
         return unit

@@ -19,7 +19,8 @@ def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
     now_s = [100.0]
     monkeypatch.setattr(alone.time, "monotonic", lambda: now_s[0])
     watch = Alone("r0", lambda: 340, 3.0)
-    for seconds, welcomed in ((0, False), (9, False), (1, True), (1, True), (2, False), (9, False), (9, False)):
+    before, there, away = [(3, False)] * 3, [(1, True)] * 2, [(2, False), *[(3, False)] * 6]
+    for seconds, welcomed in [*before, *there, *away]:
         now_s[0] += seconds
         watch.look(welcomed=welcomed)
     assert len(caplog.messages) == 1
@@ -29,7 +30,10 @@ def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
     for _ in range(2):
         watch.look(welcomed=True)
     assert len(caplog.messages) == 2
-    assert caplog.messages[1] == "replica r0: the coordinator is found again after 20 s; 340 inner steps are pending"
+    assert (
+        caplog.messages[1]
+        == "replica r0: the coordinator is back after 20 s; 340 pending inner steps go into the next round"
+    )
 
 
 def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,6 +41,19 @@ def test_what_is_over_at_once_is_not_worth_a_line(caplog: pytest.LogCaptureFixtu
     for welcomed in (True, False, True, False):
         watch.look(welcomed=welcomed)
     assert caplog.messages == []
+
+
+def test_a_process_that_was_stopped_says_so_when_it_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(alone.time, "monotonic", lambda: now_s[0])
+    watch = Alone("r0", lambda: 340, 3.0)
+    for seconds, welcomed in ((0, True), (1, True), (12, True), (1, False), (1, True)):
+        now_s[0] += seconds
+        watch.look(welcomed=welcomed)
+    (said,) = caplog.messages
+    assert said.startswith("replica r0: this process was held up for 12 s (stopped, or the machine is overloaded)")
 
 
 def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""Says what keeps a replica's steps out of a round: it waits long, has no weight, or there is no round at all.
+
+What happens in round after round is told the first time, the second, the fourth, and so on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+
+from ftopt.sync.replica.peers import listed
+
+_log = logging.getLogger(__name__)
+LONG_S = 5.0
+"""A round that is waited for longer is worth a line."""
+
+
+class RoundsTold:
+    """Any thread.
+
+    Args:
+        replica: its id.
+    """
+
+    def __init__(self, replica: str) -> None:
+        self._replica = replica
+        self._times = Counter[str]()
+        self._without_samples = False
+
+    def waits(self, version: int, seconds: float, before: Iterable[str]) -> None:
+        """The round of ``version`` is not decided after so many seconds; ``before``: who was in the last one."""
+        if self._is_due("waits"):
+            peers = sorted({*before} - {self._replica})
+            others = f"; {listed(peers)} took part in the version before" if peers else ""
+            text = "replica %s has waited %.0f s for version %d%s; `ftopt status` shows what each of them is doing"
+            _log.warning(text, self._replica, seconds, version, others)
+
+    def goes_on(self, version: int, why: str, pending: int) -> None:
+        """There is no round for ``version`` now."""
+        if self._is_due(f"goes on: {why}"):
+            text = "replica %s: no version %d yet: %s; it trains on, %d inner steps pending"
+            _log.warning(text, self._replica, version, why, pending)
+
+    def waits_for_samples(self, seconds: float, *, alone: bool) -> None:
+        """The loop has no samples; ``alone``: since no coordinator answers. Once for each wait."""
+        if seconds < LONG_S:
+            self._without_samples = False
+        elif not self._without_samples:
+            self._without_samples = True
+            why = "the job hands them out, and no coordinator answers" if alone else "other replicas hold the rest"
+            _log.warning("replica %s waits for samples: %s", self._replica, why)
+
+    def weighs_nothing(self, version: int, why: str) -> None:
+        """``version`` is decided without this replica's contribution."""
+        if self._is_due("weighs nothing"):
+            text = "replica %s contributes nothing to version %d: %s; its steps stay pending"
+            _log.warning(text, self._replica, version, why)
+
+    def _is_due(self, kind: str) -> bool:
+        self._times[kind] += 1
+        return not self._times[kind] & (self._times[kind] - 1)

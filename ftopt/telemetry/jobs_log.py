@@ -1,0 +1,80 @@
+"""What a coordinator's operator reads: a line for each notable event of its jobs, on a thread that may be slow."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ftopt.events import Event, OnEvent
+from ftopt.telemetry.jsonl import record_of
+from ftopt.telemetry.progress import Display
+from ftopt.telemetry.sentences import Note
+from ftopt.telemetry.view import RunView
+
+_LOOK_S = 1.0
+_CLOSE_S = 2.0
+_LOGGED = ("halt",)
+"""The log says it, with the cause."""
+
+
+class JobsLog:
+    """Subscribes to the events of each job.
+
+    Args:
+        display: gets a note for each notable event.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._started = time.monotonic()
+        self._queue: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._views: dict[str, RunView] = {}
+        self._thread = threading.Thread(target=self._work, name="ftopt-jobs-log", daemon=True)
+        self._thread.start()
+
+    def of(self, job: str) -> OnEvent:
+        """The subscriber to the events of ``job``. Any thread."""
+
+        def on_event(event: Event) -> None:
+            self._queue.put((job, {"t_s": self._now_s(), **record_of(event)}))
+
+        return on_event
+
+    def close(self) -> None:
+        """Writes what is left; an output that does not take it is left behind."""
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def _work(self) -> None:
+        with suppress(OSError):  # `ftopt coordinator | head`
+            self._read()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._look()
+                continue
+            if item is None:
+                return self._display.close()
+            job, record = item
+            view = self._views.setdefault(job, RunView(0))
+            if record["event"] not in _LOGGED:
+                self._tell(job, view.event(record))
+
+    def _look(self) -> None:
+        for job, view in self._views.items():
+            view.now_s = self._now_s()
+            self._tell(job, view.waiting_for())
+
+    def _tell(self, job: str, note: Note | None) -> None:
+        if note is not None:
+            self._display.note(Note(f"job {job}: {note.text}", note.tone))

@@ -1,0 +1,209 @@
+"""``ftopt replica`` without ``ftopt run``: what it shows, what it leaves behind, and how it is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftopt.checkpoint.reader import find, whole
+from ftopt.cli.main import main
+from ftopt.config.loader import load
+from ftopt.events import Event
+from ftopt.job.own_folder import OwnFolder
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.jsonl import read_lines
+from tests.forkserver import CONTEXT
+from tests.job.running import TINY, text, until
+
+
+class Process:
+    """``ftopt WORDS`` in ``folder``, from the fork server; its output is in ``<name>.txt``."""
+
+    def __init__(self, folder: Path, name: str, words: Sequence[str]) -> None:
+        self.output = folder / f"{name}.txt"
+        self.process = CONTEXT.Process(target=_run, args=(folder, self.output, list(words)))
+        self.process.start()
+
+    def said(self) -> str:
+        return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> int | None:
+        self.process.join(60.0)
+        return self.process.exitcode
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+def _run(folder: Path, output: Path, words: Sequence[str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["ftopt", *words]
+    sys.exit(main(list(words)))
+
+
+Start = Callable[[str, Sequence[str]], Process]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    started: list[Process] = []
+
+    def start_one(name: str, words: Sequence[str]) -> Process:
+        started.append(Process(tmp_path, name, words))
+        return started[-1]
+
+    yield start_one
+    for process in reversed(started):
+        process.end()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def coordinator(start: Start, name: str = "coordinator") -> str:
+    url = f"http://127.0.0.1:{free_port()}"
+    process = start(name, ["coordinator", "--new", "--bind", url.removeprefix("http://")])
+    until(lambda: "coordinator at" in process.said())
+    return url
+
+
+def replica(folder: Path, url: str, id_: str, *overrides: str, replicas: int = 1) -> list[str]:
+    settings = [setting for setting in TINY if not setting.startswith("replicas")]
+    where = ["--coordinator", url, "--id", id_, f"sync.start_replicas={replicas}", f"replicas={replicas}"]
+    return ["replica", "diloco_bytes", *where, *settings, text(folder), *overrides]
+
+
+def summary_of(files: RunFolder) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(files.summary.read_text(encoding="utf-8"))
+    return summary
+
+
+def test_to_the_end_it_shows_its_progress_and_leaves_what_a_run_leaves(tmp_path: Path, start: Start) -> None:
+    url = coordinator(start)
+    both = [start(id_, replica(tmp_path, url, id_, "train.inner_steps=60", replicas=2)) for id_ in ("r0", "r1")]
+    assert [process.wait() for process in both] == [0, 0]
+    for id_, process in zip(("r0", "r1"), both, strict=True):
+        files = RunFolder(tmp_path / "runs" / f"diloco_bytes-{id_}")
+        assert load(str(files.recipe), []).train.inner_steps == 60
+        summary, said = summary_of(files), process.said()
+        taken = len(read_lines(files.steps(id_)))
+        assert taken == summary["inner_steps_executed"] == summary["inner_steps_committed"] > 0
+        assert summary["inner_step"] >= 60 and summary["outer_steps"] == 3
+        assert summary["survivor_inner_steps_lost"] is None  # only the coordinator's decisions could tell
+        (checkpoint,) = whole(files.checkpoints)
+        assert find(checkpoint).manifest.inner_step >= 60
+        for line in (
+            "all 2 replicas are connected",
+            f"replica {id_} trains from version 0, inner step 0 on",
+            f"inner steps executed {taken} = committed {taken} + pending 0 + ",
+            f"checkpoint: runs/diloco_bytes-{id_}/checkpoint/{checkpoint.name}",
+        ):
+            assert line in said
+        assert main(["export", str(checkpoint), str(tmp_path / f"{id_}.safetensors")]) == 0
+    weights = [(tmp_path / f"{id_}.safetensors").read_bytes() for id_ in ("r0", "r1")]
+    assert weights[0] == weights[1]
+    told = (tmp_path / "coordinator.txt").read_text()
+    assert "job diloco_bytes: r0 joined at inner step 0" in told and "job diloco_bytes: r1 left" in told
+
+
+def test_ctrl_c_saves_the_model_and_the_command_that_is_shown_resumes_the_job(tmp_path: Path, start: Start) -> None:
+    url = coordinator(start)
+    process = start("first", replica(tmp_path, url, "r0", "train.inner_steps=1000000"))
+    files = RunFolder(tmp_path / "runs" / "diloco_bytes-r0")
+    until(lambda: len(read_lines(files.steps("r0"))) > 50)
+    process.signal(signal.SIGINT)
+    assert process.wait() == 0
+    summary, (checkpoint,) = summary_of(files), whole(files.checkpoints)
+    assert summary["inner_steps_pending"] == 0
+    assert find(checkpoint).manifest.inner_step == summary["inner_step"] == summary["inner_steps_committed"]
+    assert "replica r0 leaves (SIGINT): it hands in its pending steps" in process.said()
+    assert "to take part again while the job runs: ftopt replica diloco_bytes" in process.said()
+    command = process.said().split("to resume the job when all replicas have left: ")[1].splitlines()[0]
+    words = [word for word in shlex.split(command)[1:] if not word.startswith("train.inner_steps")]
+    other = coordinator(start, "other")  # which has never heard of the job
+    words[words.index("--coordinator") + 1] = other
+    again = start("again", [*words, f"train.inner_steps={summary['inner_step'] + 20}"])
+    assert again.wait() == 0, again.said()
+    new = RunFolder(tmp_path / "runs" / "diloco_bytes-r0-2")  # another coordinator: another job
+    assert min(line["inner_step"] for line in read_lines(new.steps("r0"))) == summary["inner_step"] + 1
+    assert summary_of(new)["inner_steps_committed"] == 20
+
+
+def test_a_second_life_continues_the_folder_and_both_are_accounted_for(tmp_path: Path, start: Start) -> None:
+    url = coordinator(start)
+    words = replica(tmp_path, url, "r1", "train.inner_steps=1000000", replicas=2)
+    other = start("r0", replica(tmp_path, url, "r0", "train.inner_steps=1000000", replicas=2))
+    process, files = start("r1", words), RunFolder(tmp_path / "runs" / "diloco_bytes-r1")
+    until(lambda: len(read_lines(files.steps("r1"))) > 50)
+    process.signal(signal.SIGKILL)
+    process.wait()
+    first = len(read_lines(files.steps("r1")))
+    again = start("r1-again", words)
+    until(lambda: len(read_lines(files.steps("r1"))) > first + 30)
+    again.signal(signal.SIGTERM)
+    assert again.wait() == 0, again.said()
+    assert other.process.is_alive()
+    assert "replica r1 is back as incarnation 2: it trains from the job's version " in again.said()
+    assert [path.name for path in (tmp_path / "runs").glob("*r1*")] == ["diloco_bytes-r1"]
+    lives = [line["incarnation"] for line in read_lines(files.steps("r1"))]
+    assert lives.count(1) == first and lives.count(2) > 30 and lives == sorted(lives)
+    times = [line["t_s"] for line in read_lines(files.steps("r1"))]
+    assert times == sorted(times)
+    summary = summary_of(files)
+    assert [(death["incarnation"], death["status"]) for death in summary["deaths"]] == [(1, "unknown")]
+    kept, lost = summary["inner_steps_committed"], summary["dead_inner_steps_lost"]
+    assert kept + lost + summary["inner_steps_pending"] == summary["inner_steps_executed"] == len(lives)
+    assert 0 <= lost < 100
+
+
+def begun(path: Path, job: str, lives: Sequence[int], *, steps: int = 1) -> OwnFolder:
+    """A folder of these incarnations."""
+    opened: list[tuple[RunFolder, float]] = []
+    own = OwnFolder(load("diloco_bytes", []), "r0", job, path, lambda files, started: opened.append((files, started)))
+    own(Event("hold", "r0", data={"text": "waits"}))
+    assert not own.is_open and not opened
+    for life in lives:
+        own(Event("apply", "r0", life, 0, 1, data={"counted_step": steps, "committed_step": steps}))
+    assert own.is_open and len(opened) == 1
+    return own
+
+
+def test_another_job_gets_another_folder_and_the_same_one_is_continued(tmp_path: Path) -> None:
+    base = tmp_path / "x-r0"
+    assert begun(base, "http://a job", [1]).files.path == base
+    assert begun(base, "http://a job", [2]).files.path == base
+    assert begun(base, "http://a job", [2]).files.path.name == "x-r0-2"  # it begins again: not the one before
+    assert begun(base, "http://a job", [3]).files.path.name == "x-r0-2"
+    assert begun(base, "http://b job", [4]).files.path.name == "x-r0-3"
+    assert [line["event"] for line in read_lines(base / "events.jsonl")] == [
+        "spawn", "hold", "apply", "death", "spawn", "hold", "apply",
+    ]  # fmt: skip
+
+
+def test_what_has_never_joined_leaves_no_folder(tmp_path: Path, start: Start) -> None:
+    process = start("r0", replica(tmp_path, f"http://127.0.0.1:{free_port()}", "r0"))
+    assert process.wait() == 2
+    assert "no coordinator answers" in process.said()
+    assert not list((tmp_path / "runs").iterdir())

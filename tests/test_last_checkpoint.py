@@ -1,0 +1,209 @@
+"""A replica that leaves its job in good order saves the version that it leaves; what is logged then."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.checkpoint.reader import find, whole
+from ftopt.errors import UserError
+from ftopt.sync.replica.rounds_told import RoundsTold
+from tests.optimizer.running import together
+
+
+def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = False) -> tuple[ftopt.OuterOptimizer, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=10), group=group, leave_on_signals=leave), model
+
+
+def step(optimizer: ftopt.OuterOptimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+class Closed:
+    """What a loop has included, and has put away before its optimizer."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def state_dict(self) -> dict[str, object]:
+        if not self.open:
+            raise ValueError("the loader is closed")
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        pass
+
+
+def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_version(tmp_path: Path) -> None:
+    groups = ftopt.local_groups(2)
+
+    def replica(group: ftopt.ReplicaGroup) -> int:
+        optimizer, _ = wrapped(group)
+        checkpoints = ftopt.Checkpoints(tmp_path / "c", optimizer, every=1_000)
+        with optimizer:
+            for _ in range(25):
+                step(optimizer)
+                checkpoints.step()
+            checkpoints.close()  # as the examples do: the steps behind it are saved all the same
+        assert optimizer.pending_steps == 0
+        return optimizer.committed.version
+
+    versions = together([lambda group=group: replica(group) for group in groups])  # type: ignore[misc]
+    (checkpoint,) = whole(tmp_path / "c")
+    assert find(checkpoint).manifest.version == max(versions) >= 3
+    assert find(checkpoint).manifest.inner_step == 25
+
+
+def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job_resumes_from(tmp_path: Path) -> None:
+    def replica(group: ftopt.ReplicaGroup) -> torch.Tensor:
+        optimizer, model = wrapped(group)
+        ftopt.Checkpoints(tmp_path / group.replica, optimizer, every=1_000, shared=False)
+        with optimizer:
+            for _ in range(20):
+                step(optimizer)
+        with torch.no_grad():
+            return model.weight.detach().clone()
+
+    one, other = together([lambda group=group: replica(group) for group in ftopt.local_groups(2)])  # type: ignore[misc]
+    assert torch.equal(one, other)
+    for name in ("r0", "r1"):
+        (checkpoint,) = whole(tmp_path / name)
+        assert list(find(checkpoint).replicas) == [name]
+
+    def resumes(group: ftopt.ReplicaGroup) -> tuple[int, torch.Tensor]:
+        optimizer, model = wrapped(group)
+        with torch.no_grad():
+            model.weight.zero_()
+        assert ftopt.Checkpoints(tmp_path / "new", optimizer, every=None).resume(tmp_path / "r1")
+        with optimizer:
+            return optimizer.start_step, model.weight.detach().clone()
+
+    for start_step, weight in together([lambda group=group: resumes(group) for group in ftopt.local_groups(2)]):  # type: ignore[misc]
+        assert start_step == 20
+        assert torch.equal(weight, one)
+
+
+def test_a_replica_that_leaves_after_an_exception_saves_nothing(tmp_path: Path) -> None:
+    optimizer, _ = wrapped(ftopt.solo())
+    ftopt.Checkpoints(tmp_path / "c", optimizer, every=1_000)
+    with pytest.raises(ZeroDivisionError), optimizer:
+        for _ in range(10):
+            step(optimizer)
+        raise ZeroDivisionError
+    assert not whole(tmp_path / "c")
+
+
+def test_what_fails_in_the_last_checkpoint_is_logged_and_the_replica_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, _ = wrapped(ftopt.solo())
+    checkpoints, closed = ftopt.Checkpoints(tmp_path / "c", optimizer, every=1_000), Closed()
+    with optimizer:
+        checkpoints.include(loader=closed)
+        step(optimizer)
+        closed.open = False
+    assert optimizer.pending_steps == 0
+    (record,) = caplog.records
+    assert record.getMessage() == "replica r0: the version that it leaves is not saved"
+    assert record.exc_info is not None and "the loader is closed" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "no"])
+def test_shared_is_true_or_false(tmp_path: Path, wrong: object) -> None:
+    with pytest.raises(UserError, match="shared="):
+        ftopt.Checkpoints(tmp_path / "c", wrapped(ftopt.solo())[0], shared=wrong)  # type: ignore[arg-type]
+
+
+def test_a_script_that_a_signal_ends_says_where_it_stands_and_how_to_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.orig_argv", ["python", "train.py", "--name", "a b"])
+    monkeypatch.setenv("FTOPT_REPLICA", "r0")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        optimizer, _ = wrapped(ftopt.solo(), leave=True)
+        ftopt.Checkpoints(tmp_path / "c", optimizer, every=1_000)
+        with pytest.raises(SystemExit), optimizer:
+            step(optimizer)
+            os.kill(os.getpid(), signal.SIGTERM)
+            step(optimizer)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caplog.messages == [
+        "replica r0 leaves its job: SIGTERM",
+        "replica r0 has left at version 1, inner step 2: of its 2 inner steps 0 are in no version; to go on: "
+        "FTOPT_REPLICA=r0 python train.py --name 'a b'",
+    ]
+    (checkpoint,) = whole(tmp_path / "c")
+    assert find(checkpoint).manifest.inner_step == 2
+
+
+def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, _ = wrapped(ftopt.solo())
+    with pytest.raises(KeyboardInterrupt), optimizer:
+        step(optimizer)
+        raise KeyboardInterrupt
+    (said,) = caplog.messages
+    assert said == (
+        "replica r0 has left with 1 inner steps that no committed state contains: Ctrl-C ended its loop; "
+        "ftopt.wrap(..., leave_on_signals=True) hands them in"
+    )
+
+
+def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """As a script that was killed and started again: its schedule begins at `start_step`."""
+    first, second, other = ftopt.local_groups(3, names=["r0", "r0", "r1"], sync=ftopt.Sync(start_replicas=2))
+    begun: list[int] = []
+
+    def survivor() -> None:
+        with wrapped(other)[0] as optimizer:
+            while len(begun) < 2:
+                step(optimizer)
+
+    def killed_and_started_again() -> None:
+        with wrapped(first)[0] as optimizer:
+            begun.append(optimizer.start_step)
+            for _ in range(20):
+                step(optimizer)
+        with caplog.at_level(logging.INFO), wrapped(second)[0] as optimizer:
+            begun.append(optimizer.start_step)
+
+    together([survivor, killed_and_started_again])
+    assert begun[0] == 0 and begun[1] >= 20
+    told = [message for message in caplog.messages if "incarnation 2" in message]
+    assert told[0].startswith("replica r0 is back as incarnation 2: it trains from the job's version ")
+    assert told[0].endswith(f"inner step {begun[1]} on")
+
+
+def test_what_keeps_steps_out_of_rounds_is_told_the_first_second_and_fourth_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rounds = RoundsTold("r0")
+    for version in range(1, 6):
+        rounds.goes_on(version, "fewer than sync.min_replicas=2 replicas were there for a round", 10 * version)
+    rounds.waits(7, 5.0, ["r0", "r2", "r1"])
+    rounds.weighs_nothing(8, "its norm is 1e9 times the usual")
+    for seconds, alone in ((1.0, True), (6.0, True), (7.0, True), (0.0, False), (6.0, False)):
+        rounds.waits_for_samples(seconds, alone=alone)
+    few = "fewer than sync.min_replicas=2 replicas were there for a round; it trains on"
+    assert caplog.messages == [
+        *(f"replica r0: no version {n} yet: {few}, {10 * n} inner steps pending" for n in (1, 2, 4)),
+        "replica r0 has waited 5 s for version 7; r1, r2 took part in the version before; `ftopt status` shows what "
+        "each of them is doing",
+        "replica r0 contributes nothing to version 8: its norm is 1e9 times the usual; its steps stay pending",
+        "replica r0 waits for samples: the job hands them out, and no coordinator answers",
+        "replica r0 waits for samples: other replicas hold the rest",
+    ]
