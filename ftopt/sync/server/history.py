@@ -1,7 +1,7 @@
 """What a coordinator remembers of a job for the live page: rings of samples and the last events.
 
 The memory is bounded, however long the job runs: samples every two seconds for ten minutes, a row per minute for six
-hours, a row per quarter of an hour for four days (about 0.25 MB per job), and `EVENTS` events. It is lost with the
+hours, a row per quarter of an hour for four days (at most 0.5 MB per job), and `EVENTS` events. It is lost with the
 process.
 """
 

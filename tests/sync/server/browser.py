@@ -27,7 +27,8 @@ def find() -> str | None:
 
 
 class Page:
-    """One tab. ``errors``: what its console has reported, refusals by the Content-Security-Policy included."""
+    """One tab. ``errors``: what its console has reported, refusals by the Content-Security-Policy included; without
+    requests that fail: the page of a test before may still ask its coordinator."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -89,8 +90,10 @@ class Page:
                 waiting.set_result(got)
             elif got.get("method") == "Runtime.exceptionThrown":
                 self.errors.append(str(got["params"]["exceptionDetails"]))
-            elif got.get("method") == "Log.entryAdded" and got["params"]["entry"]["level"] == "error":
-                self.errors.append(got["params"]["entry"]["text"])
+            elif got.get("method") == "Log.entryAdded":
+                entry = got["params"]["entry"]
+                if entry["level"] == "error" and not entry["text"].startswith("Failed to load resource"):
+                    self.errors.append(entry["text"])
 
 
 @asynccontextmanager
