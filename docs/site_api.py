@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in MODULES:
         files.append(File.generated(config, f"api/{name}.md", content=page(name)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """What is not in ``docs/`` is not on the site: a link to it becomes its text."""
+    return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -75,9 +75,10 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What can be linked to: a heading's anchor that is the same on GitHub and on the built site."""
+    """What can be linked to: the anchor of a heading, if it is the same on GitHub and on the built site, and
+    ``<a id="..."></a>``."""
     seen: dict[str, int] = {}
-    found = set()
+    found = set(re.findall(r'<a id="([\w-]+)"></a>', prose(page)))
     for _, heading in _HEADING.findall(prose(page)):
         plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading)
         github = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
