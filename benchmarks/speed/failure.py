@@ -27,10 +27,11 @@ ABOUT = (
     "does not make the others faster). *ftopt*: `ftopt run` with DiLoCo, an outer step every "
     f"{EVERY} steps, `restarts: 20`. *DDP*: DistributedDataParallel under `torchrun --max-restarts`; rank 0 writes a "
     f"checkpoint every {EVERY} steps, atomically, and all restore it when they are started again. First one, then the "
-    "other, each for 90 s from its first steps. At 15, 40 and 65 s the process of replica (rank) 1 gets SIGKILL, and "
-    "ftopt's runner or torchrun starts it again at once. *samples*: trained and not lost again, at the end. *rate*: "
-    "before the first kill. *lost*: inner steps of single processes that are not in the model (DDP: done again). "
-    "*seconds lost*: the time that the missing samples take at that rate. *longest stop*: time without a new sample."
+    "other, each for 90 s from its first steps. At 15, 40 and 65 s (or once all train again after the kill before) the "
+    "process of replica (rank) 1 gets SIGKILL, and ftopt's runner or torchrun starts it again at once. *samples*: "
+    "trained and not lost again, at the end. *rate*: before the first kill. *lost*: inner steps of single processes "
+    "that are not in the model (DDP: done again). *seconds lost*: the time that the missing samples take at that rate. "
+    "*longest stop*: time without a new sample."
 )
 GOALS = "none; a comparison"
 _LIMIT_S = 180.0
@@ -123,6 +124,10 @@ def _ftopt(folder: Path, corpus: Path, plan: Plan) -> Course:
         lines = {path.stem: read_lines(path) for path in found.replicas.glob("*.jsonl")} if found else {}
         return [line | {"replica": replica} for replica, each in lines.items() for line in each]
 
+    def trains(life: int) -> bool:
+        lives = {x["replica"]: x["incarnation"] for x in steps()}
+        return len(lives) == REPLICAS and lives["r1"] == life
+
     def pid() -> int:
         found = files()
         assert found is not None
@@ -132,7 +137,7 @@ def _ftopt(folder: Path, corpus: Path, plan: Plan) -> Course:
 
     folder.mkdir()
     with _process(command, folder / "said.log", signal.SIGINT) as process:
-        began, kills, over = _measure(process, plan, pid, lambda: len({x["replica"] for x in steps()}) == REPLICAS)
+        began, kills, over = _measure(process, plan, pid, trains)
     found = files()
     assert found is not None
     zero = found.about.stat().st_mtime  # written at the run's start
@@ -173,8 +178,13 @@ def _ddp(folder: Path, corpus: Path, plan: Plan) -> Course:
     def pid() -> int:
         return [x["pid"] for x in read_lines(folder / "starts.jsonl") if x["rank"] == 1][-1]
 
+    def trains(life: int) -> bool:
+        starts = [x["t_s"] for x in read_lines(folder / "starts.jsonl") if x["rank"] == 0]
+        steps = read_lines(folder / "steps.jsonl")
+        return len(starts) == life and bool(steps) and steps[-1]["t_s"] > starts[-1]
+
     with _process(command, folder / "said.log", signal.SIGTERM) as process:
-        began, kills, over = _measure(process, plan, pid, lambda: bool(read_lines(folder / "steps.jsonl")))
+        began, kills, over = _measure(process, plan, pid, trains)
     return course_of_ddp(
         read_lines(folder / "starts.jsonl"), read_lines(folder / "steps.jsonl"),
         *(began - started, [kill - started for kill in kills], over - started),
@@ -213,17 +223,29 @@ def _course(gains: list[tuple[float, int]], began: float, kills: list[float], ov
 
 
 def _measure(
-    process: subprocess.Popen[bytes], plan: Plan, pid: Callable[[], int], all_there: Callable[[], bool]
+    process: subprocess.Popen[bytes], plan: Plan, pid: Callable[[], int], trains: Callable[[int], bool]
 ) -> tuple[float, list[float], float]:
-    """Kills by the plan; when it began, when the kills were, and when it was over: seconds since the epoch."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not all_there():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the job did not start (exit status {process.poll()})")
-        time.sleep(0.1)
-    began, kills = time.time(), []
+    """Kills by the plan; when it began, when the kills were, and when it was over: seconds since the epoch.
+
+    Args:
+        process: runs the job.
+        plan: when to kill.
+        pid: of the process to kill.
+        trains: whether all train, the one to kill in its life of that number.
+    """
+
+    def wait(life: int) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not trains(life):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"life {life} did not begin (exit status {process.poll()})")
+            time.sleep(0.1)
+
+    wait(1)
+    began, kills = time.time(), list[float]()
     for kill_s in plan.kills_s:
         time.sleep(max(0.0, began + kill_s - time.time()))
+        wait(len(kills) + 1)
         os.kill(pid(), signal.SIGKILL)
         kills.append(time.time())
     time.sleep(max(0.0, began + plan.over_s - time.time()))
@@ -253,7 +275,5 @@ def _process(command: list[str], log: Path, end: signal.Signals) -> Iterator[sub
 
 def draw(rows: list[Row], path: Path) -> None:
     """Samples in the model over time, with the kills."""
-    pictures.course(
-        {row["way"]: row["curve"] for row in rows}, rows[0]["killed"], path,
-        x="seconds", y="samples trained and not lost again",
-    )  # fmt: skip
+    curves = {row["way"]: (row["curve"], row["killed"]) for row in rows}
+    pictures.course(curves, path, x="seconds", y="samples trained and not lost again")

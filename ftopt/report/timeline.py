@@ -10,7 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ftopt.report.run import COORDINATOR, Run, Steps
+from ftopt.report.run import COORDINATOR, Run
+from ftopt.report.steps import Steps
 from ftopt.telemetry.jsonl import Line, data_of
 
 STATES = {
