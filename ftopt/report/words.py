@@ -144,7 +144,8 @@ def _attempts(run: Run) -> str:
     why = Counter(cut(re.sub(r"\[/\S*\] ?", "", reason), 160) for reason in reasons)  # where in Gloo's source
     first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
     attempts = count(int(run.summary["attempts"]), "attempt")
-    return f"{aborted:,} of {attempts} to average failed and were repeated ({first.rstrip('.')})."
+    repeated = f"{'was' if aborted == 1 else 'were'} repeated"
+    return f"{aborted:,} of {attempts} to average failed and {repeated} ({first.rstrip('.')})."
 
 
 def _waits(run: Run, states: dict[str, list[Span]]) -> str:

@@ -165,7 +165,7 @@ class Page(HTMLParser):
             return
         self.texts.append(data)
         if self.open and self.open[-1] in ("td", "th"):
-            self.tables[-1][-1][-1] += data
+            self.tables[-1][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
 
     def figures(self) -> dict[str, str]:
         """The rows of the first table."""
