@@ -168,8 +168,8 @@ class Page(HTMLParser):
             self.tables[-1][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
 
     def figures(self) -> dict[str, str]:
-        """The rows of the first table."""
-        return {row[0]: row[1] for row in self.tables[0][1:]}
+        """The account of the inner steps."""
+        return {row[0]: row[1] for row in self.table("what", "figure")}
 
     def table(self, *head: str) -> list[list[str]]:
         """The rows of the table whose head begins so."""
