@@ -35,6 +35,8 @@ ABOUT = (
 )
 GOALS = "none; a comparison"
 _LIMIT_S = 180.0
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Otherwise ranks that torchrun has started again find the addresses of dead ones in the store, and cannot connect."""
 Point = tuple[float, float]
 
 
@@ -255,7 +257,7 @@ def _measure(
 @contextmanager
 def _process(command: list[str], log: Path, end: signal.Signals) -> Iterator[subprocess.Popen[bytes]]:
     """A process with children, which are gone when the block ends."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **_OWN_STORE}
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
