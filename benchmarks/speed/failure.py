@@ -27,11 +27,11 @@ ABOUT = (
     "does not make the others faster). *ftopt*: `ftopt run` with DiLoCo, an outer step every "
     f"{EVERY} steps, `restarts: 20`. *DDP*: DistributedDataParallel under `torchrun --max-restarts`; rank 0 writes a "
     f"checkpoint every {EVERY} steps, atomically, and all restore it when they are started again. First one, then the "
-    "other, each for 90 s from its first steps. At 15, 40 and 65 s (or once all train again after the kill before) the "
-    "process of replica (rank) 1 gets SIGKILL, and ftopt's runner or torchrun starts it again at once. *samples*: "
-    "trained and not lost again, at the end. *rate*: before the first kill. *lost*: inner steps of single processes "
-    "that are not in the model (DDP: done again). *seconds lost*: the time that the missing samples take at that rate. "
-    "*longest stop*: time without a new sample."
+    "other, each for 100 s from its first steps. The process of replica (rank) 1 gets SIGKILL after 15 s, and again "
+    "20 s after all train once more; ftopt's runner or torchrun starts it again at once. *samples*: trained and not "
+    "lost again, at the end. *rate*: before the first kill. *lost*: inner steps of single processes that are not in "
+    "the model (DDP: done again). *seconds lost*: the time that the missing samples take at that rate. *longest stop*: "
+    "time without a new sample."
 )
 GOALS = "none; a comparison"
 _LIMIT_S = 180.0
@@ -41,14 +41,16 @@ Point = tuple[float, float]
 
 
 class Plan(NamedTuple):
-    """Seconds: of a step, when the kills are and when it is over, after the first steps."""
+    """Seconds: of a step, until the first kill, from when all train again until the next one, and in all. No kill comes
+    later than ``between_s`` before the end."""
 
     step_s: float = 0.1
-    kills_s: Sequence[float] = (15.0, 40.0, 65.0)
-    over_s: float = 90.0
+    first_s: float = 15.0
+    between_s: float = 20.0
+    over_s: float = 100.0
 
 
-QUICK = Plan(step_s=0.02, kills_s=(4.0,), over_s=12.0)
+QUICK = Plan(step_s=0.02, first_s=4.0, between_s=8.0, over_s=15.0)
 
 
 class Course(NamedTuple):
@@ -236,21 +238,21 @@ def _measure(
         trains: whether all train, the one to kill in its life of that number, or a later one.
     """
 
-    def wait(life: int) -> None:
-        deadline = time.monotonic() + _LIMIT_S
-        while not trains(life):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"life {life} did not begin (exit status {process.poll()})")
-            time.sleep(0.1)
-
-    wait(1)
+    deadline = time.time() + _LIMIT_S
+    while not trains(1):
+        if process.poll() is not None or time.time() > deadline:
+            raise RuntimeError(f"the job did not start (exit status {process.poll()})")
+        time.sleep(0.1)
     began, kills = time.time(), list[float]()
-    for kill_s in plan.kills_s:
-        time.sleep(max(0.0, began + kill_s - time.time()))
-        wait(len(kills) + 1)
+    over, due = began + plan.over_s, began + plan.first_s
+    while due <= over - plan.between_s:
+        time.sleep(max(0.0, due - time.time()))
         os.kill(pid(), signal.SIGKILL)
         kills.append(time.time())
-    time.sleep(max(0.0, began + plan.over_s - time.time()))
+        while not trains(len(kills) + 1) and time.time() < over:
+            time.sleep(0.1)
+        due = time.time() + plan.between_s
+    time.sleep(max(0.0, over - time.time()))
     return began, kills, time.time()
 
 
