@@ -140,14 +140,13 @@ def lines(panels: Sequence[Panel], path: Path) -> None:
 
 
 def course(
-    curves: Mapping[str, Sequence[tuple[float, float]]], marks: Sequence[float], path: Path, *, x: str, y: str
+    curves: Mapping[str, tuple[Sequence[tuple[float, float]], Sequence[float]]], path: Path, *, x: str, y: str
 ) -> None:
-    """What is reached over time, to be read at 700 pixels; a PNG, written anew.
+    """What two ways reach over time while processes are killed, to be read at 700 pixels.
 
     Args:
-        curves: label, which is written at the curve's end -> points, with steps between them.
-        marks: moments of failures, which get an upright line.
-        path: the PNG.
+        curves: label, which is written at the curve's end -> points with steps between them, and when the kills were.
+        path: a PNG; written anew.
         x, y: what the axes show.
     """
     import matplotlib
@@ -156,23 +155,15 @@ def course(
     from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 3.9), dpi=200)
-    for color, (label, points) in zip(("#0b62a4", "#c2570c"), curves.items(), strict=True):
+    for color, (label, (points, kills)) in zip(("#0b62a4", "#c2570c"), curves.items(), strict=True):
         across, up = zip(*points, strict=True)
         axes.plot(across, up, color=color, linewidth=2, drawstyle="steps-post")
-        axes.annotate(
-            label,
-            (across[-1], up[-1]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            weight="bold",
-        )
-    for number, mark in enumerate(marks):
-        axes.axvline(mark, color="#b3261e", linewidth=1, linestyle="--")
-        text = "a process is killed" if number == 0 else "another one" if number == 1 else "and another"
-        axes.annotate(text, (mark, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
-                      color="#b3261e", fontsize=9, ha="center")  # fmt: skip
+        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "weight": "bold"}
+        axes.annotate(label, (across[-1], up[-1]), color=color, annotation_clip=False, **place)
+        struck = [[height for at, height in points if at < kill][-1] for kill in kills]
+        axes.plot(kills, struck, "x", color="#b3261e", markersize=9, markeredgewidth=2.2, zorder=3)
+    axes.plot([], [], "x", color="#b3261e", markersize=9, markeredgewidth=2.2, label="a process is killed")
+    axes.legend(frameon=False, loc="upper left")
     axes.set(xlabel=x, ylabel=y, xlim=(0, None), ylim=(0, None))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.spines[["top", "right"]].set_visible(False)

@@ -266,7 +266,9 @@ def test_names_that_need_torch_bring_nothing_else() -> None:
     assert set(loaded_after("from ftopt import DiLoCo, wrap; from ftopt.methods import method")) <= {"torch", "numpy"}
 
 
-@pytest.mark.parametrize("verb", ["ls", "simulate --histories 1", "coordinator --help", "run --help", "--help"])
+@pytest.mark.parametrize(
+    "verb", ["ls", "simulate --histories 1", "coordinator --help", "run --help", "report .", "--help"]
+)
 def test_verbs_that_compute_nothing_do_without_torch(verb: str) -> None:
     code = f"from ftopt.cli.main import main\ntry: main({verb.split()!r})\nexcept SystemExit: pass\nimport sys"
     assert not {"torch", "aiohttp"} & set(loaded_after(f"exec({code!r})"))

@@ -27,25 +27,30 @@ ABOUT = (
     "does not make the others faster). *ftopt*: `ftopt run` with DiLoCo, an outer step every "
     f"{EVERY} steps, `restarts: 20`. *DDP*: DistributedDataParallel under `torchrun --max-restarts`; rank 0 writes a "
     f"checkpoint every {EVERY} steps, atomically, and all restore it when they are started again. First one, then the "
-    "other, each for 90 s from its first steps. At 15, 40 and 65 s the process of replica (rank) 1 gets SIGKILL, and "
-    "ftopt's runner or torchrun starts it again at once. *samples*: trained and not lost again, at the end. *rate*: "
-    "before the first kill. *lost*: inner steps of single processes that are not in the model (DDP: done again). "
-    "*seconds lost*: the time that the missing samples take at that rate. *longest stop*: time without a new sample."
+    "other, each for 100 s from its first steps. The process of replica (rank) 1 gets SIGKILL after 15 s, and again "
+    "20 s after all train once more; ftopt's runner or torchrun starts it again at once. *samples*: trained and not "
+    "lost again, at the end. *rate*: before the first kill. *lost*: inner steps of single processes that are not in "
+    "the model (DDP: done again). *seconds lost*: the time that the missing samples take at that rate. *longest stop*: "
+    "time without a new sample."
 )
 GOALS = "none; a comparison"
 _LIMIT_S = 180.0
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Otherwise ranks that torchrun has started again find the addresses of dead ones in the store, and cannot connect."""
 Point = tuple[float, float]
 
 
 class Plan(NamedTuple):
-    """Seconds: of a step, when the kills are and when it is over, after the first steps."""
+    """Seconds: of a step, until the first kill, from when all train again until the next one, and in all. No kill comes
+    later than ``between_s`` before the end."""
 
     step_s: float = 0.1
-    kills_s: Sequence[float] = (15.0, 40.0, 65.0)
-    over_s: float = 90.0
+    first_s: float = 15.0
+    between_s: float = 20.0
+    over_s: float = 100.0
 
 
-QUICK = Plan(step_s=0.02, kills_s=(4.0,), over_s=12.0)
+QUICK = Plan(step_s=0.02, first_s=4.0, between_s=8.0, over_s=15.0)
 
 
 class Course(NamedTuple):
@@ -123,6 +128,10 @@ def _ftopt(folder: Path, corpus: Path, plan: Plan) -> Course:
         lines = {path.stem: read_lines(path) for path in found.replicas.glob("*.jsonl")} if found else {}
         return [line | {"replica": replica} for replica, each in lines.items() for line in each]
 
+    def trains(life: int) -> bool:
+        lives = {x["replica"]: x["incarnation"] for x in steps()}
+        return len(lives) == REPLICAS and lives["r1"] >= life
+
     def pid() -> int:
         found = files()
         assert found is not None
@@ -132,7 +141,7 @@ def _ftopt(folder: Path, corpus: Path, plan: Plan) -> Course:
 
     folder.mkdir()
     with _process(command, folder / "said.log", signal.SIGINT) as process:
-        began, kills, over = _measure(process, plan, pid, lambda: len({x["replica"] for x in steps()}) == REPLICAS)
+        began, kills, over = _measure(process, plan, pid, trains)
     found = files()
     assert found is not None
     zero = found.about.stat().st_mtime  # written at the run's start
@@ -173,8 +182,13 @@ def _ddp(folder: Path, corpus: Path, plan: Plan) -> Course:
     def pid() -> int:
         return [x["pid"] for x in read_lines(folder / "starts.jsonl") if x["rank"] == 1][-1]
 
+    def trains(life: int) -> bool:
+        starts = [x["t_s"] for x in read_lines(folder / "starts.jsonl") if x["rank"] == 0]
+        steps = read_lines(folder / "steps.jsonl")
+        return len(starts) >= life and bool(steps) and steps[-1]["t_s"] > starts[-1]
+
     with _process(command, folder / "said.log", signal.SIGTERM) as process:
-        began, kills, over = _measure(process, plan, pid, lambda: bool(read_lines(folder / "steps.jsonl")))
+        began, kills, over = _measure(process, plan, pid, trains)
     return course_of_ddp(
         read_lines(folder / "starts.jsonl"), read_lines(folder / "steps.jsonl"),
         *(began - started, [kill - started for kill in kills], over - started),
@@ -213,27 +227,39 @@ def _course(gains: list[tuple[float, int]], began: float, kills: list[float], ov
 
 
 def _measure(
-    process: subprocess.Popen[bytes], plan: Plan, pid: Callable[[], int], all_there: Callable[[], bool]
+    process: subprocess.Popen[bytes], plan: Plan, pid: Callable[[], int], trains: Callable[[int], bool]
 ) -> tuple[float, list[float], float]:
-    """Kills by the plan; when it began, when the kills were, and when it was over: seconds since the epoch."""
-    deadline = time.monotonic() + _LIMIT_S
-    while not all_there():
-        if process.poll() is not None or time.monotonic() > deadline:
+    """Kills by the plan; when it began, when the kills were, and when it was over: seconds since the epoch.
+
+    Args:
+        process: runs the job.
+        plan: when to kill.
+        pid: of the process to kill.
+        trains: whether all train, the one to kill in its life of that number, or a later one.
+    """
+
+    deadline = time.time() + _LIMIT_S
+    while not trains(1):
+        if process.poll() is not None or time.time() > deadline:
             raise RuntimeError(f"the job did not start (exit status {process.poll()})")
         time.sleep(0.1)
-    began, kills = time.time(), []
-    for kill_s in plan.kills_s:
-        time.sleep(max(0.0, began + kill_s - time.time()))
+    began, kills = time.time(), list[float]()
+    over, due = began + plan.over_s, began + plan.first_s
+    while due <= over - plan.between_s:
+        time.sleep(max(0.0, due - time.time()))
         os.kill(pid(), signal.SIGKILL)
         kills.append(time.time())
-    time.sleep(max(0.0, began + plan.over_s - time.time()))
+        while not trains(len(kills) + 1) and time.time() < over:
+            time.sleep(0.1)
+        due = time.time() + plan.between_s
+    time.sleep(max(0.0, over - time.time()))
     return began, kills, time.time()
 
 
 @contextmanager
 def _process(command: list[str], log: Path, end: signal.Signals) -> Iterator[subprocess.Popen[bytes]]:
     """A process with children, which are gone when the block ends."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **_OWN_STORE}
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
@@ -253,7 +279,5 @@ def _process(command: list[str], log: Path, end: signal.Signals) -> Iterator[sub
 
 def draw(rows: list[Row], path: Path) -> None:
     """Samples in the model over time, with the kills."""
-    pictures.course(
-        {row["way"]: row["curve"] for row in rows}, rows[0]["killed"], path,
-        x="seconds", y="samples trained and not lost again",
-    )  # fmt: skip
+    curves = {row["way"]: (row["curve"], row["killed"]) for row in rows}
+    pictures.course(curves, path, x="seconds", y="samples trained and not lost again")

@@ -11,7 +11,8 @@ from ftopt.report.html import Html, Number, el, table
 from ftopt.report.losses import COLORS, Mean, held_out, pair
 from ftopt.report.plot import legend
 from ftopt.report.rounds import sent
-from ftopt.report.run import Run, Steps
+from ftopt.report.run import Run
+from ftopt.report.steps import Steps
 from ftopt.report.text import cut, real, share, size, span, whole
 
 _POINTS = 300

@@ -54,7 +54,9 @@ def shown(text: str) -> str:
     """Replaces what a page should not hold: control characters, lone surrogates, changes of direction."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return "".join(
+        char if char.isprintable() or char in "\n\t\N{NO-BREAK SPACE}" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
 
 
 def _cell(number: int, cell: object) -> Html:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ftopt.report.html import Html, el, table
 from ftopt.report.plot import Axis, Plot, Point, axis, legend, times
-from ftopt.report.run import Run, Steps
+from ftopt.report.run import Run
+from ftopt.report.steps import Steps
 from ftopt.report.text import clock, count, real, some, whole
 from ftopt.telemetry.jsonl import data_of
 

@@ -10,15 +10,35 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from ftopt.report.run import Run, Steps, figures, ordered
+from ftopt.report.run import Run, figures, ordered
+from ftopt.report.steps import Steps
 from ftopt.report.text import listed, span
+from ftopt.report.unsupervised import deaths
 from ftopt.telemetry.jsonl import Line
 
 _APART_S = 5.0
-"""The times of one attempt on two machines may differ so much from the usual difference of the two."""
+"""So much may the times of one attempt on two machines differ from the usual difference of the two, at the median."""
 
 Attempt = tuple[int, int]
+"""Fragment and number."""
+
+
+class Gap(NamedTuple):
+    """How much later a folder says that something happened; how far single times are from that: at the median, at
+    most."""
+
+    ahead_s: float
+    apart_s: float
+    most_s: float
+
+
+class Part(NamedTuple):
+    """A folder of a job, compared with the job's first one."""
+
+    run: Run
+    gap: Gap
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
@@ -27,13 +47,12 @@ def merged(runs: Sequence[Run]) -> list[Run]:
     done: list[Run] = []
     while left:
         first, rest = left.pop(0), left
-        parts: list[tuple[Run, float, float]] = [(first, 0.0, 0.0)]
+        parts = [Part(first, Gap(0.0, 0.0, 0.0))]
         times = _times(first)
-        while found := next(((run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
-            run, (ahead_s, apart_s) = found
-            rest.remove(run)
-            parts.append((run, ahead_s, apart_s))
-            times = {**{attempt: t_s - ahead_s for attempt, t_s in _times(run).items()}, **times}
+        while found := next((Part(run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
+            rest.remove(found.run)
+            parts.append(found)
+            times = {**{at: t_s - found.gap.ahead_s for at, t_s in _times(found.run).items()}, **times}
         done.append(_one(parts) if len(parts) > 1 else first)
     return done
 
@@ -47,26 +66,31 @@ def _times(run: Run) -> dict[Attempt, float]:
     return found
 
 
-def _gap(
-    times: dict[Attempt, float], run: Run, parts: Sequence[tuple[Run, float, float]]
-) -> tuple[float, float] | None:
-    """How much later a run says that the same thing happened, and how far single times are from that; None if it is of
-    another job. Two folders with the coordinator's events are two jobs."""
-    if run.decided and any(part.decided for part, _, _ in parts):
+def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | None:
+    """How much later a run says that the same things happened; None if it is of another job.
+
+    Two folders with the coordinator's events, or with the same incarnation of a replica, are of two jobs.
+    """
+    if any((run.decided and part.run.decided) or _lives(run) & _lives(part.run) for part in parts):
         return None
     own = _times(run)
     gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
     if not gaps:
         return None
     usual = statistics.median(gaps)
-    apart = max(abs(gap - usual) for gap in gaps)
-    return (usual, apart) if apart <= _APART_S else None
+    apart = [abs(gap - usual) for gap in gaps]
+    gap = Gap(usual, statistics.median(apart), max(apart))
+    return gap if gap.apart_s <= _APART_S else None
 
 
-def _one(parts: Sequence[tuple[Run, float, float]]) -> Run:
+def _lives(run: Run) -> set[tuple[str, int]]:
+    return {(event["replica"], event["incarnation"]) for event in run.named("reduce")}
+
+
+def _one(parts: Sequence[Part]) -> Run:
     events: list[Line] = []
     steps: dict[str, Steps] = {}
-    for run, ahead_s, _ in parts:
+    for run, (ahead_s, _, _) in parts:
         events += [{**event, "t_s": event["t_s"] - ahead_s} for event in run.events]
         for replica, own in run.steps.items():
             into = steps.setdefault(replica, Steps())
@@ -79,11 +103,13 @@ def _one(parts: Sequence[tuple[Run, float, float]]) -> Run:
     for own in steps.values():
         for number in range(len(own)):
             own.t_s[number] -= first_s
-    runs = [run for run, _, _ in parts]
-    apart = max(apart_s for _, _, apart_s in parts)
+    events = ordered([*events, *deaths(events, steps)])
+    runs = [part.run for part in parts]
+    apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
     note = (
         f"Merged from {len(parts)} folders of one job ({listed([run.name for run in runs])}). Their clocks and starts "
-        f"differ; times are aligned by the reductions that they share, and agree to within {span(apart)} there."
+        "differ; times are aligned by the reductions that they share, and differ there by "
+        f"{span(apart)} at the median, {span(most)} at most."
     )
     told = next((run for run in runs if run.recipe is not None), runs[0])
     return replace(
@@ -92,15 +118,10 @@ def _one(parts: Sequence[tuple[Run, float, float]]) -> Run:
         events=events,
         steps=steps,
         summary=figures(events, steps, runs[0].folders[0]),
-        ended=all(run.ended or _all_ended(run) for run in runs),
+        summarized=any(run.summarized for run in runs),
         recipe=told.recipe,
         about=told.about,
         skipped=sum(run.skipped for run in runs),
         age_s=min(run.age_s for run in runs),
         notes=[*(note_ for run in runs for note_ in run.notes), note],
     )
-
-
-def _all_ended(run: Run) -> bool:
-    """Of a machine without a runner: each of its replicas has told its end, or it is the coordinator's."""
-    return {event["replica"] for event in run.named("end")} >= set(run.replicas())

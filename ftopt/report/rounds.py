@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from ftopt.report.run import Run, Steps
+from ftopt.report.run import Run
+from ftopt.report.steps import Steps
 from ftopt.telemetry.jsonl import Line, data_of
 
 Position = tuple[int, int]

@@ -6,14 +6,14 @@ import json
 import math
 import re
 import time
-from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ftopt.errors import UserError
+from ftopt.report.steps import Steps
+from ftopt.report.unsupervised import deaths
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import Line, data_of
 from ftopt.telemetry.summary import summarize
@@ -36,31 +36,6 @@ _GOING_ON_S = 60.0
 
 
 @dataclass(slots=True)
-class Steps:
-    """The inner steps of one replica, over all its incarnations: an entry a step in each array."""
-
-    t_s: array[float] = field(default_factory=lambda: array("d"))
-    incarnation: array[int] = field(default_factory=lambda: array("q"))
-    inner_step: array[int] = field(default_factory=lambda: array("q"))
-    loss: array[float] = field(default_factory=lambda: array("d"))
-    """NaN where there was none."""
-
-    def __len__(self) -> int:
-        return len(self.t_s)
-
-    def between(self, start: float, stop: float) -> int:
-        """How many steps were done after ``start``, until ``stop``."""
-        return bisect_right(self.t_s, stop) - bisect_right(self.t_s, start)
-
-    def add(self, t_s: float, incarnation: int, inner_step: int, loss: float) -> None:
-        """One step."""
-        self.t_s.append(t_s)
-        self.incarnation.append(incarnation)
-        self.inner_step.append(inner_step)
-        self.loss.append(loss)
-
-
-@dataclass(slots=True)
 class Run:
     """One run, or what several machines have recorded of one.
 
@@ -70,7 +45,7 @@ class Run:
         events: in the order of time.
         steps: replica -> its inner steps.
         summary: `summarize`'s figures, as ``summary.json`` has them.
-        ended: there is a ``summary.json``.
+        summarized: there is a ``summary.json``: `ftopt run` has come to its end.
         recipe: the text of ``recipe.yaml``.
         about: when it began, versions; of ``about.json``.
         skipped: lines that could not be read.
@@ -83,12 +58,22 @@ class Run:
     events: list[Line]
     steps: dict[str, Steps]
     summary: dict[str, Any]
-    ended: bool
+    summarized: bool
     recipe: str | None
     about: dict[str, Any]
     skipped: int
     age_s: float
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more comes: it was summarized, or each replica has told its end."""
+        return self.summarized or bool(self.steps and not self.without_end())
+
+    def without_end(self) -> list[str]:
+        """The replicas whose record does not come to their end."""
+        told = {event["replica"] for event in self.named("end")}
+        return [replica for replica in self.replicas() if replica not in told]
 
     @property
     def going_on(self) -> bool:
@@ -134,6 +119,7 @@ def read(path: Path, say: Say) -> Run:
         recipe = files.recipe.read_text(encoding="utf-8", errors="replace") if files.recipe.is_file() else None
     except OSError as error:
         raise UserError(f"{error.filename or path}: {error.strerror}; give a run's folder that you can read") from error
+    events = ordered([*events, *deaths(events, steps)])
     summary = figures(events, steps, files.events)
     resolved = path.resolve()
     name = resolved.name or str(resolved)

@@ -92,7 +92,7 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
             parts = [(span_.start, span_.stop) for span_ in drawn if span_.state == state]
             if parts:
                 used.add(state)
-                plot.blocks(parts, top, bottom, state, f"{name}: {state} for {span(total[state])} in all")
+                plot.blocks(parts, top, bottom, state, f"{name}: {STATES[state][0]} for {span(total[state])} in all")
         thinned = thinned or drawn is not states[name]
     for event in run.named("fault"):  # those of the coordinator are where its outer steps are
         lane = names.index(event["replica"]) if event["replica"] in states else len(names)
@@ -102,11 +102,7 @@ def replicas(run: Run, states: Mapping[str, list[Span]], made: Sequence[Round]) 
     plot.marks([x.t_s for x in made], low, 1.0, "decided", f"{count(len(made), 'outer step')} committed")
     aborted = [event["t_s"] for event in run.named("abort")]
     plot.marks(aborted, low, 1.0, "aborted", f"{count(len(aborted), 'attempt')} failed")
-    entries = [
-        (f"b {state}", "training, a reduction under way" if state == "overlapped" else state)
-        for state in STATES
-        if state in used
-    ]
+    entries = [(f"b {state}", label) for state, (label, _) in STATES.items() if state in used]
     entries += [("b decided", "outer step")]
     entries += [("b aborted", "failed attempt")] if aborted else []
     entries += [("round fault", "fault")] if run.named("fault") else []
@@ -238,9 +234,9 @@ def _in_state(run: Run, states: Mapping[str, list[Span]], used: set[str]) -> Htm
     head = [
         "replica",
         "inner steps",
-        *("training, reducing" if state == "overlapped" else state for state in shown_states),
+        *(STATES[state][0] for state in shown_states),
     ]
-    words = el("ul", [el("li", el("b", s), f": {STATES[s]}") for s in shown_states])
+    words = el("ul", [el("li", el("b", STATES[state][0]), f": {STATES[state][1]}") for state in shown_states])
     return el("div", table(head, rows), el("details", el("summary", "What the states mean"), words))
 
 

@@ -32,38 +32,38 @@ def real(number: float | None, digits: int = 4) -> Number:
 def share(part: float, of: float) -> Number:
     """Per cent; 100 % and 0 % only where it is all, or nothing."""
     if not of or part == of:
-        return Number("100 %" if of else "\N{EN DASH}")
+        return _number("100 %" if of else "\N{EN DASH}")
     percent = 100 * part / of
     digits = 1 if 0.1 <= percent <= 99.9 else 2
-    return Number(f"{percent:.{digits}f} %")
+    return _number(f"{percent:.{digits}f} %")
 
 
 def size(number: float | None) -> Number:
     """Bytes: ``21.0 MB``."""
     if number is None:
-        return Number("\N{EN DASH}")
+        return _number("\N{EN DASH}")
     for unit, factor in _SIZES:
         if number >= factor:
             return Number(
                 f"{number / factor:.3g} {unit}" if number < 999.5 * factor else f"{number / factor:,.0f} {unit}"
             )
-    return Number(f"{number:.0f} bytes")
+    return _number(f"{number:.0f} bytes")
 
 
 def span(seconds: float) -> Number:
     """How long: ``0.22 s``, ``31.5 s``, ``1 min 30 s``, ``2 h 5 min``."""
     if seconds < 10:
-        return Number(f"{seconds:.3g} s" if seconds >= 0.001 or not seconds else "below 1 ms")
+        return _number(f"{seconds:.3g} s" if seconds >= 0.001 or not seconds else "below 1 ms")
     if seconds < 59.95:
-        return Number(f"{seconds:.1f} s")
+        return _number(f"{seconds:.1f} s")
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
-        return Number(f"{minutes} min {rest} s" if rest else f"{minutes} min")
+        return _number(f"{minutes} min {rest} s" if rest else f"{minutes} min")
     hours, minutes = divmod(minutes, 60)
     if hours < 48:
-        return Number(f"{hours} h {minutes} min" if minutes else f"{hours} h")
+        return _number(f"{hours} h {minutes} min" if minutes else f"{hours} h")
     days, hours = divmod(hours, 24)
-    return Number(f"{days} days {hours} h" if hours else f"{days} days")
+    return _number(f"{days} days {hours} h" if hours else f"{days} days")
 
 
 def clock(seconds: float) -> Number:
@@ -98,3 +98,8 @@ def some(rows: Sequence[T], most: int = _ROWS) -> tuple[list[T], str]:
         return list(rows), ""
     half = most // 2
     return [*rows[:half], *rows[-half:]], f" (the first {half} and the last {half} of {len(rows):,})"
+
+
+def _number(text: str) -> Number:
+    """A number and its unit, which stay on one line."""
+    return Number(text.replace(" ", "\N{NO-BREAK SPACE}"))

@@ -10,20 +10,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ftopt.report.run import COORDINATOR, Run, Steps
+from ftopt.report.run import COORDINATOR, Run
+from ftopt.report.steps import Steps
 from ftopt.telemetry.jsonl import Line, data_of
 
 STATES = {
-    "starting": "its process has started, and has not joined yet",
-    "training": "inner steps, evaluation, checkpoints",
-    "overlapped": "training while a reduction is under way",
-    "waiting": "in an outer step, for the other replicas or the result",
-    "syncing": "in an outer step, while the reduction is under way",
-    "fetching": "fetching the job's state from a peer",
-    "struck": "stopped, hung or cut off by an injected fault",
-    "dead": "its process is gone, and nothing of it has come back",
+    "starting": ("starting", "its process has started, and has not joined yet"),
+    "training": ("training", "inner steps, evaluation, checkpoints"),
+    "overlapped": ("training, reducing", "training while a reduction is under way"),
+    "waiting": ("waiting", "in an outer step, for the other replicas or the result"),
+    "syncing": ("syncing", "in an outer step, while the reduction is under way"),
+    "fetching": ("fetching", "fetching the job's state from a peer"),
+    "struck": ("stopped", "stopped, hung or cut off by an injected fault"),
+    "dead": ("dead", "its process is gone, and nothing of it has come back"),
 }
-"""State -> what it means, in the order of the legend."""
+"""State -> what a reader sees, and what it means; in the order of the legend."""
 
 _LASTING = ("stop", "hang", "partition")
 

@@ -69,12 +69,14 @@ def _beginning(run: Run, states: dict[str, list[Span]]) -> str:
         made = f" and committed {outer}; the job came to inner step {int(run.summary['inner_step']):,}."
     else:
         made = "."
-    if run.going_on:
+    if run.ended:
+        state = ""
+    elif run.going_on:
         state = f" The run is still going on: its last line was written {span(run.age_s)} before this report."
-    elif not run.ended and run.decided:
+    elif run.named("spawn") or not run.steps:
         state = " The run has no summary.json: it was killed before its end. This is what it had recorded."
     else:
-        state = ""
+        state = f" {listed(run.without_end())} did not come to an end on record: still running, cut off or killed."
     return f"{got}{before}{made}{state}"
 
 
@@ -127,7 +129,7 @@ def _by_replicas(run: Run, executed: int) -> str:
     """Without the coordinator's events: what the replicas themselves have told at their ends."""
     ends = [data_of(event) for event in run.named("end")]
     pending = sum(int(data.get("pending_steps", 0)) for data in ends)
-    told = f"; {pending:,} of them were pending when their replicas left" if ends else ""
+    told = f", {pending:,} of them pending when their replicas left" if ends else ""
     return (
         f"{count(executed, 'inner step')} are on record{told}. The folder has no events of the coordinator, so it does "
         "not tell which of them are in the model; `ftopt coordinator --folder DIR` records that."
@@ -142,7 +144,8 @@ def _attempts(run: Run) -> str:
     why = Counter(cut(re.sub(r"\[/\S*\] ?", "", reason), 160) for reason in reasons)  # where in Gloo's source
     first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
     attempts = count(int(run.summary["attempts"]), "attempt")
-    return f"{aborted:,} of {attempts} to average failed and were repeated ({first.rstrip('.')})."
+    repeated = f"{'was' if aborted == 1 else 'were'} repeated"
+    return f"{aborted:,} of {attempts} to average failed and {repeated} ({first.rstrip('.')})."
 
 
 def _waits(run: Run, states: dict[str, list[Span]]) -> str:
@@ -175,6 +178,8 @@ def _losses(run: Run) -> str:
     if not tests:
         return ""
     first, last = s["val_loss_initial"], s["val_loss_final"]
+    if last is not None and all(data_of(event).get("final") for event in tests):
+        return f"Held-out loss at the end: {last:.4f} nats."
     if last is None:
         return (
             f"Held-out loss: {first:.4f} nats at first, {float(data_of(tests[-1])['loss']):.4f} at the last evaluation."

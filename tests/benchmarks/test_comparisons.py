@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run
-from benchmarks.speed import bandwidth, convergence, goodput, stall
+from benchmarks.speed import bandwidth, convergence, failure, goodput, stall
 from benchmarks.speed.figures import Spread, plain, table
 
 
@@ -103,3 +103,39 @@ def test_one_that_cannot_be_measured_does_not_end_the_others(
     monkeypatch.setattr("benchmarks.speed.stall.run", fails)
     assert run._measure("stall", quick=True) == 1
     assert "stall is not measured: no luck" in capsys.readouterr().err
+
+
+def test_a_death_takes_the_steps_that_its_replica_has_not_contributed() -> None:
+    steps = [{"t_s": 10.0 + n, "replica": replica, "incarnation": 1} for n in range(1, 11) for replica in ("r0", "r1")]
+    members = [["r0", 1, 5, 5, 5.0, True], ["r1", 1, 5, 5, 5.0, True]]
+    events = [
+        {"t_s": 15.5, "event": "decide", "data": {"members": members}},
+        {"t_s": 20.5, "event": "death", "replica": "r1", "incarnation": 1},
+    ]
+    course = failure.course_of_ftopt(events, steps, 10.0, [20.4], 24.0)
+    assert course.lost == 5
+    assert course.curve[0] == (0.0, 0.0)
+    assert course.curve[-2:] == [(10.0, 20 * failure.BATCH), (10.5, 15 * failure.BATCH)]
+    row = failure.row("ftopt", course)
+    assert (row["kills"], row["samples"], row["inner steps lost per kill"]) == (1, 15 * failure.BATCH, 5)
+    assert row["rate, samples/s"] == 2 * failure.BATCH
+    assert row["seconds lost per kill"] == 14.0 - 7.5
+    assert row["longest stop, s"] == 4.0
+
+
+def test_a_restart_takes_what_was_done_since_the_checkpoint_of_all_ranks() -> None:
+    starts = [
+        {"t_s": 0.0, "rank": 0, "step": 0},
+        {"t_s": 14.0, "rank": 1, "step": 50},
+        {"t_s": 14.1, "rank": 0, "step": 50},
+    ]
+    steps = [{"t_s": n / 10, "step": n} for n in range(1, 71)] + [
+        {"t_s": 14.0 + n / 10, "step": 50 + n} for n in range(2, 9)
+    ]
+    course = failure.course_of_ddp(starts, steps, 0.0, [7.05], 15.0)
+    assert course.lost == 20 * failure.REPLICAS
+    whole = failure.BATCH * failure.REPLICAS
+    assert max(samples for at, samples in course.curve if at < 7.05) == 70 * whole
+    assert [samples for at, samples in course.curve if at == 7.05] == [50 * whole]
+    assert course.curve[-1] == (14.8, 57 * whole)
+    assert failure.longest_stop(course) == pytest.approx(7.2)

@@ -43,29 +43,43 @@ class Recorder:
             lines.write({**step, "loss": round(loss, 5), "lr": 0.1})
         self.now = began
 
-    def round(self, version: int, members: Mapping[str, tuple[int, int, int]], *, coordinator: bool = True) -> None:
-        """An outer step of 0.5 s; replica -> incarnation, its steps in it, its last step."""
+    def round(
+        self,
+        version: int,
+        members: Mapping[str, tuple[int, int, int]],
+        *,
+        here: Sequence[str] | None = None,
+        coordinator: bool = True,
+    ) -> None:
+        """An outer step of 0.5 s.
+
+        Args:
+            version: what it makes.
+            members: replica -> incarnation, its steps in it, its last step.
+            here: those that record it here. Default: all.
+            coordinator: records it here, too.
+        """
+        lives = [(replica, members[replica][0]) for replica in (members if here is None else here)]
         at = {"fragment": 0, "version": version}
-        for replica, (incarnation, _, _) in members.items():
-            self.event("propose", replica, incarnation, **at)
+        for who in lives:
+            self.event("propose", *who, **at)
         self.now += 0.2
         at["attempt"] = ATTEMPTS + version
         if coordinator:
             self.event("quorum", **at, data={"members": [], "steps": [], "retry": False})
-        for replica, (incarnation, _, _) in members.items():
-            self.event("reduce", replica, incarnation, **at)
+        for who in lives:
+            self.event("reduce", *who, **at)
         self.now += 0.3
-        for replica, (incarnation, _, _) in members.items():
-            sent = {"bytes": 1000, "seconds": 0.3, "wire_bytes": 1000 * version}
-            self.event("prepare", replica, incarnation, **at, data=sent)
+        for who in lives:
+            self.event("prepare", *who, **at, data={"bytes": 1000, "seconds": 0.3, "wire_bytes": 1000 * version})
         if coordinator:
             told = [[r, i, steps, last, float(steps), True] for r, (i, steps, last) in members.items()]
             data = {"members": told, "digest": "d", "chain": f"c{version}", "inner_step": 10 * version}
             self.event("decide", **at, inner_step=10 * version, data=data)
-        for replica, (incarnation, _, _) in members.items():
-            self.event("commit", replica, incarnation, **at, inner_step=10 * version)
-            self.event("apply", replica, incarnation, fragment=0, version=version, inner_step=10 * version)
-            self.event("stall", replica, incarnation, data={"stall_s": 0.5})
+        for who in lives:
+            self.event("commit", *who, **at, inner_step=10 * version)
+            self.event("apply", *who, fragment=0, version=version, inner_step=10 * version)
+            self.event("stall", *who, data={"stall_s": 0.5})
 
     def end(self, replica: str, incarnation: int = 1, *, pending: int = 0) -> None:
         data = {"reason": "done", "local_steps": 0, "pending_steps": pending, "anchor_digest": "a"}
@@ -82,6 +96,8 @@ def record(
     """A run in which the second replica dies 5 steps into the second round and does not come back."""
     run = Recorder(path)
     run.files.recipe.write_text("name: tiny\nmethod:\n  name: diloco\n  sync_every: 10\n", encoding="utf-8")
+    for replica in replicas:
+        run.event("spawn", replica, data={"pid": 1, "life": 1})
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
     for replica in replicas:
         run.event("join", replica, 1, version=0, inner_step=0)
@@ -145,11 +161,11 @@ class Page(HTMLParser):
             return
         self.texts.append(data)
         if self.open and self.open[-1] in ("td", "th"):
-            self.tables[-1][-1][-1] += data
+            self.tables[-1][-1][-1] += data.replace("\N{NO-BREAK SPACE}", " ")
 
     def figures(self) -> dict[str, str]:
-        """The rows of the first table."""
-        return {row[0]: row[1] for row in self.tables[0][1:]}
+        """The account of the inner steps."""
+        return {row[0]: row[1] for row in self.table("what", "figure")}
 
     def table(self, *head: str) -> list[list[str]]:
         """The rows of the table whose head begins so."""

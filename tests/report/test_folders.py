@@ -121,15 +121,15 @@ def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:
         head.steps("r0", 10 * version - 9, 10)
         far.steps("r1", 10 * version - 9, 10)
         head.now, far.now = head.now + 1.0, far.now + 1.0
-        head.round(version, members)
-        far.round(version, {"r1": members["r1"]}, coordinator=False)
+        head.round(version, members, here=["r0"])
+        far.round(version, members, here=["r1"], coordinator=False)
     head.end("r0")
     far.end("r1")
     assert reported(tmp_path / "head", tmp_path / "far") == 0
     found = page_of(tmp_path / "head" / "report.html")
     assert "2 replicas ran for 1 min 43 s (the first 1 min 40 s" in found.text
     assert "Merged from 2 folders of one job (head and far). Their clocks and starts differ" in found.text
-    assert "Of 40 inner steps, 40 (100 %) are in the model" in found.text
+    assert "Of 40 inner steps, 40 (100 %) are in the model. No survivor lost a step." in found.text
     assert [row[1:3] for row in found.table("version", "time")] == [["1:41", "10"], ["1:43", "20"]]
 
 
@@ -146,8 +146,30 @@ def test_folders_of_replicas_alone_say_what_they_do_not_know(tmp_path: Path) -> 
     assert reported(*parts) == 0
     text = page_of(parts[0] / "report.html").text
     assert "2 replicas ran for 1.5 s" in text
-    assert "20 inner steps are on record; 1 of them were pending when their replicas left" in text
+    assert "20 inner steps are on record, 1 of them pending when their replicas left" in text
     assert "no events of the coordinator" in text
+
+
+def test_a_replica_that_came_back_without_an_end_has_died(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    run.event("join", "r0", 1)
+    run.event("join", "r1", 1)
+    for replica in ("r0", "r1"):
+        run.steps(replica, 1, 14)
+    run.now = 1.0
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)})
+    run.now = 4.0
+    run.event("join", "r1", 2)
+    run.steps("r0", 15, 6)
+    run.steps("r1", 1, 6, incarnation=2, job_step=10)
+    run.now = 5.0
+    run.round(2, {"r0": (1, 10, 20), "r1": (2, 6, 6)})
+    run.end("r0")
+    run.end("r1", 2)
+    text = text_of(tmp_path)
+    assert "1 death: r1 died at 0:01 (no end on record), and trained again 2.5 s later." in text
+    assert "Of 40 inner steps, 36 (90.0 %) are in the model; 4 were lost with replicas that died. No survivor" in text
 
 
 def test_jobs_that_happen_to_share_numbers_stay_two_runs(tmp_path: Path) -> None:
