@@ -24,11 +24,11 @@ from ftopt.events import ignore
 ABOUT = (
     "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
     "processes of one torch thread each, compared with Gloo's all-reduce of one flat fp32 tensor of that size in the "
-    "same processes, in turns behind a barrier; the slowest process counts. *metrics*: with a subscriber that wants the "
-    "outer gradient's norm and cosine. *delay*: the time that a whole period takes from the training thread, the round "
-    "itself being hidden behind its steps. The *floor* is the all-reduce plus the unavoidable sweeps over memory, at the "
-    "rate of a plain copy in the same turn. Compared with torchft's DiLoCo, and torch's own PeriodicModelAverager, which "
-    "only averages."
+    "same processes, in turns behind a barrier; the slowest process counts. *metrics*: with a subscriber that wants "
+    "the outer gradient's norm and cosine. *delay*: the time that a whole period takes from the training thread, the "
+    "round itself being hidden behind its steps. The *floor* is the all-reduce plus the unavoidable sweeps over "
+    "memory, at the rate of a plain copy in the same turn. Compared with torchft's DiLoCo, and torch's own "
+    "PeriodicModelAverager, which only averages."
 )
 GOALS = "to bare Gloo: DiLoCo, 1M <= 3.5, 10M and 50M <= 2.2; bf16 <= 1.6; delay <= 0.3"
 DRAWN = "to bare Gloo"
