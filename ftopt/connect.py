@@ -213,6 +213,8 @@ def _check_name(what: str, name: object) -> None:
 def _one_on_event(on_event: OnEvent | Sequence[OnEvent]) -> OnEvent:
     several = isinstance(on_event, list | tuple)
     for each in on_event if isinstance(on_event, list | tuple) else [on_event]:
+        if isinstance(each, type):
+            raise UserError(f"on_event={each.__name__}, a class; give an object: {each.__name__}(...)")
         if not callable(each):
             raise UserError(
                 f"on_event={on_event!r:.60}; must be a function of a ftopt.Event, or a list of such functions; leave "

@@ -19,14 +19,16 @@ from benchmarks.speed.crew import coordinator, together
 from benchmarks.speed.figures import QUICK_REPETITIONS, REPETITIONS, Row, Spread, in_turns, ratio
 from benchmarks.speed.models import of_size
 from benchmarks.speed.theirs import NoPeerError, diloco, lighthouse, manager
+from ftopt.events import ignore
 
 ABOUT = (
     "One blocking outer step of DiLoCo with all its guarantees (coordinator with a journal, digests, commit), in 3 "
     "processes of one torch thread each, compared with Gloo's all-reduce of one flat fp32 tensor of that size in the "
-    "same processes, in turns behind a barrier; the slowest process counts. *delay*: the time that a whole period "
-    "takes from the training thread, the round itself being hidden behind its steps. The *floor* is the all-reduce "
-    "plus the unavoidable sweeps over memory, at the rate of a plain copy in the same turn. Compared with torchft's "
-    "DiLoCo, and torch's own PeriodicModelAverager, which only averages."
+    "same processes, in turns behind a barrier; the slowest process counts. *metrics*: with a subscriber that wants "
+    "the outer gradient's norm and cosine. *delay*: the time that a whole period takes from the training thread, the "
+    "round itself being hidden behind its steps. The *floor* is the all-reduce plus the unavoidable sweeps over "
+    "memory, at the rate of a plain copy in the same turn. Compared with torchft's DiLoCo, and torch's own "
+    "PeriodicModelAverager, which only averages."
 )
 GOALS = "to bare Gloo: DiLoCo, 1M <= 3.5, 10M and 50M <= 2.2; bf16 <= 1.6; delay <= 0.3"
 DRAWN = "to bare Gloo"
@@ -37,6 +39,7 @@ SWEEPS = 13
 Outer optimizer: anchor, momentum and mean are read, the next anchor and momentum written. Take-over: the anchor is
 read, the parameters are written. Of these, memory that is only written is fetched before, three times."""
 _COPY, _OF_A_COPY = "copy", 3
+_MEASURED = "DiLoCo, metrics"
 _DELAY = 4
 _BEHIND_S = 0.3
 """As long as the forward and backward pass at least, behind which a snapshot is taken and the round goes on."""
@@ -77,11 +80,14 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, h
     with ExitStack() as stack:
         for name, method, codec in (
             ("DiLoCo", ftopt.DiLoCo(sync_every=1), "fp32"),
+            (_MEASURED, ftopt.DiLoCo(sync_every=1), "fp32"),
             ("DiLoCo, bf16", ftopt.DiLoCo(sync_every=1), "bf16"),
             ("DiLoCo, delay", streaming(), "fp32"),
         ):
             model = of_size(parameters)
-            group = ftopt.connect(url, f"r{rank}", job=name.replace(", ", "-"), sync=sync_of(codec))
+            on_event = Measures() if name == _MEASURED else ignore
+            job = name.replace(", ", "-")
+            group = ftopt.connect(url, f"r{rank}", job=job, sync=sync_of(codec), on_event=on_event, mesh=False)
             optimizer = stack.enter_context(ftopt.wrap(_sgd(model), model, method, group=group))
             step = partial(_delayed, optimizer, group, model) if name.endswith("delay") else optimizer.step
             works[name] = partial(_moved_and_timed, model, step)
@@ -98,6 +104,15 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, h
         dist.barrier()
     dist.destroy_process_group()
     return found
+
+
+class Measures:
+    """A subscriber that wants to know the outer gradient's norm and cosine."""
+
+    every_step = False
+    outer_gradient = True
+
+    def __call__(self, event: ftopt.Event) -> None: ...
 
 
 def sync_of(codec: str) -> ftopt.Sync:

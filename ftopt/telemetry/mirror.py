@@ -60,6 +60,8 @@ class Mirror:
     def attend(self, job: str, replica: str) -> None:
         """Events of ``replica`` in ``job`` will come; `ftopt.connect` calls it."""
         with self._lock:
+            if self._closed:
+                raise UserError(f"this ftopt.{type(self).__name__} was closed; make another one for the next group")
             if replica in self._runs:
                 return
             if not self._runs:
@@ -79,13 +81,15 @@ class Mirror:
             replica: whose they are; needed only if this mirror has several.
 
         Raises:
-            UserError: a value is no number, or it is not clear whose they are.
+            UserError: a value is no number, it is not clear whose they are, or it was closed.
         """
         for name, value in values.items():
             if not isinstance(name, str) or not isinstance(value, Real):
                 raise UserError(
                     f"log({{{name!r}: {value!r:.60}}}); must be names and numbers; use float(...) or .item()"
                 )
+        if self._closed:
+            raise UserError(f"log() after close(); log before this ftopt.{type(self).__name__} is closed")
         run = self._runs.get(replica) if replica is not None else None
         if replica is None and len(self._runs) == 1:
             (run,) = self._runs.values()

@@ -162,6 +162,13 @@ def test_wrong_arguments_are_refused_where_they_are_given(tmp_path: Path) -> Non
         mirror(Written, tmp_path / "to", every=0)
     with pytest.raises(UserError, match="or a list of such"):
         ftopt.solo(on_event=["a"])  # type: ignore[list-item]
+    with pytest.raises(UserError, match=r"give an object: Mirror\(\.\.\.\)"):
+        ftopt.solo(on_event=Mirror)  # type: ignore[arg-type]
+    made.close()
+    with pytest.raises(UserError, match="was closed"):
+        ftopt.solo(on_event=[made])
+    with pytest.raises(UserError, match=r"log\(\) after close"):
+        made.log({"mine": 1.0})
 
 
 def test_of_several_subscribers_one_that_raises_keeps_no_other_from_hearing(caplog: pytest.LogCaptureFixture) -> None:

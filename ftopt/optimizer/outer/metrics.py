@@ -26,12 +26,10 @@ class OuterGradient:
     Args:
         numel: its elements.
         values: the mean holds parameters, not a gradient, which then is ``anchor - mean``.
-        attempt: that computes it.
         before: the gradient of the version before; None: not known.
     """
 
-    def __init__(self, numel: int, *, values: bool, attempt: int, before: OuterGradient | None) -> None:
-        self.attempt = attempt
+    def __init__(self, numel: int, *, values: bool, before: OuterGradient | None) -> None:
         self._values = values
         self._every = -(-numel // MOST_SAMPLED) | 1  # odd: not the same columns of each row
         self._sample = torch.empty(0)

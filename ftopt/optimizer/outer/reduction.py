@@ -67,7 +67,8 @@ class Reduction:
         self._reducing, self._installing = SideStream(), SideStream()
         self._tried: dict[int, int] = {}  # the version that each fragment's last result was made for
         self._doubted: dict[int, int] = {}  # likewise of a result that was not plausible
-        self._gradients: dict[int, OuterGradient] = {}  # of each fragment's last result, if somebody wants to know
+        # Of each fragment's committed result and last attempt, by attempt, if somebody wants to know.
+        self._gradients: dict[int, dict[int, OuterGradient]] = {}
         self.lossy = not shared.group.codec.exact
         self.reduced: Tensor | None = None
 
@@ -215,12 +216,12 @@ class Reduction:
         """What measures this attempt's outer gradient; None: nobody wants to know, or it is spread over ranks."""
         if not self._group.tells_gradients or fragment.view.sliced:
             return None
-        before, made = self._gradients.get(fragment.index), state.made
-        if before is not None and (made is None or made.attempt != before.attempt):
-            before = None  # that version was fetched, or computed by others
+        kept = self._gradients.get(fragment.index, {})
+        made = state.made.attempt if state.made is not None else 0  # 0: it was fetched
+        kept = {number: gradient for number, gradient in kept.items() if number == made}
         values = fragment.method.execution.values and not self.lossy
-        measured = OuterGradient(fragment.view.trained, values=values, attempt=attempt.attempt, before=before)
-        self._gradients[fragment.index] = measured
+        measured = OuterGradient(fragment.view.trained, values=values, before=kept.get(made))
+        self._gradients[fragment.index] = kept | {attempt.attempt: measured}
         return measured
 
     def _metrics(
@@ -232,8 +233,8 @@ class Reduction:
         found: dict[str, Any] = {"size": attempt.size, "contributors": attempt.contributors}
         found |= {"steps": c.steps if counted else 0, "staleness": snapshot.staleness if counted else None}
         found["norm"] = c.norm if counted else None
-        gradient = self._gradients.get(fragment.index)
-        if gradient is None or gradient.attempt != attempt.attempt:
+        gradient = self._gradients.get(fragment.index, {}).get(attempt.attempt)
+        if gradient is None:
             return found
         found |= gradient.measured()
         displaces = method.execution.values or type(method).payload is Method.payload

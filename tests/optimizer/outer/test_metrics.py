@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace as Named
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import ftopt
 from ftopt.events import Event
 from ftopt.optimizer.outer import metrics
 from ftopt.optimizer.outer.metrics import OuterGradient, divergence, told_of_a_step
+from ftopt.optimizer.outer.reduction import Reduction
 from ftopt.optimizer.outer.usual import Sizes, Told
 from ftopt.optimizer.tensors.pieces import piece_of
 
@@ -23,8 +25,8 @@ STEPS, EVERY = 6, 2
 
 def measured(gradients: list[Tensor], *, values: bool = False) -> list[dict[str, float | None]]:
     found, before, anchor = [], None, torch.ones_like(gradients[0])
-    for attempt, gradient in enumerate(gradients):
-        now = OuterGradient(gradient.numel(), values=values, attempt=attempt, before=before)
+    for gradient in gradients:
+        now = OuterGradient(gradient.numel(), values=values, before=before)
         now.see_all(anchor, anchor - gradient if values else gradient)
         found.append(now.measured())
         before = now
@@ -124,6 +126,21 @@ def test_an_outer_step_tells_its_size_norms_cosine_and_divergence(method: Callab
         cosine = None if before is None else torch.nn.functional.cosine_similarity(mean, before, dim=0).item()
         assert data["cosine"] == (None if cosine is None else pytest.approx(cosine, abs=1e-4))
         before = mean
+
+
+def test_the_gradient_before_is_that_of_the_committed_attempt() -> None:
+    reduction = Reduction.__new__(Reduction)
+    reduction._group, reduction._gradients, reduction.lossy = Named(tells_gradients=True), {}, False  # type: ignore[assignment]
+    fragment = Named(index=0, view=Named(trained=2), method=Named(execution=Named(values=False)))
+    cosines = []
+    for attempt, made in ((1, None), (2, 1), (3, 1), (4, 3), (5, None)):  # 2 fails; before 5 a state is fetched
+        state = Named(made=None if made is None else Named(attempt=made))
+        gradient = reduction._measure(Named(attempt=attempt), fragment, state)  # type: ignore[arg-type]
+        assert gradient is not None
+        gradient.see_all(torch.zeros(2), torch.tensor([1.0, float(attempt)]))
+        cosines.append(gradient.measured()["cosine"])
+    expected = [None, 3 / math.sqrt(2 * 5), 4 / math.sqrt(2 * 10), 13 / math.sqrt(10 * 17), None]
+    assert cosines == [None if value is None else pytest.approx(value) for value in expected]
 
 
 def test_nothing_is_measured_unless_a_subscriber_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
