@@ -91,8 +91,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {
-        "__init__", "job/harm", "job/inner", "job/parts", "job/task", "config", "data", "faults", "net", "telemetry",
-        "sync/group",
+        "__init__", "job/harm", "job/inner", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
+        "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},

@@ -9,12 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.cli.output import say
-from ftopt.cli.validate import add as add
+from ftopt.cli.validate import add as add_recipe
 from ftopt.errors import UserError
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    add_dry_run(parser)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Adds --dry-run."""
+    text = "print the resolved recipe, sizes, bytes, memory and the schedule; start and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job, then prints the result and the folder that holds it."""
+    if arguments.dry_run:
+        from ftopt.cli.dry_run import show
+
+        return show(arguments.recipe, arguments.overrides)
     from ftopt.config.loader import load
     from ftopt.job.runner import Runner, resolved, resumable
     from ftopt.telemetry.folder import RunFolder
