@@ -230,14 +230,17 @@ class NextToken(Task):
         if isinstance(model, FactoryConfig) and self._checks_classes:
             vocab = _vocabulary(self, model)
 
-        def tokens(path: str) -> TokenWindows:
-            return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
+        def tokens(key: str, path: str) -> TokenWindows:
+            try:
+                return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
+            except UserError as error:
+                raise UserError(f"data.{key}={path!r}: {str(error).removeprefix(f'source={path!r}: ')}") from None
 
-        everything = tokens(data.path)
+        everything = tokens("path", data.path)
         self._train: MapStyle = everything
         self._held_out: MapStyle
         if data.held_out is not None:
-            self._held_out = tokens(data.held_out)
+            self._held_out = tokens("held_out", data.held_out)
             return
         cut = int(len(everything) * (1 - HELD_OUT))
         if not cut:
