@@ -165,17 +165,17 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UserError(f"{path} has {size:,} bytes; a recipe has at most {_MAX_BYTES:,}: is this the right file?")
-        if _count(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), {}) > _MAX_NODES:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if isinstance(root, yaml.ScalarNode | yaml.SequenceNode):
+            what = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise UserError(f"{path} holds {what}; a recipe is a mapping, such as `ftopt cp diloco_bytes` gives")
+        if _count(root, {}) > _MAX_NODES:
             raise UserError(f"{path} has more than {_MAX_NODES:,} values once its aliases (*) are expanded; use fewer")
         raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError) as error:
         text = str(error) or type(error).__name__
         raise UserError(f"{path} cannot be read as YAML: {text}") from error
-    if not isinstance(raw, dict):
-        what = "nothing" if raw is None else f"a {type(raw).__name__}"
-        raise UserError(
-            f"{path} holds {what}; a recipe is a mapping of sections, such as `ftopt cp diloco_bytes` gives"
-        )
+    assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
 
 
