@@ -125,7 +125,7 @@ def test_the_command_says_what_it_wrote_and_never_over_a_file(
     assert main(["export", str(tmp_path), str(tmp_path / "other.pt")]) == 2
     assert "holds no complete checkpoint" in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):
-        export(find(tmp_path / "c"), tmp_path / "none" / "m")
+        export(find(tmp_path / "c"), tmp_path / "none" / "m.pt")
 
 
 @pytest.mark.parametrize("name", ["committed-0-v*.safetensors", "replica-*.safetensors", "replica-*.json", "fixed.*"])
