@@ -77,10 +77,11 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
     attempt(lambda: _check_resume(recipe.checkpoint.resume), "checkpoint")
     found.model = attempt(lambda: _model(recipe), "model")
     objective = attempt(lambda: objective_of(recipe.task), "task")
-    found.task = attempt(lambda: _task(recipe, found.model, objective), "data", "model")
+    if not any(problem.startswith("model.") for problem in recipe.problems()):
+        found.task = attempt(lambda: _task(recipe, found.model, objective), "data", "model")
     if found.task is not None:
         attempt(lambda: _check_samples(recipe, found.task), "data", "train")
-        if found.model is not None and objective is not None and not found.errors:
+        if found.model is not None and objective is not None:
             attempt(lambda: _try_out(found.task), "data", "model", "task")
     if (model := found.model) is not None:
         found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")

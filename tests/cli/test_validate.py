@@ -89,6 +89,9 @@ def test_parts_that_do_not_suit_each_other_are_found(capsys: pytest.CaptureFixtu
     assert "to train on is empty" in refused(capsys, "own.yaml", "data.args.count=0")
     assert "leaves no batch at all" in refused(capsys, "own.yaml", "data.args.count=1", "data.drop_last=true")
     assert main(["validate", "own.yaml", "data.args.count=1"]) == 0
+    both = refused(capsys, "own.yaml", "task.factory=their_parts.py:Broken", "log.dir=own.yaml")
+    assert "2 errors" in both and "in loss" in both and "is a file" in both
+    assert "1 error\n" in refused(capsys, "diloco_bytes", "model.name=convnet"), "reported once"
 
 
 def test_tokens_are_compared_with_the_vocabulary(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
