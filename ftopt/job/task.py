@@ -166,7 +166,8 @@ class Task(ABC):
                 with nullcontext() if backward else torch.no_grad():
                     loss = self.loss(batch)
                     if not torch.isfinite(loss):
-                        raise UserError(f"the loss of the first {_TRIED} samples is {float(loss.detach()):g} at the start")
+                        got = float(loss.detach())
+                        raise UserError(f"the loss of the first {_TRIED} samples is {got:g} at the start")
                     if backward:
                         loss.backward()  # type: ignore[no-untyped-call]
                     self.tokens(batch)
