@@ -99,7 +99,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job/harm": {"__init__", "faults", "optimizer/outer", "sync/replica"},
     "job": {
         "__init__", "job/harm", "job/inner", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
-        "telemetry", "sync/group",
+        "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
     # Other people's trainers.
     "integrations": {"checkpointing", "data", "optimizer"},

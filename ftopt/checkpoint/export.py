@@ -64,9 +64,7 @@ def _tensor(
 def check_target(path: Path, *, force: bool = False) -> None:
     """Raises UserError unless `export` can write ``path``: its format is known, and no file is in the way."""
     if path.suffix not in FORMATS:
-        raise UserError(
-            f"{path} has the ending {path.suffix or 'none'!r}, which says its format; use one of {', '.join(FORMATS)}"
-        )
+        raise UserError(f"{path}: the ending says the format, and must be one of {', '.join(FORMATS)}")
     if path.is_dir() or (path.exists() and not force):
         hint = "give another FILE" if path.is_dir() else "give another FILE, or --force to replace it"
         raise UserError(f"{path} already exists; {hint}")

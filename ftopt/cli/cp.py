@@ -1,4 +1,4 @@
-"""``ftopt cp NAME [PATH]``: copies a recipe to edit it."""
+"""``ftopt cp NAME [PATH]``: copies a recipe to edit it, with its Python file if it has one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Copies the recipe; never overwrites a file."""
+    """Copies the recipe, and the file of the same name with its factories; never overwrites a file."""
     source = locate(arguments.name)
-    target = Path(arguments.path or f"{arguments.name}.yaml")
+    target = Path(arguments.path or source.name)
     if target.is_dir():
         target /= source.name
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise UserError(f"{target} already exists; give another PATH, or remove the file first") from None
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror}; give another PATH") from error
-    say(f"{target}  (to run it: ftopt run {target})")
+    files = {source: target}
+    if (code := source.with_suffix(".py")).is_file():
+        files[code] = target.with_name(code.name)
+    for there in files.values():
+        if there.exists():
+            raise UserError(f"{there} already exists; give another PATH, or remove the file first")
+    for file, copy in files.items():
+        try:
+            with copy.open("x", encoding="utf-8") as stream:
+                stream.write(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{copy} cannot be written: {error.strerror}; give another PATH") from error
+    also = f", {target.with_name(code.name)}" if code in files else ""
+    say(f"{target}{also}  (to run it: ftopt run {target})")
     return 0

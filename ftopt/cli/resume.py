@@ -6,6 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from ftopt.cli.run import add_dry_run, add_quiet
+from ftopt.cli.run import run as run_recipe
 from ftopt.errors import UserError
 
 
@@ -13,12 +15,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, e.g. runs/diloco_bytes-20260102-030405")
     text = "settings to override, e.g. train.inner_steps=1200, replicas=2"
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=text)
+    add_quiet(parser)
+    add_dry_run(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a new run of the recipe in the folder, with a folder of its own; the old one stays as it is."""
     from ftopt.checkpoint.reader import find
-    from ftopt.cli import run as run_verb
     from ftopt.config.loader import load
 
     folder = arguments.run.resolve()
@@ -34,4 +37,4 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.recipe = str(recipe)
     there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
     arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
-    return run_verb.run(arguments)
+    return run_recipe(arguments)

@@ -18,6 +18,7 @@ from ftopt.errors import UserError
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     add_quiet(parser)
+    add_dry_run(parser)
     parser.epilog, parser.formatter_class = _EXIT, argparse.RawDescriptionHelpFormatter
 
 
@@ -36,8 +37,18 @@ exit status: 0 the job is done; 1 it failed; 2 the input was wrong;
 """
 
 
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Adds --dry-run."""
+    text = "print the resolved recipe, sizes, bytes, memory and the schedule; start and write nothing"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job, then prints the result and the folder that holds it."""
+    if arguments.dry_run:
+        from ftopt.cli.dry_run import show
+
+        return show(arguments.recipe, arguments.overrides)
     from ftopt.config.loader import load
     from ftopt.job.runner import Interrupted, RunFailed, Runner, resolved, resumable
     from ftopt.telemetry.folder import RunFolder

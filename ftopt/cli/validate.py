@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING
 
 from ftopt.cli.output import say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ftopt.config import Recipe
+    from ftopt.job.check import Checked
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -14,10 +23,29 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Loads the recipe; raises `UserError` with everything that is wrong."""
-    from ftopt.config.loader import load
-
-    recipe = load(arguments.recipe, arguments.overrides)
+    """Loads the recipe, opens its data, and calls its factories; raises `UserError` with everything that is wrong."""
+    recipe, _ = checked(arguments.recipe, arguments.overrides)
     of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
     say(f"{arguments.recipe}: valid; {recipe.replicas} replicas{of_ranks}, {recipe.train.inner_steps} inner steps")
     return 0
+
+
+def checked(source: str, overrides: Sequence[str]) -> tuple[Recipe, Checked]:
+    """Returns a recipe and what its sections are on this machine. What the user's factories print goes to standard
+    error.
+
+    Raises:
+        UserError: what is wrong, everything at once.
+    """
+    from ftopt.config.loader import examine, listed
+
+    reading = examine(source, overrides)
+    if reading.recipe is None:
+        raise listed(source, reading.errors)
+    from ftopt.job.check import check
+
+    with redirect_stdout(sys.stderr):
+        found = check(reading.recipe, reading.wrong)
+    if errors := [*reading.errors, *found.errors]:
+        raise listed(source, errors)
+    return reading.recipe, found

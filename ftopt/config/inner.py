@@ -39,9 +39,9 @@ class InnerOptimizerConfig:
 
     Args:
         lr: the learning rate, > 0.
-        params: which of the parameters that earlier sections have left: ``rest`` (default, all of them), ``matrices``
-            (two dimensions, no embedding), or a module's name or a shell pattern of parameters' names, e.g. ``head`` or
-            ``blocks.*.weight``.
+        params: which parameters to train, of those not claimed by earlier sections: ``rest`` (default, all of them),
+            ``matrices`` (two dimensions, no embedding), or a module's name or a pattern of parameters' names, e.g.
+            ``head`` or ``blocks.*.weight``.
         decay: what the weight decay applies to: ``all`` (default), or ``weights``, which leaves out norms and biases
             (parameters of one dimension).
         schedule: of the learning rate.

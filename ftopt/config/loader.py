@@ -38,6 +38,9 @@ from ftopt.config.shipped import locate
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
 
+_MAX_BYTES = 1 << 20
+_MAX_NODES = 100_000
+
 
 def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe.
@@ -51,9 +54,43 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     recipe, errors = build_recipe(read(source, overrides))
     if recipe is None:
-        count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
-        raise UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
+        raise listed(source, errors)
     return recipe
+
+
+def listed(source: str, errors: Sequence[str]) -> UserError:
+    """One error of all that is wrong with a recipe."""
+    count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
+    return UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What is known of a recipe that may be wrong.
+
+    Args:
+        recipe: with the defaults in the place of wrong sections; None if that is no recipe either.
+        wrong: the sections, and single settings, that are not the user's in it.
+        errors: what is wrong.
+    """
+
+    recipe: Recipe | None
+    wrong: frozenset[str]
+    errors: list[str]
+
+
+def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
+    """Reads a recipe as far as possible.
+
+    Raises:
+        UserError: it cannot be read at all.
+    """
+    raw = read(source, overrides)
+    recipe, errors = build_recipe(raw)
+    if recipe is not None:
+        return Reading(recipe, frozenset(), [])
+    rest, wrong = _rest(raw)
+    return Reading(rest, frozenset(wrong), errors)
 
 
 def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -91,11 +128,16 @@ def build_recipe(raw: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
 
 def _problems_of_the_rest(raw: Mapping[str, Any]) -> list[str]:
     """What is wrong between the sections that are sound themselves, when others are not."""
-    needed = {key: raw[key] for key in ("name", "method") if key in raw}
-    wrong = {key for key, value in raw.items() if _section(Recipe, {**needed, key: value}, "", []) is None}
-    rest = _section(Recipe, {key: value for key, value in raw.items() if key not in wrong}, "", [])
+    rest, wrong = _rest(raw)
     problems = rest.problems() if rest is not None else []
     return [text for text in problems if not any(re.search(rf"\b{re.escape(str(key))}\b", text) for key in wrong)]
+
+
+def _rest(raw: Mapping[str, Any]) -> tuple[Recipe | None, set[str]]:
+    """A recipe of the sections that are sound themselves, and the names of the others."""
+    needed = {key: raw[key] for key in ("name", "method") if key in raw}
+    wrong = {key for key, value in raw.items() if _section(Recipe, {**needed, key: value}, "", []) is None}
+    return _section(Recipe, {key: value for key, value in raw.items() if key not in wrong}, "", []), wrong
 
 
 def dump(recipe: Recipe) -> str:
@@ -121,12 +163,31 @@ def _plain(instance: Any, path: str) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise UserError(f"{path} has {size:,} bytes; a recipe has at most {_MAX_BYTES:,}: is this the right file?")
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if isinstance(root, yaml.ScalarNode | yaml.SequenceNode):
+            what = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise UserError(f"{path} holds {what}; a recipe is a mapping, such as `ftopt cp diloco_bytes` gives")
+        if _count(root, {}) > _MAX_NODES:
+            raise UserError(f"{path} has more than {_MAX_NODES:,} values once its aliases (*) are expanded; use fewer")
         raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds a {type(raw).__name__}; a recipe is a mapping, as `ftopt cp diloco_bytes` gives")
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError, RecursionError) as error:
+        text = str(error) or type(error).__name__
+        raise UserError(f"{path} cannot be read as YAML: {text}") from error
+    assert isinstance(raw, dict)
     return {str(key): value for key, value in raw.items()}
+
+
+def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """The values of a YAML document with its aliases expanded, which may be more than fit into memory."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = _MAX_NODES  # of an alias to a part that it is in: without end
+        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
@@ -286,9 +347,29 @@ def _words(hint: Any) -> str:
 
 
 def _unknown(key: str, path: str, valid: Sequence[str]) -> str:
+    if not path and (homes := _homes(key)):
+        return f"{key}: unknown key; did you mean {' or '.join(homes)}?"
     near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {_join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"
     return f"{_join(path, key)}: unknown key; {hint}"
+
+
+def _homes(key: str) -> list[str]:
+    """The sections that have a setting ``key``: it was given without its section."""
+    plain = {f.name: hint for f in dataclasses.fields(Recipe) if isinstance(hint := _HINTS[f.name], type)}
+    sections = {**{name: [cls] for name, cls in plain.items()}, **{p: list(c.values()) for p, c in CHOICES.items()}}
+    return [
+        f"{path}.{key}"
+        for path, classes in sections.items()
+        if path.count(".") < 2 and any(key in _fields(cls) for cls in classes)
+    ][:3]
+
+
+def _fields(cls: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+_HINTS = typing.get_type_hints(Recipe)
 
 
 def _join(path: str, key: str) -> str:

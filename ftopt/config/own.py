@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import re
 import sys
 import sysconfig
 import threading
@@ -24,6 +25,7 @@ from ftopt.errors import FtoptError, UserError
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 20.0
 """After so many seconds a factory that is still running is reported."""
+_OF_A_WORKER = "Original Traceback (most recent call last)"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _INSTALLED = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
 
@@ -126,8 +128,17 @@ def described(error: BaseException) -> str:
         text = f"it called sys.exit({error.code!r}); return or raise instead"
     else:
         text = f"{type(error).__name__}: {error}"
+    if _OF_A_WORKER in text:  # torch's data loader puts the whole traceback of its worker process into the message
+        return _of_worker(text)
     place = place_of(error)
     return f"{text}\n    at {place}" if place else text
+
+
+def _of_worker(text: str) -> str:
+    found = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n +(.+)', text)
+    own = [frame for frame in found if not (_is_ours(frame[0]) or frame[0].startswith(_INSTALLED))]
+    last = text.strip().rpartition("\n")[2].strip()
+    return last + "".join(f"\n    at {_shown(file)}, line {n}, in {name}: {line}" for file, n, name, line in own[-1:])
 
 
 def place_of(error: BaseException) -> str:

@@ -79,8 +79,8 @@ class CheckpointConfig:
         dir: their folder, shared by all replicas. Default null: ``checkpoint`` in the run's folder with ``ftopt run``,
             and no checkpoints with ``ftopt replica``.
         every: outer steps (of fragment 0) between two checkpoints; 0 for none.
-        keep: how many are kept.
-        resume: a checkpoint to resume from, or a folder of several: its newest complete one.
+        keep: number to keep.
+        resume: a checkpoint to resume from, a folder of several (its newest complete one), or a run's folder.
     """
 
     dir: str | None = None
@@ -117,8 +117,8 @@ class Recipe:
         replicas: how many ``ftopt run`` starts.
         ranks: processes of each replica, with one model between them (an island); 1 (default): one process.
         parallel: how an island's ranks share the model: ``fsdp`` (FSDP2, default) or ``ddp``; without effect on one.
-        restarts: how often ``ftopt run`` starts each replica again that has joined the job and dies, other than by one
-            of the ``faults``, which say it themselves. Default 0.
+        restarts: how often ``ftopt run`` restarts each replica that dies after it has joined, other than by one of the
+            ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
         model, data, task, sync, train, checkpoint, log: see their dataclasses.
         faults: what breaks, and when; see ``docs/faults.md``.
@@ -232,7 +232,7 @@ class Recipe:
             value = getattr(self.sync, key)
             if value is not None and value > self.replicas >= 1:
                 yield (
-                    f"sync.{key}={value} with replicas={self.replicas}; the job would wait for ever; "
+                    f"sync.{key}={value} with replicas={self.replicas}; the job would wait forever; "
                     f"use at most {self.replicas}, or more replicas"
                 )
 
@@ -253,8 +253,8 @@ class Recipe:
             )
         if self.train.clip_norm is not None:
             yield (
-                f"train.clip_norm={self.train.clip_norm:g} with data.global_batch={whole}, whose gradient is there "
-                "only when all replicas have added to it; use method.clip_norm, and train.clip_norm=null"
+                f"train.clip_norm={self.train.clip_norm:g} with data.global_batch={whole}, whose gradient is "
+                "complete only when all replicas have contributed; use method.clip_norm, and train.clip_norm=null"
             )
 
     def _of_inner(self) -> Iterator[str]:

@@ -31,6 +31,10 @@ def locate(source: str) -> Path:
     path = Path(source)
     if path.is_file():
         return path
+    if path.is_dir():
+        inside = path / "recipe.yaml"
+        hint = f"its recipe is {inside}" if inside.is_file() else "give a file in it"
+        raise UserError(f"{source!r} is a folder; {hint}")
     near = difflib.get_close_matches(source, recipes, n=1)
     hint = f"did you mean {near[0]}?" if near else "`ftopt ls` lists the shipped ones"
     raise UserError(

@@ -26,7 +26,7 @@ from ftopt.data.seeds import seed_of
 from ftopt.data.tokens import TokenWindows
 from ftopt.errors import UserError
 from ftopt.job.model import build_model
-from ftopt.job.objective import Metrics, logits, moved, objective_of
+from ftopt.job.objective import Metrics, Objective, logits, moved, objective_of
 
 _BYTES = 256
 _WINDOWS = {False: 128, True: 512}
@@ -35,6 +35,10 @@ _WINDOWS_AT_ONCE = 32
 _IMAGES_AT_ONCE = 256
 _TRIED = 2
 """Samples of the batch that `Task.try_out` makes."""
+
+
+Parts = tuple[nn.Module, Objective, bool]
+"""What `Task` takes."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,13 @@ class Task(ABC):
     """A model, the data for it, and the objective. Alike in all replicas, but for the seed of `batches`.
 
     Args:
-        recipe: what to train. Seed torch before: the initial parameters come from its global generator.
+        recipe: what to train.
+        model: what is trained, by the recipe's section ``model``.
+        objective: what is minimized, by the recipe's section ``task``.
+        trusted: whether a user's model is taken as it is. Else it is asked for the classes that the data need.
 
     Attributes:
-        model: what is trained.
+        model: as given.
         called: what the batches go through: the model, or what makes several ranks train it together.
         device: where the model is, and where batches are moved to.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
@@ -70,17 +77,16 @@ class Task(ABC):
 
     collate: Collate | None = None
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.model: nn.Module = build_model(recipe.model)
-        self.called = self.model
+    def __init__(self, recipe: Recipe, model: nn.Module, objective: Objective, trusted: bool) -> None:
+        self.model = self.called = model
         self.device = torch.device("cpu")
         self.batch_size = recipe.data.batch_size
-        self._objective = objective_of(recipe.task)
+        self._objective = objective
         self._autocast = recipe.train.autocast == "bf16"
         self._seed = recipe.train.seed
         named = recipe.task, recipe.data, recipe.model
         self._own = [part.factory for part in named if isinstance(part, OwnTask | OwnData | FactoryConfig)]
-        self._checks_classes = isinstance(recipe.task, CrossEntropyConfig)
+        self._checks_classes = isinstance(recipe.task, CrossEntropyConfig) and not trusted
 
     @abstractmethod
     def dataset(self) -> MapStyle:
@@ -137,6 +143,11 @@ class Task(ABC):
                 samples += count
         return Score(loss / samples, {name: total / samples for name, total in metrics.items()}, samples)
 
+    @property
+    def has_own_code(self) -> bool:
+        """Whether model, data or task are the user's."""
+        return bool(self._own)
+
     def own_code(self, what: str) -> AbstractContextManager[object]:
         """Reports what the user's code raises in the block, if the recipe has any, with the user's own line."""
         return own.failing(f"{what} failed ({', '.join(self._own)})") if self._own else nullcontext()
@@ -154,6 +165,9 @@ class Task(ABC):
             try:
                 with nullcontext() if backward else torch.no_grad():
                     loss = self.loss(batch)
+                    if not torch.isfinite(loss):
+                        got = float(loss.detach())
+                        raise UserError(f"the loss of the first {_TRIED} samples is {got:g} at the start")
                     if backward:
                         loss.backward()  # type: ignore[no-untyped-call]
                     self.tokens(batch)
@@ -187,8 +201,10 @@ class Task(ABC):
 class NextByte(Task):
     """Text: the next byte of every place in a window of ``model.context`` bytes."""
 
-    def __init__(self, recipe: Recipe, data: StdlibBytes | Text, model: GptConfig | FactoryConfig) -> None:
-        super().__init__(recipe)
+    def __init__(
+        self, recipe: Recipe, parts: Parts, data: StdlibBytes | Text, model: GptConfig | FactoryConfig
+    ) -> None:
+        super().__init__(recipe, *parts)
         self._context = model.context
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, _vocabulary(self, model), _BYTES, "bytes")
@@ -211,20 +227,23 @@ class NextByte(Task):
 class NextToken(Task):
     """Files of tokens: the next token of every place in a window of ``model.context`` tokens."""
 
-    def __init__(self, recipe: Recipe, data: TokensConfig, model: GptConfig | FactoryConfig) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, parts: Parts, data: TokensConfig, model: GptConfig | FactoryConfig) -> None:
+        super().__init__(recipe, *parts)
         vocab = model.vocab if isinstance(model, GptConfig) else None
         if isinstance(model, FactoryConfig) and self._checks_classes:
             vocab = _vocabulary(self, model)
 
-        def tokens(path: str) -> TokenWindows:
-            return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
+        def tokens(key: str, path: str) -> TokenWindows:
+            try:
+                return TokenWindows(path, model.context, dtype=data.dtype, skip_bytes=data.skip_bytes, vocab=vocab)
+            except UserError as error:
+                raise UserError(f"data.{key}={path!r}: {str(error).removeprefix(f'source={path!r}: ')}") from None
 
-        everything = tokens(data.path)
+        everything = tokens("path", data.path)
         self._train: MapStyle = everything
         self._held_out: MapStyle
         if data.held_out is not None:
-            self._held_out = tokens(data.held_out)
+            self._held_out = tokens("held_out", data.held_out)
             return
         cut = int(len(everything) * (1 - HELD_OUT))
         if not cut:
@@ -247,8 +266,8 @@ class NextToken(Task):
 class WhichDigit(Task):
     """Images: the digit that each shows."""
 
-    def __init__(self, recipe: Recipe, model: ConvnetConfig | FactoryConfig) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, parts: Parts, model: ConvnetConfig | FactoryConfig) -> None:
+        super().__init__(recipe, *parts)
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), CLASSES, "digits")
         self._train, self._held_out = digits()
@@ -267,8 +286,8 @@ class WhichDigit(Task):
 class OwnSamples(Task):
     """Data of the user's own."""
 
-    def __init__(self, recipe: Recipe, data: OwnData) -> None:
-        super().__init__(recipe)
+    def __init__(self, recipe: Recipe, parts: Parts, data: OwnData) -> None:
+        super().__init__(recipe, *parts)
         found = own.call("data.factory", data.factory, data.args)
         given = f"data.factory={data.factory!r}"
         if not (isinstance(found, tuple | list) and len(found) == 2):
@@ -299,21 +318,28 @@ class OwnSamples(Task):
 _PAIR = "the data set to train on, and the one to evaluate on"
 
 
-def task_of(recipe: Recipe) -> Task:
-    """The task that the recipe's sections ``data`` and ``model`` describe.
+def task_of(recipe: Recipe, parts: tuple[nn.Module, Objective] | None = None, *, trusted: bool = False) -> Task:
+    """The task that the recipe's sections ``data``, ``model`` and ``task`` describe.
+
+    Args:
+        parts: model and objective. Default: those that the recipe names. Seed torch before: the model's initial
+            parameters come from its global generator.
+        trusted: see `Task`.
 
     Raises:
         UserError: see `Task`.
     """
+    network, objective = parts or (build_model(recipe.model), objective_of(recipe.task))
+    given = (network, objective, trusted)
     match recipe.data, recipe.model:
         case OwnData() as data, _:
-            return OwnSamples(recipe, data)
+            return OwnSamples(recipe, given, data)
         case Digits(), ConvnetConfig() | FactoryConfig() as model:
-            return WhichDigit(recipe, model)
+            return WhichDigit(recipe, given, model)
         case TokensConfig() as data, GptConfig() | FactoryConfig() as model:
-            return NextToken(recipe, data, model)
+            return NextToken(recipe, given, data, model)
         case StdlibBytes() | Text() as data, GptConfig() | FactoryConfig() as model:
-            return NextByte(recipe, data, model)
+            return NextByte(recipe, given, data, model)
     raise UserError("; ".join(recipe.problems()))  # of a recipe that `ftopt.config.loader` has not seen
 
 

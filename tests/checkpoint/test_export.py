@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -10,10 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import ftopt
 from ftopt import Checkpoints, DiLoCo, LocalSGD, StreamingDiLoCo, SyncSGD, UserError, solo, wrap
 from ftopt.checkpoint.export import export
 from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
+from ftopt.config.loader import dump, load
+from ftopt.config.schema import Recipe
 from ftopt.fragments import Strided
 from ftopt.methods import Method
 
@@ -104,7 +111,7 @@ def test_it_is_the_anchor_and_not_a_replicas_parameters(tmp_path: Path) -> None:
         assert not torch.equal(anchor, model.hidden.weight)
     checkpoints.close()
     before, _ = whole(tmp_path / "c")  # the fifth step is handed in and saved at the end
-    assert torch.equal(export(find(before), tmp_path / "m")["hidden.weight"], anchor)
+    assert torch.equal(export(find(before), tmp_path / "m.pt")["hidden.weight"], anchor)
 
 
 def test_the_command_says_what_it_wrote_and_never_over_a_file(
@@ -116,10 +123,10 @@ def test_the_command_says_what_it_wrote_and_never_over_a_file(
     assert f"{path}: 12 tensors, " in capsys.readouterr().out
     assert main(["export", str(tmp_path / "c"), str(path)]) == 2
     assert "already exists" in capsys.readouterr().err
-    assert main(["export", str(tmp_path), str(tmp_path / "other")]) == 2
+    assert main(["export", str(tmp_path), str(tmp_path / "other.pt")]) == 2
     assert "holds no complete checkpoint" in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):
-        export(find(tmp_path / "c"), tmp_path / "none" / "m")
+        export(find(tmp_path / "c"), tmp_path / "none" / "m.pt")
 
 
 @pytest.mark.parametrize("name", ["committed-0-v*.safetensors", "replica-*.safetensors", "replica-*.json", "fixed.*"])
@@ -140,3 +147,62 @@ def test_a_damaged_file_is_named_and_nothing_is_written(
     error = capsys.readouterr().err
     assert error.startswith(f"ftopt: {path}: ") and error.endswith(f"; the previous one is sound: use {before}\n")
     assert error.count("\n") == 1 and not (tmp_path / "m.safetensors").exists()
+
+
+def test_the_ending_decides_the_format_and_nothing_is_overwritten_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, file = tmp_path / "a run", tmp_path / "model.pt"
+    expected = trained(run / "checkpoint", LocalSGD(sync_every=4))
+    assert main(["export", str(run), str(tmp_path / "model.bin")]) == 2
+    assert "must be one of .safetensors, .pt, .pth" in capsys.readouterr().err
+    assert main(["export", str(run), str(file)]) == 0
+    state = torch.load(file, weights_only=True)
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items() if name != "scratch")
+    assert main(["export", str(run), str(file)]) == 2
+    assert "--force to replace it" in capsys.readouterr().err
+    file.write_bytes(b"old")
+    assert main(["export", str(run), str(file), "--force"]) == 0
+    assert torch.load(file, weights_only=True).keys() == state.keys()
+    assert main(["export", str(run), str(tmp_path), "--force"]) == 2
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_what_export_prints_loads_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], ending: str) -> None:
+    run, file = tmp_path / "run", tmp_path / f"model{ending}"
+    recipe = ftopt.recipe("diloco_bytes", ["model.layers=1", "model.heads=2", "model.width=8"])
+    model = recipe.build_model()
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, LocalSGD(sync_every=1), group=solo())
+    checkpoints = Checkpoints(run / "checkpoint", optimizer, every=1)
+    with optimizer:
+        model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
+        optimizer.step()
+        checkpoints.step()
+        checkpoints.last()
+    checkpoints.close()
+    (run / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    assert main(["export", str(run), str(file)]) == 0
+    names: dict[str, Any] = {}
+    exec(capsys.readouterr().out.partition("\n\n")[2], names)
+    assert all(torch.equal(a, b) for a, b in zip(names["model"].parameters(), model.parameters(), strict=True))
+
+
+def test_resume_takes_the_recipe_and_the_newest_checkpoint_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "größe, [1]"
+    trained(run / "checkpoint", LocalSGD(sync_every=4))
+    assert main(["resume", str(run)]) == 2
+    assert "is not a run's folder: it has no recipe.yaml" in capsys.readouterr().err
+    recipe = load("localsgd_bytes", [f"checkpoint.dir={json.dumps(str(run / 'checkpoint'))}"])
+    (run / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    started: list[Recipe] = []
+
+    def start(arguments: argparse.Namespace) -> int:
+        started.append(load(arguments.recipe, arguments.overrides))
+        return 0
+
+    monkeypatch.setattr("ftopt.cli.resume.run_recipe", start)
+    assert main(["resume", str(run), "replicas=2"]) == 0
+    newest = str(whole(run / "checkpoint")[-1])
+    assert started[0] == replace(recipe, replicas=2, checkpoint=replace(recipe.checkpoint, dir=None, resume=newest))

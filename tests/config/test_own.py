@@ -119,3 +119,14 @@ def test_a_file_is_found_beside_the_recipe_and_stays_where_it_is(folder: Path, m
     assert load("diloco_bytes").task == CrossEntropyConfig()
     with pytest.raises(UserError, match=r"task\.factory='nothing'; must be package\.module:function or FILE\.py"):
         load("diloco_bytes", ["task.factory=nothing"])
+
+
+def test_an_error_in_a_loaders_worker_process_is_shown_without_its_traceback(folder: Path) -> None:
+    traceback = (
+        "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        f'  File "{own.__file__}", line 3, in fetch\n    data = self.dataset[0]\n           ^^^^\n'
+        f'  File "{folder}/theirs.py", line 7, in __getitem__\n    return self.rows[index]\n           ^^^^^\n'
+        "KeyError: 'no row'\n"
+    )
+    said = own.described(RuntimeError(traceback))
+    assert said == "KeyError: 'no row'\n    at theirs.py, line 7, in __getitem__: return self.rows[index]"

@@ -42,13 +42,15 @@ def text(folder: Path) -> str:
 
 
 class Run:
-    """A running ``ftopt run diloco_bytes``: a process from the fork server, which has torch loaded, in a session of its
+    """A running ``ftopt run RECIPE``: a process from the fork server, which has torch loaded, in a session of its
     own. The coordinator and the replicas that it starts are forks of it, or ``fresh`` processes like any user's.
     """
 
-    def __init__(self, folder: Path, overrides: Sequence[str], *, fresh: bool = False) -> None:
+    def __init__(
+        self, folder: Path, overrides: Sequence[str], *, fresh: bool = False, recipe: str = "diloco_bytes"
+    ) -> None:
         self._files = [folder / "stdout.txt", folder / "stderr.txt"]
-        self._process = CONTEXT.Process(target=_run, args=(folder, self._files, list(overrides), fresh))
+        self._process = CONTEXT.Process(target=_run, args=(folder, self._files, [recipe, *overrides], fresh))
         self._process.start()
 
     def wait(self, timeout_s: float = 100.0) -> tuple[int, str]:
@@ -69,14 +71,14 @@ class Run:
         self._process.join()
 
 
-def _run(folder: Path, files: Sequence[Path], overrides: Sequence[str], fresh: bool) -> None:
+def _run(folder: Path, files: Sequence[Path], words: Sequence[str], fresh: bool) -> None:
     os.setsid()
     os.chdir(folder)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     if not fresh:
         use_forks()
-    sys.exit(main(["run", "diloco_bytes", *overrides]))
+    sys.exit(main(["run", *words]))
 
 
 class Start(Protocol):

@@ -123,6 +123,7 @@ def task_with(**methods: Any) -> type:
         ({"loss": lambda *_: 3.0}, "loss() returned a float; must be a tensor of one element"),
         ({"loss": lambda *_: torch.zeros(4)}, "loss() returned a tensor of shape (4,)"),
         ({"loss": lambda *_: torch.zeros(())}, "loss() does not depend on the model's parameters"),
+        ({"loss": lambda self, model, batch: model(batch["point"][0]).sum() / 0}, "the loss of the first 2 samples is"),
         ({"metrics": lambda *_: 3}, "metrics() returned a int; must be a dict of numbers"),
         ({"metrics": lambda *_: {"a": "b"}}, "metrics() returned what is no number"),
         ({"metrics": lambda *_: {"loss": 1}}, "metrics() returned 'loss'"),

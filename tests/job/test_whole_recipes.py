@@ -64,6 +64,16 @@ def test_four_replicas_learn_more_than_one_and_agree(run: Run, recipe: str) -> N
     assert four["val_loss_final"] < one["val_loss_final"] - 0.02
 
 
+@pytest.mark.parametrize(
+    "recipe", ["own_images", "own_text", "own_lora", "two_datacentres", "spot_machines", "laptop_faults"]
+)
+def test_recipes_for_situations_learn_and_lose_nothing(run: Run, recipe: str) -> None:
+    summary = run(recipe)
+    assert summary["survivor_inner_steps_lost"] == 0
+    assert len(set(summary["anchor_digests"].values())) == 1
+    assert summary["val_loss_final"] < 0.6 * summary["val_loss_initial"]
+
+
 def test_one_seed_gives_one_digest(run: Run) -> None:
     first, second = (run("diloco_bytes", "sync.grace_s=60", take=take) for take in range(2))  # nobody is called in
     assert first["anchor_digests"] == second["anchor_digests"]

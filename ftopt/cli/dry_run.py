@@ -1,0 +1,67 @@
+"""``ftopt run RECIPE --dry-run``: what a run will do; starts nothing and writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ftopt.cli.output import say
+from ftopt.cli.validate import checked
+
+if TYPE_CHECKING:
+    from ftopt.job.plan import FragmentPlan, Plan
+
+_FRAGMENTS_SHOWN = 32
+_NOT_IN_IT = "without activations, data, copies for checkpoints, and torch itself"
+
+
+def show(source: str, overrides: Sequence[str]) -> int:
+    """Prints the resolved recipe and the plan; raises `UserError` with everything that is wrong."""
+    from ftopt.config.loader import dump
+    from ftopt.job.plan import plan_of
+
+    recipe, found = checked(source, overrides)
+    assert found.model is not None and found.inner is not None and found.fragments is not None
+    plan = plan_of(recipe, found.model, found.inner, found.fragments)
+    say(dump(recipe))
+    for line in describe(plan, recipe.replicas, recipe.sync.codec_name):
+        say(line)
+    say("dry run: nothing was started or written")
+    return 0
+
+
+def describe(plan: Plan, replicas: int, codec: str) -> list[str]:
+    """Returns the plan as lines of text."""
+    frozen = "" if plan.trained == plan.parameters else f", of which {plan.trained:,} train"
+    outer_steps = sum(fragment.times for fragment in plan.fragments)
+    sent = sum(fragment.times * fragment.bytes for fragment in plan.fragments)
+    memory = "; ".join(f"{what} {size_of(size)}" for what, size in plan.memory.items())
+    return [
+        f"parameters: {plan.parameters:,}{frozen}",
+        f"outer steps: {outer_steps:,} in {plan.inner_steps:,} inner steps, with {replicas} replicas",
+        f"sent per replica: {size_of(sent)} in all ({codec})",
+        *_table(plan.fragments),
+        f"memory per replica: {size_of(sum(plan.memory.values()))}, an estimate {_NOT_IN_IT}",
+        f"  {memory}",
+    ]
+
+
+def _table(fragments: Sequence[FragmentPlan]) -> list[str]:
+    lines = []
+    for index, part in enumerate(fragments[:_FRAGMENTS_SHOWN]):
+        first = [part.first + number * part.every for number in range(min(part.times, 3))]
+        steps = ", ".join(map(str, first)) + (", ..." if part.times > 3 else "")
+        applied = f", applied {part.delay} steps later" if part.delay else ""
+        due = f"due at inner step {steps or 'none'} ({part.times} times){applied}"
+        lines.append(f"  fragment {index}: {part.elements:,} {part.what}, {size_of(part.bytes)} per outer step; {due}")
+    if len(fragments) > _FRAGMENTS_SHOWN:
+        lines.append(f"  and {len(fragments) - _FRAGMENTS_SHOWN} more fragments")
+    return lines
+
+
+def size_of(count: int) -> str:
+    """Returns bytes in a unit that suits them: ``1.58 MB``."""
+    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}" if units[0] != "bytes" else f"{count} bytes"

@@ -1,0 +1,155 @@
+"""What is wrong with a recipe beyond its values: everything that a replica would find at its start, found at once.
+
+The user's factories are called, data are opened, and one small batch goes through the user's own model and task. The
+built-in models are made without memory (on torch's meta device).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import ftopt
+from ftopt.checkpoint.reader import find
+from ftopt.config.data import TokensConfig
+from ftopt.config.model import FactoryConfig
+from ftopt.config.schema import Recipe
+from ftopt.errors import UserError
+from ftopt.job.devices import check_compiler, device_of
+from ftopt.job.inner import inner_optimizers
+from ftopt.job.model import build_model
+from ftopt.job.objective import Objective, objective_of
+from ftopt.job.parts import make_loader
+from ftopt.job.task import Task, task_of
+from ftopt.methods.fragments import Parameter
+
+T = TypeVar("T")
+_TOKENS_READ = 2_000_000
+"""Tokens that are compared with the vocabulary: windows at equal distances."""
+
+
+@dataclass
+class Checked:
+    """What a recipe's sections have become; None: its section is wrong, or was not made.
+
+    Args:
+        errors: what is wrong.
+    """
+
+    errors: list[str]
+    model: nn.Module | None = None
+    task: Task | None = None
+    inner: list[Optimizer] | None = None
+    fragments: list[list[str]] | None = None
+
+
+def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
+    """Checks a recipe on this machine.
+
+    Args:
+        recipe: whose values are sound.
+        wrong: its sections that are not to be looked at.
+    """
+    found = Checked([])
+
+    def attempt(make: Callable[[], T], *sections: str) -> T | None:
+        if set(sections) & set(wrong):
+            return None
+        try:
+            return make()
+        except UserError as error:
+            found.errors.append(str(error))
+            return None
+
+    device = attempt(lambda: device_of(recipe.train.device, "r0"), "train")
+    if device is not None and recipe.train.compile:
+        attempt(lambda: check_compiler(device), "train")
+    attempt(lambda: _check_writable("log.dir", recipe.log.dir), "log")
+    attempt(lambda: _check_writable("checkpoint.dir", recipe.checkpoint.dir), "checkpoint")
+    attempt(lambda: _check_writable("train.state_dir", recipe.train.state_dir), "train")
+    attempt(lambda: _check_resume(recipe.checkpoint.resume), "checkpoint")
+    found.model = attempt(lambda: _model(recipe), "model")
+    objective = attempt(lambda: objective_of(recipe.task), "task")
+    if not any(problem.startswith("model.") for problem in recipe.problems()):
+        found.task = attempt(lambda: _task(recipe, found.model, objective), "data", "model")
+    if found.task is not None:
+        attempt(lambda: _check_samples(recipe, found.task), "data", "train")
+        if found.model is not None and objective is not None:
+            attempt(lambda: _try_out(found.task), "data", "model", "task")
+    if (model := found.model) is not None:
+        found.inner = attempt(lambda: inner_optimizers(recipe.inner_sections(), model), "inner")
+        found.fragments = attempt(lambda: recipe.method.partition(parameters_of(model)), "method")
+    return found
+
+
+def parameters_of(model: nn.Module) -> list[Parameter]:
+    """Those that train, as rules that partition a model see them."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [Parameter(name, tuple(p.shape), id(p) in embeddings) for name, p in named]
+
+
+def _model(recipe: Recipe) -> nn.Module:
+    torch.manual_seed(recipe.train.seed)
+    if isinstance(recipe.model, FactoryConfig):
+        return build_model(recipe.model)
+    with torch.device("meta"):
+        return build_model(recipe.model)
+
+
+class _Nothing:
+    """In the place of a task that is wrong."""
+
+    def loss(self, model: nn.Module, batch: object) -> None: ...
+
+
+def _task(recipe: Recipe, model: nn.Module | None, objective: Objective | None) -> Task:
+    """Opens the data, also if model or task are wrong."""
+    parts = model or nn.Linear(1, 1), objective or Objective(_Nothing(), "task")
+    return task_of(recipe, parts, trusted=model is None or objective is None)
+
+
+def _check_samples(recipe: Recipe, task: Task | None) -> None:
+    assert task is not None
+    if recipe.data.sampling == "once":
+        alone = replace(recipe, data=replace(recipe.data, workers=0))
+        make_loader(alone, task, ftopt.solo(), drop_last=recipe.ranks > 1)
+    if isinstance(recipe.data, TokensConfig):
+        _read_tokens(task)
+
+
+def _read_tokens(task: Task) -> None:
+    """UserError: a token is not in the vocabulary."""
+    windows = task.dataset()
+    length = len(windows[0][0])
+    count = min(len(windows), max(1, _TOKENS_READ // length))
+    for number in range(count):
+        windows[number * len(windows) // count]
+
+
+def _try_out(task: Task | None) -> None:
+    assert task is not None
+    if task.has_own_code and not any(p.is_meta for p in task.model.parameters()):
+        task.try_out(backward=True)
+
+
+def _check_resume(folder: str | None) -> None:
+    if folder is not None:
+        find(Path(folder).resolve())
+
+
+def _check_writable(key: str, folder: str | None) -> None:
+    if folder is None:
+        return
+    path = Path(folder).absolute()
+    there = next(each for each in [path, *path.parents] if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "is not writable" if there.is_dir() else "is a file"
+        raise UserError(f"{key}={folder!r}: {there} {what}; give a folder that can be made and written to")

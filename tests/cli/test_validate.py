@@ -1,0 +1,157 @@
+"""``ftopt validate`` and ``ftopt run --dry-run``: what they find, and what they show."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ftopt.cli.main import main
+
+CODE = """
+import sys
+import torch
+from torch import nn
+
+class Ones:
+    def __init__(self, count): self.count = count
+    def __len__(self): return self.count
+    def __getitem__(self, index): return torch.ones(1), torch.ones(1)
+
+class Fit:
+    def loss(self, model, batch): return (model(batch[0]) - batch[1]).square().mean()
+
+class Broken(Fit):
+    def loss(self, model, batch): return model(batch["x"])
+
+def data(count=4):
+    print("loading")
+    return Ones(count), Ones(2)
+
+def model(): return nn.Linear(1, 1)
+def leaving(): sys.exit(3)
+"""
+RECIPE = """
+name: own
+replicas: 2
+model: {factory: their_parts.py:model}
+data: {factory: their_parts.py:data, batch_size: 2}
+task: {factory: their_parts.py:Fit}
+method: {name: streaming_diloco, sync_every: 6, delay: 1, fragments: {n: 1}}
+train: {inner_steps: 12}
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "their_parts.py").write_text(CODE, encoding="utf-8")
+    (tmp_path / "own.yaml").write_text(RECIPE, encoding="utf-8")
+    yield tmp_path
+    sys.modules.pop("their_parts", None)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["validate", *words]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+def test_what_is_wrong_in_values_files_and_factories_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(
+        capsys, "own.yaml", "lr=0.1", "eval_every=-1", "data.factory=their_parts:dat", "log.dir=own.yaml/runs",
+        "checkpoint.resume=nowhere", "task.factory=their_parts.py:leaving", "method.fragments.n=9",
+    )  # fmt: skip
+    for part in (
+        "7 errors",
+        "lr: unknown key; did you mean inner.lr or method.outer.lr?",
+        "eval_every: unknown key; did you mean train.eval_every?",
+        "their_parts has no 'dat'; did you mean data?",
+        "own.yaml is a file; give a folder",
+        "nowhere holds no complete checkpoint",
+        "it called sys.exit(3)",
+        "fragments.n=9 (strided)",
+    ):
+        assert part in error
+
+
+def test_parts_that_do_not_suit_each_other_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "own.yaml"]) == 0
+    told = capsys.readouterr()
+    assert "own.yaml: valid" in told.out and "loading" in told.err, "a factory's own output is no result"
+    assert "their_parts.py, line 15, in loss" in refused(capsys, "own.yaml", "task.factory=their_parts.py:Broken")
+    assert "to train on is empty" in refused(capsys, "own.yaml", "data.args.count=0")
+    assert "leaves no batch at all" in refused(capsys, "own.yaml", "data.args.count=1", "data.drop_last=true")
+    assert main(["validate", "own.yaml", "data.args.count=1"]) == 0
+    both = refused(capsys, "own.yaml", "task.factory=their_parts.py:Broken", "log.dir=own.yaml")
+    assert "2 errors" in both and "in loss" in both and "is a file" in both
+    assert "1 error\n" in refused(capsys, "diloco_bytes", "model.name=convnet"), "reported once"
+
+
+def test_tokens_are_compared_with_the_vocabulary(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.arange(4000, dtype=np.uint16).tofile(folder / "train.bin")
+    small = ["model.layers=1", "model.heads=2", "model.width=8", "model.context=16", "data.held_out=null"]
+    assert main(["validate", "gpt2_124m", *small, "data.path=train.bin"]) == 0
+    assert "below vocab=256" in refused(capsys, "gpt2_124m", *small, "data.path=train.bin", "model.vocab=256")
+    assert "data.path='none.bin': no file is there" in refused(capsys, "gpt2_124m", *small, "data.path=none.bin")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- 1\n- 2\n", "holds a list; a recipe is a mapping"),
+        ("a word", "holds a single value"),
+        ("", "name is missing"),
+        ("name: a\nname: b\n", "found duplicate key name"),
+        ("a: [1\n", "cannot be read as YAML"),
+        ("a: &a [*a]\n", "once its aliases (*) are expanded"),
+        ("a: &a [x,x]\nb: &b [*a,*a]\nname: &c {d: *b}\nmethod: {name: diloco, sync_every: 3}\n", "unknown key"),
+        ("[" * 3000, "cannot be read as YAML"),
+        ("a: !!python/object/apply:os.system [id]\n", "cannot be read as YAML"),
+        ("x" * (2 << 20), "is this the right file?"),
+        ("\udcff", "cannot be read as YAML"),
+    ],
+)
+def test_files_that_are_no_recipes_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    (folder / "wrong.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    assert said in refused(capsys, "wrong.yaml")
+    assert "is a folder" in refused(capsys, str(folder))
+
+
+def test_a_dry_run_shows_the_plan_and_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(folder.rglob("*.*"))
+    assert main(["run", "diloco_bytes", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "name: diloco_bytes\n",
+        "parameters: 131,392\n",
+        "outer steps: 12 in 600 inner steps, with 4 replicas\n",
+        "sent per replica: 9.46 MB in all (fp32)\n",
+        "fragment 0: 131,392 parameters, 788 kB per outer step; due at inner step 50, 100, 150, ... (12 times)\n",
+        "inner optimizer 1.05 MB",
+        "nothing was started or written",
+    ):
+        assert part in shown
+    assert main(["run", "own.yaml", "--dry-run", "sync.codec=fp4"]) == 0
+    shown = capsys.readouterr().out
+    assert "fragment 0: 2 parameters" in shown and "applied 1 steps later" in shown
+    assert main(["run", "own.yaml", "--dry-run", "train.inner_stpes=3"]) == 2
+    assert sorted(folder.rglob("*.*")) == before
+
+
+def test_a_recipe_is_copied_with_its_python_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cp", "own_images"]) == 0
+    assert "own_images.yaml, own_images.py" in capsys.readouterr().out
+    assert main(["validate", "own_images.yaml", "data.args.count=40"]) == 0
+    sys.modules.pop("own_images", None)
+    (folder / "own_images.yaml").unlink()
+    assert main(["cp", "own_images"]) == 2, "own_images.py is there"
+    assert not (folder / "own_images.yaml").exists()
