@@ -22,18 +22,19 @@ from benchmarks.speed.models import of_size
 from benchmarks.speed.outer import MILLION, _moved_and_timed, _timed
 
 ABOUT = (
-    "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), compared with 2 replicas of one process "
-    "with the same model, and the inner step (AdamW) of an island's rank between outer steps, wrapped and bare. 8 "
-    "processes of one torch thread each, in turns behind a barrier; the slowest process counts. *Memory*: what "
-    "building it and two outer steps have added to a process, in multiples of the model; of the ranks that are not 0, "
-    "the largest."
+    "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), by mirror and by shard, compared with 2 "
+    "replicas of one process with the same model, and the inner step (AdamW) of an island's rank between outer steps, "
+    "wrapped (by mirror) and bare. 8 processes of one torch thread each, in turns behind a barrier; the slowest "
+    "process counts. *Memory*: the most that building it and two outer steps have added to a process at a time, in "
+    "multiples of the model; of the ranks that are not 0, the largest."
 )
 GOALS = "none"
 DRAWN = "ms"
 SCALE = "log"
 RANKS = 4
 _NEVER = 10**9
-ONE, ISLANDS, BARE, WRAPPED = "2 replicas x 1", "2 islands x 4", "inner step, bare", "inner step, wrapped"
+ONE, ISLANDS, SHARDS = "2 replicas x 1", "2 islands x 4, mirror", "2 islands x 4, shard"
+BARE, WRAPPED = "inner step, bare", "inner step, wrapped"
 
 
 def run(quick: bool) -> list[Row]:
@@ -45,7 +46,7 @@ def run(quick: bool) -> list[Row]:
             store = str(Path(folder) / "store")
             of_ranks = together(measure, 2 * RANKS, millions * MILLION, repetitions, url, store)
         times = {way: [max(t) for t in zip(*(r[0][way] for r in of_ranks), strict=True)] for way in of_ranks[0][0]}
-        for way, base in ((ONE, ONE), (ISLANDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
+        for way, base in ((ONE, ONE), (ISLANDS, ONE), (SHARDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
             held = [r[1].get(way) for r in of_ranks]
             rows.append(
                 {
@@ -54,7 +55,7 @@ def run(quick: bool) -> list[Row]:
                     "ms": Spread.of([1000 * t for t in times[way]]),
                     f"to {ONE}, to bare": ratio(times[way], times[base]),
                     "memory, rank 0": held[0],
-                    "memory, other ranks": max(held[1:RANKS]) if way == ISLANDS else None,  # type: ignore[type-var]
+                    "memory, other ranks": max(held[1:RANKS]) if way in (ISLANDS, SHARDS) else None,  # type: ignore[type-var]
                 }
             )
     return rows
@@ -66,25 +67,29 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, s
     mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("island", "rank"))["rank"]
     island, works, held = rank // RANKS, dict[str, Callable[[], float]](), dict[str, float]()
 
-    def wrapped(job: str, model: nn.Module, every: int, inner: torch.optim.Optimizer, where: Any) -> Any:
+    def wrapped(
+        job: str, model: nn.Module, every: int, inner: torch.optim.Optimizer, where: Any, kind: str = "mirror"
+    ) -> Any:
         sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
         group = ftopt.connect(url, f"r{island}", job=job, sync=sync, mesh=where)
-        return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group))
+        return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group, island=kind))
 
     with ExitStack() as stack:
-        for way in (ONE, ISLANDS):
+        for way in (ONE, ISLANDS, SHARDS):
             dist.barrier()
-            before = _resident()
-            if way == ISLANDS or not rank % RANKS:
-                model = fully_shard(of_size(parameters), mesh=mesh) if way == ISLANDS else of_size(parameters)
+            before = _most(anew=True)
+            if way != ONE or not rank % RANKS:
+                model = fully_shard(of_size(parameters), mesh=mesh) if way != ONE else of_size(parameters)
                 inner = torch.optim.SGD(model.parameters(), lr=0.1)
-                optimizer = wrapped(way.replace(" ", "-"), model, 1, inner, mesh if way == ISLANDS else False)
+                kind = "shard" if way == SHARDS else "mirror"
+                job = way.replace(" ", "-").replace(",", "")
+                optimizer = wrapped(job, model, 1, inner, mesh if way != ONE else False, kind)
                 works[way] = partial(_moved_and_timed, model, optimizer.step)
                 for _ in range(2):
                     optimizer.step()
             else:
                 works[way] = partial(_timed, lambda: None)
-            held[way] = (_resident() - before) / (4 * parameters)
+            held[way] = (_most() - before) / (4 * parameters)
         for way in (BARE, WRAPPED):
             model = fully_shard(of_size(parameters), mesh=mesh)
             for p in model.parameters():
@@ -98,7 +103,9 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, s
     return found, held
 
 
-def _resident() -> int:
-    """Bytes of this process' memory."""
+def _most(*, anew: bool = False) -> int:
+    """The most bytes that this process has had resident at a time. ``anew``: from now on."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

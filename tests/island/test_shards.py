@@ -62,7 +62,7 @@ def test_a_checkpoint_is_resumed_in_any_size(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_islands_by_shard_of_unlike_sizes_and_layouts_meet_mirrors(tmp_path: Path) -> None:
     cases = [
-        Case(f"{method}-{second}", method, ("fsdp", second), model="uneven", island=SHARD)
+        Case(f"{method}-{second}", method, ("fsdp", second), model="wide" if second == "tp" else "uneven", island=SHARD)
         for method in ("diloco", "streaming")
         for second in ("fsdp", "hsdp", "tp", "ddp")
     ]
@@ -76,11 +76,11 @@ def test_islands_by_shard_of_unlike_sizes_and_layouts_meet_mirrors(tmp_path: Pat
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(2, 1, 3)])
-def test_islands_by_shard_meet_plain_processes(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+def test_islands_by_shard_meet_plain_processes(tmp_path: Path) -> None:
+    ranks = (2, 1, 4)
     layouts = tuple("fsdp" if n > 1 else "plain" for n in ranks)
     cases = [
         Case(f"three-{codec}", "diloco", layouts, codec=codec, model="uneven", island=("shard",) * len(ranks))
         for codec in ("fp32", "bf16", "fp4")
     ]
-    check(tmp_path, ranks, cases, tolerance=1e-5)
+    check(tmp_path, ranks, cases, tolerance=1e-6)  # Gloo adds three up in another order
