@@ -2,8 +2,8 @@
 
 All ranks call `step`, `sync`, `settle`, `close` and so on alike. Each runs the ordinary `Core` on a model of its
 slices: what they must agree on, they have from rank 0's words (`ftopt.optimizer.island.rank_group`); what is of all
-slices, they bring together (`FlatView.together`). Before the outer step looks at a fragment, the slices become as the ranks'
-parts of the model are (`Exchange.pull`), and afterwards these become as the slices are.
+slices, they bring together (`FlatView.together`). Before the outer step looks at a fragment, the slices become as the
+ranks' parts of the model are (`Exchange.pull`), and afterwards these become as the slices are.
 """
 
 from __future__ import annotations
