@@ -19,8 +19,7 @@ from ftopt.optimizer.tensors.flat import FlatView
 
 WHOLE = (5, 4, 3)
 BOXES = [
-    Box(starts, shape)
-    for starts, shape in product(product((0, 1), (0, 2), (0, 1)), product((0, 1, 4), (1, 2), (1, 2)))
+    Box(starts, shape) for starts, shape in product(product((0, 1), (0, 2), (0, 1)), product((0, 1, 4), (1, 2), (1, 2)))
 ] + [Box((0, 0, 0), WHOLE), Box((2, 0, 0), (3, 4, 3)), Box((0, 1, 0), (5, 2, 3))]
 
 
