@@ -125,7 +125,7 @@ def test_a_rank_that_is_lost_ends_all_that_wait_for_it_and_is_told_once() -> Non
             if rank == 2:
                 links[2].close()
                 return
-            with links[rank].training(), pytest.raises(RankLost, match="gone|left"):
+            with links[rank].training(), pytest.raises(RankLost, match=r"gone|left"):
                 links[rank].all(rank)
             links[rank].close()  # as a rank does whose call has failed
 
