@@ -45,62 +45,97 @@ def run(quick: bool) -> list[Row]:
             repetitions = QUICK_REPETITIONS if quick else FEWER_REPETITIONS
             store = str(Path(folder) / "store")
             of_ranks = together(measure, 2 * RANKS, millions * MILLION, repetitions, url, store)
-        times = {way: [max(t) for t in zip(*(r[0][way] for r in of_ranks), strict=True)] for way in of_ranks[0][0]}
+            held = {
+                way: together(memory, 2 * RANKS, millions * MILLION, way, url, f"{store}-{number}")
+                for number, way in enumerate((ONE, ISLANDS, SHARDS))
+            }
+        times = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
         for way, base in ((ONE, ONE), (ISLANDS, ONE), (SHARDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
-            held = [r[1].get(way) for r in of_ranks]
+            of_way = held.get(way, [None])
             rows.append(
                 {
                     "parameters": f"{millions}M",
                     "way": way,
                     "ms": Spread.of([1000 * t for t in times[way]]),
                     f"to {ONE}, to bare": ratio(times[way], times[base]),
-                    "memory, rank 0": held[0],
-                    "memory, other ranks": max(held[1:RANKS]) if way in (ISLANDS, SHARDS) else None,  # type: ignore[type-var]
+                    "memory, rank 0": of_way[0],
+                    "memory, other ranks": max(of_way[1:RANKS]) if way in (ISLANDS, SHARDS) else None,
                 }
             )
     return rows
 
 
 def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, store: str) -> Any:
-    """Seconds of each way, by repetition, and the memory that some of them hold."""
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
-    mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("island", "rank"))["rank"]
-    island, works, held = rank // RANKS, dict[str, Callable[[], float]](), dict[str, float]()
-
-    def wrapped(
-        job: str, model: nn.Module, every: int, inner: torch.optim.Optimizer, where: Any, kind: str = "mirror"
-    ) -> Any:
-        sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
-        group = ftopt.connect(url, f"r{island}", job=job, sync=sync, mesh=where)
-        return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group, island=kind))
-
+    """Seconds of each way, by repetition."""
+    mesh, works = _met(rank, size, store), dict[str, Callable[[], float]]()
     with ExitStack() as stack:
         for way in (ONE, ISLANDS, SHARDS):
-            dist.barrier()
-            before = _most(anew=True)
-            if way != ONE or not rank % RANKS:
-                model = fully_shard(of_size(parameters), mesh=mesh) if way != ONE else of_size(parameters)
-                inner = torch.optim.SGD(model.parameters(), lr=0.1)
-                kind = "shard" if way == SHARDS else "mirror"
-                job = way.replace(" ", "-").replace(",", "")
-                optimizer = wrapped(job, model, 1, inner, mesh if way != ONE else False, kind)
-                works[way] = partial(_moved_and_timed, model, optimizer.step)
-                for _ in range(2):
-                    optimizer.step()
-            else:
-                works[way] = partial(_timed, lambda: None)
-            held[way] = (_most() - before) / (4 * parameters)
+            works[way] = partial(_timed, lambda: None)
+            if (made := _made(stack, way, rank, parameters, url, mesh)) is not None:
+                works[way] = partial(_moved_and_timed, made[0], made[1].step)
         for way in (BARE, WRAPPED):
-            model = fully_shard(of_size(parameters), mesh=mesh)
+            model: Any = fully_shard(of_size(parameters), mesh=mesh)
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
-            bare = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            stepped = bare if way == BARE else wrapped("inner", model, _NEVER, bare, mesh)
+            stepped: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if way == WRAPPED:
+                stepped = _wrapped(stack, "inner", rank, model, stepped, _NEVER, url, mesh)
             works[way] = partial(_timed, stepped.step)
         found = in_turns(works, repetitions)
         dist.barrier()
     dist.destroy_process_group()
-    return found, held
+    return found
+
+
+def memory(rank: int, size: int, parameters: int, way: str, url: str, store: str) -> float:
+    """What one way has added to a fresh process at most, in multiples of the model."""
+    mesh = _met(rank, size, store)
+    with ExitStack() as stack:
+        before = _most(anew=True)
+        made = _made(stack, way, rank, parameters, url, mesh, job="memory-")
+        found = (_most() - before) / (4 * parameters)
+        del made
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _met(rank: int, size: int, store: str) -> Any:
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
+    return init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("island", "rank"))["rank"]
+
+
+def _made(
+    stack: ExitStack, way: str, rank: int, parameters: int, url: str, mesh: Any, job: str = ""
+) -> tuple[nn.Module, Any] | None:
+    """A model and its optimizer after two outer steps; None: this process has no part in it."""
+    dist.barrier()
+    if way == ONE and rank % RANKS:
+        return None
+    model: Any = of_size(parameters) if way == ONE else fully_shard(of_size(parameters), mesh=mesh)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    job += way.replace(" ", "-").replace(",", "")
+    where, kind = (False if way == ONE else mesh), ("shard" if way == SHARDS else "mirror")
+    optimizer = _wrapped(stack, job, rank, model, inner, 1, url, where, kind)
+    for _ in range(2):
+        optimizer.step()
+    return model, optimizer
+
+
+def _wrapped(
+    stack: ExitStack,
+    job: str,
+    rank: int,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    every: int,
+    url: str,
+    where: Any,
+    kind: str = "mirror",
+) -> Any:
+    sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
+    group = ftopt.connect(url, f"r{rank // RANKS}", job=job, sync=sync, mesh=where)
+    return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group, island=kind))
 
 
 def _most(*, anew: bool = False) -> int:
