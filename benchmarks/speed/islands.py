@@ -25,8 +25,8 @@ ABOUT = (
     "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), by mirror and by shard, compared with 2 "
     "replicas of one process with the same model, and the inner step (AdamW) of an island's rank between outer steps, "
     "wrapped (by mirror) and bare. 8 processes of one torch thread each, in turns behind a barrier; the slowest "
-    "process counts. *Memory*: the most that building it and two outer steps have added to a process at a time, in "
-    "multiples of the model; of the ranks that are not 0, the largest."
+    "process counts. *Memory*: by how much a fresh process has grown at most during its third outer step, in multiples "
+    "of the model; of the ranks that are not 0, the largest."
 )
 GOALS = "none"
 DRAWN = "ms"
@@ -88,13 +88,16 @@ def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, s
 
 
 def memory(rank: int, size: int, parameters: int, way: str, url: str, store: str) -> float:
-    """What one way has added to a fresh process at most, in multiples of the model."""
+    """What one way has added to a fresh process at most during an outer step, in multiples of the model."""
     mesh = _met(rank, size, store)
     with ExitStack() as stack:
         before = _most(anew=True)
         made = _made(stack, way, rank, parameters, url, mesh, job="memory-")
+        dist.barrier()
+        _most(anew=True)
+        if made is not None:
+            made[1].step()
         found = (_most() - before) / (4 * parameters)
-        del made
         dist.barrier()
     dist.destroy_process_group()
     return found
