@@ -141,7 +141,7 @@ def connect(
     if island is not None:
         island.say((replica, sync))
         client.island = island
-        client.shards = Shards(host, transport, lambda error: session.fail("a thread of another rank", error))
+        client.shards = Shards(host, transport, lambda error: session.fail("another rank of this island", error))
     return client
 
 

@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
     "optimizer": {
-        "optimizer/inner", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",
+        "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",
         "optimizer/island", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.

@@ -22,18 +22,19 @@ from benchmarks.speed.models import of_size
 from benchmarks.speed.outer import MILLION, _moved_and_timed, _timed
 
 ABOUT = (
-    "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), compared with 2 replicas of one process "
-    "with the same model, and the inner step (AdamW) of an island's rank between outer steps, wrapped and bare. 8 "
-    "processes of one torch thread each, in turns behind a barrier; the slowest process counts. *Memory*: what "
-    "building it and two outer steps have added to a process, in multiples of the model; of the ranks that are not 0, "
-    "the largest."
+    "One blocking outer step of DiLoCo by 2 islands of 4 ranks (FSDP2, Gloo), by mirror and by shard, compared with 2 "
+    "replicas of one process with the same model, and the inner step (AdamW) of an island's rank between outer steps, "
+    "wrapped (by mirror) and bare. 8 processes of one torch thread each, in turns behind a barrier; the slowest "
+    "process counts. *Memory*: by how much a fresh process has grown at most during its third outer step, in multiples "
+    "of the model; of the ranks that are not 0, the largest."
 )
 GOALS = "none"
 DRAWN = "ms"
 SCALE = "log"
 RANKS = 4
 _NEVER = 10**9
-ONE, ISLANDS, BARE, WRAPPED = "2 replicas x 1", "2 islands x 4", "inner step, bare", "inner step, wrapped"
+ONE, ISLANDS, SHARDS = "2 replicas x 1", "2 islands x 4, mirror", "2 islands x 4, shard"
+BARE, WRAPPED = "inner step, bare", "inner step, wrapped"
 
 
 def run(quick: bool) -> list[Row]:
@@ -44,61 +45,105 @@ def run(quick: bool) -> list[Row]:
             repetitions = QUICK_REPETITIONS if quick else FEWER_REPETITIONS
             store = str(Path(folder) / "store")
             of_ranks = together(measure, 2 * RANKS, millions * MILLION, repetitions, url, store)
-        times = {way: [max(t) for t in zip(*(r[0][way] for r in of_ranks), strict=True)] for way in of_ranks[0][0]}
-        for way, base in ((ONE, ONE), (ISLANDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
-            held = [r[1].get(way) for r in of_ranks]
+            held = {
+                way: together(memory, 2 * RANKS, millions * MILLION, way, url, f"{store}-{number}")
+                for number, way in enumerate((ONE, ISLANDS, SHARDS))
+            }
+        times = {way: [max(t) for t in zip(*(r[way] for r in of_ranks), strict=True)] for way in of_ranks[0]}
+        for way, base in ((ONE, ONE), (ISLANDS, ONE), (SHARDS, ONE), (BARE, BARE), (WRAPPED, BARE)):
+            of_way = held.get(way, [None])
             rows.append(
                 {
                     "parameters": f"{millions}M",
                     "way": way,
                     "ms": Spread.of([1000 * t for t in times[way]]),
                     f"to {ONE}, to bare": ratio(times[way], times[base]),
-                    "memory, rank 0": held[0],
-                    "memory, other ranks": max(held[1:RANKS]) if way == ISLANDS else None,  # type: ignore[type-var]
+                    "memory, rank 0": of_way[0],
+                    "memory, other ranks": max(of_way[1:RANKS]) if way in (ISLANDS, SHARDS) else None,
                 }
             )
     return rows
 
 
 def measure(rank: int, size: int, parameters: int, repetitions: int, url: str, store: str) -> Any:
-    """Seconds of each way, by repetition, and the memory that some of them hold."""
-    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
-    mesh = init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("island", "rank"))["rank"]
-    island, works, held = rank // RANKS, dict[str, Callable[[], float]](), dict[str, float]()
-
-    def wrapped(job: str, model: nn.Module, every: int, inner: torch.optim.Optimizer, where: Any) -> Any:
-        sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
-        group = ftopt.connect(url, f"r{island}", job=job, sync=sync, mesh=where)
-        return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group))
-
+    """Seconds of each way, by repetition."""
+    mesh, works = _met(rank, size, store), dict[str, Callable[[], float]]()
     with ExitStack() as stack:
-        for way in (ONE, ISLANDS):
-            dist.barrier()
-            before = _resident()
-            if way == ISLANDS or not rank % RANKS:
-                model = fully_shard(of_size(parameters), mesh=mesh) if way == ISLANDS else of_size(parameters)
-                inner = torch.optim.SGD(model.parameters(), lr=0.1)
-                optimizer = wrapped(way.replace(" ", "-"), model, 1, inner, mesh if way == ISLANDS else False)
-                works[way] = partial(_moved_and_timed, model, optimizer.step)
-                for _ in range(2):
-                    optimizer.step()
-            else:
-                works[way] = partial(_timed, lambda: None)
-            held[way] = (_resident() - before) / (4 * parameters)
+        for way in (ONE, ISLANDS, SHARDS):
+            works[way] = partial(_timed, lambda: None)
+            if (made := _made(stack, way, rank, parameters, url, mesh)) is not None:
+                works[way] = partial(_moved_and_timed, made[0], made[1].step)
         for way in (BARE, WRAPPED):
-            model = fully_shard(of_size(parameters), mesh=mesh)
+            model: Any = fully_shard(of_size(parameters), mesh=mesh)
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
-            bare = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            stepped = bare if way == BARE else wrapped("inner", model, _NEVER, bare, mesh)
+            stepped: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if way == WRAPPED:
+                stepped = _wrapped(stack, "inner", rank, model, stepped, _NEVER, url, mesh)
             works[way] = partial(_timed, stepped.step)
         found = in_turns(works, repetitions)
         dist.barrier()
     dist.destroy_process_group()
-    return found, held
+    return found
 
 
-def _resident() -> int:
-    """Bytes of this process' memory."""
+def memory(rank: int, size: int, parameters: int, way: str, url: str, store: str) -> float:
+    """What one way has added to a fresh process at most during an outer step, in multiples of the model."""
+    mesh = _met(rank, size, store)
+    with ExitStack() as stack:
+        before = _most(anew=True)
+        made = _made(stack, way, rank, parameters, url, mesh, job="memory-")
+        dist.barrier()
+        _most(anew=True)
+        if made is not None:
+            made[1].step()
+        found = (_most() - before) / (4 * parameters)
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _met(rank: int, size: int, store: str) -> Any:
+    dist.init_process_group("gloo", rank=rank, world_size=size, store=dist.FileStore(store, size))
+    return init_device_mesh("cpu", (2, RANKS), mesh_dim_names=("island", "rank"))["rank"]
+
+
+def _made(
+    stack: ExitStack, way: str, rank: int, parameters: int, url: str, mesh: Any, job: str = ""
+) -> tuple[nn.Module, Any] | None:
+    """A model and its optimizer after two outer steps; None: this process has no part in it."""
+    dist.barrier()
+    if way == ONE and rank % RANKS:
+        return None
+    model: Any = of_size(parameters) if way == ONE else fully_shard(of_size(parameters), mesh=mesh)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    job += way.replace(" ", "-").replace(",", "")
+    where, kind = (False if way == ONE else mesh), ("shard" if way == SHARDS else "mirror")
+    optimizer = _wrapped(stack, job, rank, model, inner, 1, url, where, kind)
+    for _ in range(2):
+        optimizer.step()
+    return model, optimizer
+
+
+def _wrapped(
+    stack: ExitStack,
+    job: str,
+    rank: int,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    every: int,
+    url: str,
+    where: Any,
+    kind: str = "mirror",
+) -> Any:
+    sync = ftopt.Sync(start_replicas=2, dead_after_s=30.0, grace_s=10.0)
+    group = ftopt.connect(url, f"r{rank // RANKS}", job=job, sync=sync, mesh=where)
+    return stack.enter_context(ftopt.wrap(inner, model, ftopt.DiLoCo(sync_every=every), group=group, island=kind))
+
+
+def _most(*, anew: bool = False) -> int:
+    """The most bytes that this process has had resident at a time. ``anew``: from now on."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

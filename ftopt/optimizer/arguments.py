@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ftopt.errors import UserError, check_choice
 from ftopt.methods import PAFT, DecoupledDiLoCo, DiLoCo, LocalSGD, Method, SlowMo, StreamingDiLoCo, SyncSGD
-from ftopt.methods.method import reads_tensors
+from ftopt.methods.method import not_in_slices
 
 if TYPE_CHECKING:
     from ftopt.sync.group import ReplicaGroup
@@ -114,18 +114,8 @@ ISLANDS = ("mirror", "shard")
 
 def check_by_shard(method: Method) -> None:
     """UserError: what an island by shard does not have."""
-    trigger = method.timing.uses
-    wrong = {
-        f"method {method.name}, which exchanges gradients": method.gradients is not None,
-        f"method {method.name}, whose outer step needs whole tensors": method.gradients is None
-        and (not method.execution.elementwise or method.aggregation is not None or reads_tensors(method)),
-        "inner_state=average": method.inner_state == "average",
-        "buffers=mean": method.buffers == "mean",
-        "a trigger or a pacing that measures the replicas": bool(trigger),
-    }
-    for what, found in wrong.items():
-        if found:
-            raise UserError(f"{what}, in an island by shard, is not supported; use ftopt.wrap(..., island='mirror')")
+    if what := not_in_slices(method):
+        raise UserError(f"{what}, in an island by shard, is not supported; use ftopt.wrap(..., island='mirror')")
 
 
 def _meant(method: object) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ftopt.errors import UserError
-from ftopt.methods import Method
+from ftopt.methods import Due, Method
 from ftopt.optimizer import inner_state
 from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.asked import Asked, Leave, leave
@@ -69,6 +69,13 @@ class SliceStep(OuterStep):
         super().__init__(*arguments, **more)
         self._core = core
         self._refresh = core.refresh
+
+    def _due(self, fragment: Fragment) -> Due:
+        """Rank 0's answer, where it depends on more than the number of steps (on seconds, say)."""
+        due = super()._due(fragment)
+        if fragment.timing.fixed_period is not None:
+            return due
+        return Due(fragment.view.together(due)[0])
 
     def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
         self._core.ranks.boundary()

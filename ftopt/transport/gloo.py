@@ -99,7 +99,7 @@ class GlooTransport:
     def connect(self, *, key: str, rank: int, size: int, ops: StoreOps) -> GlooCollective:
         """As `ftopt.transport.interface.Transport` says. Wait with `GlooCollective.open`, or just reduce."""
         found = GlooCollective(
-            self._group(key, rank, size, ops), piece_bytes=self.piece_bytes, staging=self._staging, parts=self.parts
+            self._group(key, rank, size, ops, word=self.parts), piece_bytes=self.piece_bytes, staging=self._staging
         )
         found.connect_lanes = partial(self.lanes, key=key, rank=rank, ops=ops)
         found.key, found.ops = key, ops
@@ -115,7 +115,7 @@ class GlooTransport:
 
         return Lanes(key, numel, parts, rank=rank, index=index, connect=connect)
 
-    def _group(self, key: str, rank: int, size: int, ops: StoreOps) -> GlooGroup:
+    def _group(self, key: str, rank: int, size: int, ops: StoreOps, *, word: int | None = None) -> GlooGroup:
         assert 0 <= rank < size, (rank, size)
         if size > 1 and (left := descriptors.free()) < (needed := _SPARE + 2 * size):
             wrong = (
@@ -133,7 +133,7 @@ class GlooTransport:
         options._threads = _THREADS
         # Ours comes first; Gloo's own bounds how long a dropped group lives on in the background.
         options._timeout = timedelta(seconds=self.timeout_s + 1)
-        return GlooGroup(key, rank, size, ops, options=options, timeout_s=self.timeout_s)
+        return GlooGroup(key, rank, size, ops, options=options, timeout_s=self.timeout_s, word=word)
 
     def _device(self) -> Any:
         """A device is a listening port. Each group has its own: it tells the group's sockets from others'."""
@@ -151,21 +151,16 @@ class GlooCollective:
     ConnectionError is `PeerLost`, or, while connecting, the loss of the link to the coordinator. TimeoutError, also for
     a peer that did not come, is `PeerSilent` if it is known whose host cannot be reached. After any error the
     collective is closed, so that the other members fail, too.
-
-    Args:
-        parts: slices that this member's payloads are in; None: all members', and of this collective, 1.
     """
 
     connect_lanes: Callable[[int, Sequence[int]], Lanes]
     key: str
     ops: StoreOps
 
-    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: StagingFor, parts: int | None = None) -> None:
+    def __init__(self, group: GlooGroup, *, piece_bytes: int, staging: StagingFor) -> None:
         self.rank = group.rank
         self.size = group.size
         self._sent_bytes = self._received_bytes = 0
-        self._parts = parts
-        self._all_parts: list[int] | None = [parts or 1] * group.size if parts is None or group.size == 1 else None
         self._lanes: dict[int, Lanes] = {}
         self._closing = threading.Lock()
         self._group = group
@@ -187,18 +182,11 @@ class GlooCollective:
     def open(self) -> None:
         """Waits until all members are connected; free of charge afterwards."""
         self._group.open()
-        if self._all_parts is None:
-            parts = self._row([self._parts or 1])
-            with self._group.works() as (box, pending):
-                pending.append(box[0].allreduce([parts.view(-1)]))
-                self._group.finish(pending, time.monotonic())
-            self._all_parts = parts.view(-1).tolist()
 
     def parts(self) -> list[int]:
         """How many slices each member's payloads are in."""
         self.open()
-        assert self._all_parts is not None
-        return self._all_parts
+        return self._group.words
 
     def lanes(self, numel: int) -> Lanes:
         """The lanes of this process' slice of a payload of ``numel`` elements."""

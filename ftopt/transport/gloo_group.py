@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 from torch.distributed.distributed_c10d import ProcessGroupGloo, Work
 
 from ftopt.transport.background import in_background
@@ -56,9 +57,17 @@ class GlooGroup:
         ops: the coordinator's store. Called on a background thread.
         options: Gloo's.
         timeout_s: seconds without any piece, or without a peer's coming, after which a call fails.
+        word: a number that the members tell each other when they connect; None: on all of them, nothing.
+
+    Attributes:
+        words: of all members, in rank order, when the group is open.
     """
 
-    def __init__(self, key: str, rank: int, size: int, ops: StoreOps, *, options: Any, timeout_s: float) -> None:
+    def __init__(
+        self, key: str, rank: int, size: int, ops: StoreOps, *, options: Any, timeout_s: float, word: int | None = None
+    ) -> None:
+        self._word = word
+        self.words = [1 if word is None else word] * size
         self.rank = rank
         self.size = size
         self.told: deque[Work] = deque()
@@ -155,6 +164,11 @@ class GlooGroup:
         group: Any = None
         try:
             group = cast(Any, ProcessGroupGloo)(self._store, self.rank, self.size, options)
+            if self._word is not None:
+                words = torch.zeros(self.size, dtype=torch.int64)
+                words[self.rank] = self._word
+                group.allreduce([words]).wait()
+                self.words = words.tolist()
         except RuntimeError as error:
             self._failure = self._with_peer(self._explain(error, "could not be connected"))
         except BaseException as error:  # the store's own are named and typed already

@@ -25,7 +25,7 @@ Meta = dict[str, str]
 
 Provider = Callable[[str], tuple[Meta, Mapping[str, Tensor]]]
 """Of ``state/<fragment>``, the committed state, or ``copy/<replica>``. Raises KeyError for what there never is, and
-LookupError for what is not there yet."""
+LookupError for what is not there yet; so may the tensors, when they are first read."""
 
 
 class Carry(Protocol):

@@ -19,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
 from aiohttp import web
+from torch import Tensor
 
 from ftopt.net.accept_queue import AcceptQueue
 from ftopt.net.http import guarded, quiet
@@ -174,10 +175,13 @@ class StateServer:
             raise web.HTTPNotFound(text=f"no {what}") from None
         except LookupError as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
-        # On another thread: a tensor on a device or a non-contiguous one is copied.
-        copied = asyncio.ensure_future(asyncio.to_thread(StateImage, meta, tensors))
+        # On another thread: a tensor on a device or a non-contiguous one is copied, and others are brought together
+        # from several processes.
+        copied = asyncio.ensure_future(asyncio.to_thread(_image, meta, tensors))
         copied.add_done_callback(_raise)
         fresh = await copied
+        if isinstance(fresh, LookupError):
+            raise web.HTTPServiceUnavailable(text=str(fresh))
         kept = self._kept.setdefault(what, {})
         snapshot = kept.setdefault(fresh.etag, fresh)
         snapshot.asked_s = now_s = time.monotonic()
@@ -194,6 +198,16 @@ class StateServer:
                 for etag, old in list(kept.items()):
                     if not old.readers and time.monotonic() - old.asked_s > _IDLE_S:
                         del kept[etag]
+
+
+def _image(meta: Meta, tensors: Mapping[str, Tensor]) -> StateImage | LookupError:
+    """The state; LookupError: it is not there any more when its tensors are read."""
+    try:
+        return StateImage(meta, tensors)
+    except KeyError:
+        raise
+    except LookupError as error:
+        return error
 
 
 def _raise(task: asyncio.Future[Any]) -> None:

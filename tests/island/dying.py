@@ -40,6 +40,7 @@ def main(steps: int, how: str) -> None:
         ftopt.DiLoCo(sync_every=4),
         group=ftopt.connect(sync=sync, mesh=mesh),
         leave_on_signals=how == "leaves",
+        island=os.environ.get("ISLAND", "mirror"),
     )
     with optimizer:
         start = optimizer.start_step

@@ -40,17 +40,17 @@ def test_two_islands_by_shard_are_two_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_checkpoint_is_resumed_in_any_size(tmp_path: Path) -> None:
-    saved, steps = tmp_path / "saved", (10, 18, 26, 34)
+    saved, steps = tmp_path / "saved", (10, 18, 26)
     with coordinator(tmp_path) as url, ExitStack() as ends:
         found = []
-        for ranks, upto in zip((2, 3, 1, 2), steps, strict=True):
+        for ranks, upto in zip((2, 3, 1), steps, strict=True):
             out = tmp_path / f"{upto}.json"
             arguments = ("-m", "tests.island.resuming", str(saved), str(upto), str(out))
             run_ = Torchrun(tmp_path, url, "r0", ranks, *arguments)
             ends.callback(run_.end)
             assert run_.wait() == 0, run_.said()
             found.append(json.loads(out.read_text()))
-    assert [each["start"] for each in found] == [0, 8, 16, 24]  # the last checkpoint of each was at an outer step
+    assert [each["start"] for each in found] == [0, 8, 16]  # the last checkpoint of each was at an outer step
     for upto, ours in zip(steps, found, strict=True):
         theirs: Any = run(tmp_path / f"plain-{upto}", upto, lambda mesh: ftopt.solo(), "plain", "mirror")
         assert ours["resumed"] == (upto > 10)
@@ -64,10 +64,11 @@ def test_islands_by_shard_of_unlike_sizes_and_layouts_meet_mirrors(tmp_path: Pat
     cases = [
         Case(f"{method}-{second}", method, ("fsdp", second), model="uneven", island=SHARD)
         for method in ("diloco", "streaming")
-        for second in ("fsdp", "hsdp", "tp", "ddp")
+        for second in ("fsdp", "hsdp", "ddp")
     ]
+    cases += [Case("tp", "diloco", ("fsdp", "tp"), "sgd", model="wide", island=SHARD)]
     cases += [
-        Case(f"mirror-{codec}", "streaming", FSDP, codec=codec, model="uneven", island=island)
+        Case(f"{island[0]}-{codec}", "streaming", FSDP, codec=codec, model="uneven", island=island)
         for codec in ("fp32", "int8")
         for island in (("shard", "mirror"), ("mirror", "shard"))
     ]
@@ -76,11 +77,11 @@ def test_islands_by_shard_of_unlike_sizes_and_layouts_meet_mirrors(tmp_path: Pat
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [(2, 1, 3)])
-def test_islands_by_shard_meet_plain_processes(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+def test_islands_by_shard_meet_plain_processes(tmp_path: Path) -> None:
+    ranks = (2, 1, 4)
     layouts = tuple("fsdp" if n > 1 else "plain" for n in ranks)
     cases = [
         Case(f"three-{codec}", "diloco", layouts, codec=codec, model="uneven", island=("shard",) * len(ranks))
         for codec in ("fp32", "bf16", "fp4")
     ]
-    check(tmp_path, ranks, cases, tolerance=1e-5)
+    check(tmp_path, ranks, cases, tolerance=1e-6)  # Gloo adds three up in another order

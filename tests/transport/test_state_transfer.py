@@ -356,3 +356,38 @@ async def _timely() -> None:
 
 def test_serving_leaves_the_loop_free_for_heartbeats() -> None:
     asyncio.run(_timely())
+
+
+class _Moving(Mapping[str, Tensor]):
+    """Tensors that are brought together when they are read, and are not there at first."""
+
+    reads = 0
+
+    def _there(self) -> dict[str, Tensor]:
+        _Moving.reads += 1
+        if _Moving.reads == 1:
+            raise LookupError("a newer state takes effect at the next step boundary")
+        return state()[1]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._there()[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._there())
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+
+def test_tensors_that_are_not_there_when_they_are_read_are_not_there_yet() -> None:
+    errors: list[Any] = []
+
+    async def run() -> Mapping[str, Tensor]:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        async with serving(lambda what: (state()[0], _Moving())) as (url, _):
+            with pytest.raises(ConnectionError, match=r"503.*a newer state takes effect"):
+                await get([url])
+            return (await get([url]))[1]
+
+    assert same(asyncio.run(run()), state()[1])
+    assert not errors

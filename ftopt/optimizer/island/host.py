@@ -107,7 +107,6 @@ class SliceHost:
                 raise self._lost
             work = self._leader.begin(fragment, version, kind)
             self._under_way[work.number] = work, queue.SimpleQueue()
-        self._links.forget("work", work.number - 8)
         return work
 
     def _all(self, work: Work, box: queue.SimpleQueue[Any], part: Any) -> Done:

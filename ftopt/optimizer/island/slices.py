@@ -22,7 +22,7 @@ from ftopt.optimizer.tensors.digest import block_sums
 from ftopt.optimizer.tensors.flat import FlatView, Together, flat_order, local
 from ftopt.sync.group import slices
 
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 21
 """Elements a rank that are exchanged at a time."""
 
 Selected = slice | Tensor

@@ -47,6 +47,8 @@ FAILURES: dict[str, type[Exception]] = {
 }  # fmt: skip
 """What may go otherwise the next time; anything else ends the island."""
 _LOOK_S = 1.0
+_KEPT = 64
+"""Works after which it is forgotten that one was stopped: at most a few are under way."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Worker:
         self._checked: dict[int, CommittedState] = {}
         self._lanes: dict[int, tuple[str, Any]] = {}
         self._current = 0  # the work that is under way
-        self._stopped = 0  # the last work that was stopped
+        self._running: Any = None  # its lanes
+        self._stopped: set[int] = set()
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[Work, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="ftopt-slice", daemon=True)
@@ -174,8 +177,10 @@ class Worker:
         with self._changed:
             self.machine.begin(work)
             self._current = work.number
+            self._stopped = {number for number in self._stopped if number >= work.number - _KEPT}
+        self.links.forget("work", work.number - _KEPT)
         try:
-            if self._stopped >= work.number:
+            if work.number in self._stopped:
                 raise InterruptedError("the attempt was stopped before it began")
             with self.links.within("work", work.number):
                 digest, peak = part()
@@ -190,11 +195,14 @@ class Worker:
             _log.error("rank %d: its part of an outer step", rank, exc_info=error)
             return Outcome(work.number, rank, failure=type(error).__name__, reason=f"{error!r}"[:500])
         finally:
-            self._current = 0
+            self._current, self._running = 0, None
 
     def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> tuple[str, float]:
         """Its part of a reduction: the digest and the peak."""
         collective = SliceCollective(main, attempt.rank, attempt.size, lanes, self.links)
+        self._running = lanes
+        if work.number in self._stopped:
+            raise InterruptedError("the attempt was stopped before it began")
         reduced = self.reduction.reduce(attempt, collective)
         return reduced.digest, reduced.peak
 
@@ -220,10 +228,9 @@ class Worker:
 
     def halt(self, number: int) -> None:
         """Another rank's part has failed."""
-        self._stopped = max(self._stopped, number)
-        if self._current == number:
-            for _, lanes in list(self._lanes.values()):
-                lanes.stop()
+        self._stopped.add(number)
+        if self._current == number and (lanes := self._running) is not None:
+            lanes.stop()
 
     def hear(self, change: Change, payload: Any) -> None:
         """A change has happened."""
@@ -265,7 +272,8 @@ class Worker:
         match change.kind:
             case "commit":
                 attempt, committed = payload
-                if fragment.result is None or fragment.result.made.attempt != attempt.attempt:
+                missing = fragment.result is None or fragment.result.made.attempt != attempt.attempt
+                if missing and fragment.state.meta.version < committed.version:  # else a fetched one has overtaken it
                     raise OutOfStep(f"a commit of attempt {attempt.attempt}, whose result is not here")
                 self.reduction.commit(attempt, committed)
             case "exclude":

@@ -295,7 +295,7 @@ class OuterStep:
     ) -> bool:
         """Applies a newer state, and proposes if it is time; adds to ``wait`` what to wait for, and how long."""
         index, acted = fragment.index, self._applier.apply(fragment)
-        due, called = self.schedule.due(fragment), self._group.called_in(index)
+        due, called = self._due(fragment), self._group.called_in(index)
         awaited = self.counters.local_steps == fragment.apply_step
         if not (due or called or awaited):
             return acted
@@ -315,6 +315,9 @@ class OuterStep:
             # The newer state is there before the group says that nothing is outstanding.
             wait.append((fragment, fragment.overlap.wait_for_result_s))
         return acted
+
+    def _due(self, fragment: Fragment) -> Due:
+        return self.schedule.due(fragment)
 
     def _wait(self, index: int, timeout_s: float | None = None) -> bool:
         if not self._group.outstanding(index):

@@ -1,0 +1,105 @@
+"""Where a rank's part of a tensor lies in the slices of a flat fragment."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import ftopt
+from ftopt.errors import UserError
+from ftopt.methods import Method
+from ftopt.optimizer.arguments import check_by_shard
+from ftopt.optimizer.island.parts import Box
+from ftopt.optimizer.island.saved_slices import sliced_work
+from ftopt.optimizer.island.slices import Cut, _runs
+from ftopt.optimizer.tensors.flat import FlatView
+
+WHOLE = (5, 4, 3)
+BOXES = [
+    Box(starts, shape) for starts, shape in product(product((0, 1), (0, 2), (0, 1)), product((0, 1, 4), (1, 2), (1, 2)))
+] + [Box((0, 0, 0), WHOLE), Box((2, 0, 0), (3, 4, 3)), Box((0, 1, 0), (5, 2, 3))]
+
+
+@pytest.mark.parametrize("box", BOXES, ids=lambda box: f"{box.starts}-{box.shape}")
+def test_a_part_and_a_slice_have_the_same_elements_in_the_same_order(box: Box) -> None:
+    whole = torch.arange(60).view(WHOLE)
+    part, runs = box.read(whole), _runs(box, WHOLE)
+    for low, high in product(range(0, 61, 7), repeat=2):
+        there, here, count = runs.within(low, max(low, high))
+        piece = torch.zeros(max(0, high - low), dtype=torch.int64)
+        assert part[there].numel() == count
+        piece[here] = part[there]
+        inside = [x for x in part.tolist() if low <= x < high]
+        assert part[there].tolist() == inside
+        assert all(piece[x - low] == x for x in inside)
+
+
+def test_a_part_that_is_no_box_goes_by_numbers() -> None:
+    runs = _runs(Box((), (4,), torch.tensor([9, 2, 7, 5])), (10,))
+    there, here, count = runs.within(3, 8)
+    assert (there.tolist(), here.tolist(), count) == ([2, 3], [4, 2], 2)
+
+
+def test_a_cut_describes_and_places_what_a_replica_of_one_process_has() -> None:
+    model = nn.Sequential(nn.Linear(130, 140), nn.Linear(140, 3).bfloat16(), nn.Linear(3, 7))
+    view = FlatView(model)
+    cut = Cut.of(dict(model.named_parameters()), [name for name, _ in model.named_parameters()], 2)
+    assert cut.describe() == view.describe()
+    assert [(s.name, s.start, s.stop, shape, dtype) for s, shape, dtype in cut.places()] == [
+        (s.name, s.start, s.stop, shape, dtype) for s, shape, dtype in view.places()
+    ]
+    for number in range(len(cut.names)):
+        (a, b), (c, d) = cut.piece(number, 0), cut.piece(number, 1)
+        assert (a, b, d) == (0, c, torch.Size(cut.shapes[number]).numel())
+
+
+def test_what_is_owed_is_dealt_out_to_the_slices_it_lies_in() -> None:
+    model = nn.Linear(300, 300)
+    cut = Cut.of(dict(model.named_parameters()), ["weight", "bias"], 3)
+    owed = torch.arange(1.0, 40_001.0)
+    part = {
+        "params": torch.zeros(cut.numel), "snapshot": None,
+        "residuals": {"": {"own": None, "first": 20_000, "owed": owed}},
+    }  # fmt: skip
+    again = torch.zeros(cut.numel)
+    for rank, (start, _) in enumerate(cut.bounds):
+        found = sliced_work(cut, rank, part)
+        assert found is not None
+        left = found["residuals"][""]
+        again[start + left["first"] :][: left["owed"].numel()] = left["owed"]
+    assert torch.equal(again[20_000:60_000], owed) and not again[:20_000].any() and not again[60_000:].any()
+
+
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        (ftopt.SyncSGD(), "exchanges gradients"),
+        (ftopt.PAFT(sync_every=4), "exchanges gradients"),
+        (ftopt.DecoupledDiLoCo(sync_every=4), "needs whole tensors"),
+        (ftopt.SlowMo(inner_state="average"), "inner_state=average"),
+        (ftopt.DiLoCo(buffers="mean"), "buffers=mean"),
+        (ftopt.LocalSGD(pacing=ftopt.BySpeed(round_steps=20)), "measures the replicas"),
+    ],
+)
+def test_what_slices_do_not_have_is_refused(method: Method, what: str) -> None:
+    with pytest.raises(UserError, match=f"{what}.*island by shard, is not supported; use .*island='mirror'"):
+        check_by_shard(method)
+
+
+def test_another_kind_of_island_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="island='slices'; allowed: mirror, shard"):
+        ftopt.wrap(
+            torch.optim.SGD(model.parameters()), model, ftopt.DiLoCo(), group=ftopt.solo(), island="slices"
+        )  # fmt: skip
+
+
+def test_a_replica_of_one_process_is_not_asked() -> None:
+    model = nn.Linear(2, 2)
+    group = ftopt.solo()
+    optimizer = ftopt.wrap(torch.optim.SGD(model.parameters()), model, ftopt.SyncSGD(), group=group, island="shard")
+    with optimizer:
+        pass
