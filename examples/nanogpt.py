@@ -1,5 +1,5 @@
 """A replica of a small GPT on memory-mapped tokens, in the manner of nanoGPT: warm-up and cosine by hand, clipping,
-gradient accumulation, evaluation, and a checkpoint of the job. Started like ``examples/plain.py``.
+gradient accumulation. Started like ``examples/plain.py``.
 """
 
 from __future__ import annotations
