@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ftopt
-from ftopt.integrations.membership import advance
+from ftopt.integrations import advance, finish
 
 
 def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
@@ -42,9 +42,9 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
             if outer.inner_step >= STEPS:
                 break
             time.sleep(STEP_S)
-        outer.sync()  # a last round: all replicas end alike
+        finish(outer, STEPS)  # a last round: all replicas end alike
     with outer.outer_parameters():
-        return outer.inner_step, outer.anchor_digest(), score(accelerator.unwrap_model(model))
+        return outer.committed.inner_step, outer.anchor_digest(), score(accelerator.unwrap_model(model))
 
 
 if __name__ == "__main__":

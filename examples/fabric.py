@@ -14,6 +14,7 @@ from tiny import STEP_S, STEPS, SYNC_EVERY, Waves, net, score
 from torch import nn
 
 import ftopt
+from ftopt.integrations import finish
 
 
 def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
@@ -36,9 +37,9 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
             if outer.inner_step >= STEPS:
                 break
             time.sleep(STEP_S)
-        outer.sync()  # a last round: all replicas end alike
+        finish(outer, STEPS)  # a last round: all replicas end alike
     with outer.outer_parameters():
-        return outer.inner_step, outer.anchor_digest(), score(bare)
+        return outer.committed.inner_step, outer.anchor_digest(), score(bare)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tiny import STEP_S, STEPS, SYNC_EVERY, Waves, net, score
 from torch import nn
 
 import ftopt
+from ftopt.integrations import finish
 
 
 def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
@@ -33,9 +34,9 @@ def main(url: str = "http://127.0.0.1:29400") -> tuple[int, str, float]:
             if optimizer.inner_step >= STEPS:
                 break
             time.sleep(STEP_S)
-        optimizer.sync()  # a last round: all replicas end alike
+        finish(optimizer, STEPS)  # a last round: all replicas end alike
     with optimizer.outer_parameters():
-        return optimizer.inner_step, optimizer.anchor_digest(), score(model)
+        return optimizer.committed.inner_step, optimizer.anchor_digest(), score(model)
 
 
 if __name__ == "__main__":

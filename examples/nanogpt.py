@@ -1,5 +1,5 @@
 """A replica of a small GPT on memory-mapped tokens, in the manner of nanoGPT: warm-up and cosine by hand, clipping,
-gradient accumulation, evaluation, and a checkpoint of the job. Started like ``examples/plain.py``.
+gradient accumulation. Started like ``examples/plain.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tiny import STEP_S, STEPS, SYNC_EVERY
 from torch import Tensor, nn
 
 import ftopt
+from ftopt.integrations import finish
 
 BLOCK, VOCAB, WIDTH, ACCUMULATE, WARMUP, RATE = 16, 32, 32, 2, 5, 3e-3
 
@@ -83,9 +84,9 @@ def main(url: str = "http://127.0.0.1:29400", folder: str = ".") -> tuple[int, s
             if optimizer.inner_step >= STEPS:
                 break
             time.sleep(STEP_S)
-        optimizer.sync()  # a last round: all replicas end alike
+        finish(optimizer, STEPS)  # a last round: all replicas end alike
     with optimizer.outer_parameters(), torch.no_grad():
-        return optimizer.inner_step, optimizer.anchor_digest(), float(loss_of(model, *held_out))
+        return optimizer.committed.inner_step, optimizer.anchor_digest(), float(loss_of(model, *held_out))
 
 
 if __name__ == "__main__":

@@ -68,8 +68,7 @@ class FtoptCallback(TrainerCallback):
         if isinstance(train_dataloader, DataLoader):
             args.ignore_data_skip = True  # the job's ledger has the position
         self._follow(state, control)
-        if control.should_training_stop:
-            self._job.leave()
+        self._settle(state, control)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
@@ -99,7 +98,7 @@ class FtoptCallback(TrainerCallback):
             self._job.follow([] if lr_scheduler is None else [lr_scheduler])
             self._job.stepped()
         self._follow(state, control)
-        self._settle(control)
+        self._settle(state, control)
 
     def on_epoch_end(
         self,
@@ -122,7 +121,7 @@ class FtoptCallback(TrainerCallback):
             optimizer.step()
             model.zero_grad()
             self.on_step_end(args, state, control, lr_scheduler=lr_scheduler)
-        self._settle(control)
+        self._settle(state, control)
 
     def on_log(
         self,
@@ -145,21 +144,25 @@ class FtoptCallback(TrainerCallback):
         if "loss" in logs:
             self._base, self._logged = state.global_step, self._steps
         if "train_runtime" in logs:  # the last thing before the best model is loaded
-            self._job.leave()
+            self._leave(state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._job.leave()
+        self._leave(state)
         if state.global_step < state.max_steps:
             _log.warning("the trainer has ended at step %d of the job's %d", state.global_step, state.max_steps)
 
     def _follow(self, state: TrainerState, control: TrainerControl) -> None:
-        state.global_step = self._job.optimizer.inner_step
+        state.global_step = self._job.step
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
 
-    def _settle(self, control: TrainerControl) -> None:
+    def _settle(self, state: TrainerState, control: TrainerControl) -> None:
         """What is evaluated and saved next are the outer parameters: of the end, if it is the end."""
         if control.should_training_stop:
-            self._job.leave()
+            self._leave(state)
         elif control.should_save:
             self._job.optimizer.eval()
+
+    def _leave(self, state: TrainerState) -> None:
+        self._job.leave(state.max_steps)
+        state.global_step = self._job.step

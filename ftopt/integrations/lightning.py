@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -77,8 +78,8 @@ class FtoptCallback(Callback):
         job.follow(_schedulers(trainer))
         job.stepped()
         self._follow(trainer)
-        if 0 <= trainer.max_steps <= job.optimizer.inner_step:
-            job.leave()
+        if 0 <= trainer.max_steps <= job.step:
+            self._leave(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loaded = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -102,7 +103,7 @@ class FtoptCallback(Callback):
             checkpoint["state_dict"] = {name: value.detach().clone() for name, value in found.items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._joined.leave()
+        self._leave(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._job is not None and self._job.ours:
@@ -113,6 +114,10 @@ class FtoptCallback(Callback):
         assert self._job is not None, "on_fit_start comes first"
         return self._job
 
+    def _leave(self, trainer: Trainer) -> None:
+        self._joined.leave(trainer.max_steps if trainer.max_steps >= 0 else sys.maxsize)
+        self._follow(trainer)
+
     def _follow(self, trainer: Trainer) -> None:
         """The trainer counts from the job's inner step on."""
         loop = trainer.fit_loop.epoch_loop
@@ -122,7 +127,7 @@ class FtoptCallback(Callback):
             if automatic
             else loop.manual_optimization.optim_step_progress.total
         )
-        counted.ready = counted.completed = self._joined.optimizer.inner_step
+        counted.ready = counted.completed = self._joined.step
 
 
 def _schedulers(trainer: Trainer) -> list[Any]:

@@ -78,21 +78,26 @@ class Membership:
         """Whether it has left the job."""
         return self.optimizer._core.closed
 
-    def leave(self) -> None:
-        """The planned end: a last round with the others, a last checkpoint, and out. The outer parameters are in the
-        model then. Idempotent."""
+    @property
+    def step(self) -> int:
+        """The job's inner step; at the end that of the outer parameters."""
+        return self.optimizer.committed.inner_step if self.over else self.optimizer.inner_step
+
+    def leave(self, planned: int) -> None:
+        """The end at the ``planned`` step of the job, or at an earlier one: a last round with the others, a last
+        checkpoint, and out. The outer parameters are in the model then. Idempotent."""
         if self._left or self.over:
             return
         self._left = True
         self.optimizer.train()
-        self.optimizer.sync()
+        flush = _last_round(self.optimizer, planned)
         if self.checkpoints is not None:
             self.checkpoints.last()
             self.checkpoints.close()
         if not self.ours:
             self.optimizer.eval()
             return
-        self.optimizer.close()
+        self.optimizer.close(flush=flush)
         model = self.optimizer._core.model
         assert model is not None
         own: list[Tensor] = [*model.parameters(), *model.buffers()]
@@ -101,6 +106,30 @@ class Membership:
                 outer = [tensor.detach().clone() for tensor in own]
             for tensor, values in zip(own, outer, strict=True):
                 tensor.copy_(values)
+
+
+def finish(optimizer: OuterOptimizer, planned: int) -> None:
+    """Ends a loop of your own at the ``planned`` inner step of the job: takes part in a last round, and leaves. ::
+
+        for batch in loader:
+            ...
+            if optimizer.inner_step >= planned:
+                break
+        finish(optimizer, planned)
+
+    All replicas that do so end with the same outer parameters. One that has come late may have taken a few steps more
+    when the others' last round has ended the job: the log says that these are not handed in.
+    """
+    optimizer.train()
+    optimizer.close(flush=_last_round(optimizer, planned))
+
+
+def _last_round(optimizer: OuterOptimizer, planned: int) -> bool:
+    """False: the job has come to its end already, and what is pending here is beyond it."""
+    if len(optimizer.versions) == 1 and optimizer.committed.inner_step >= planned:
+        return False
+    optimizer.sync()
+    return True
 
 
 def advance(scheduler: LRScheduler, step: int) -> None:

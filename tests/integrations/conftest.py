@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import pytest
+
 from tests.forkserver import CONTEXT
 from tests.integrations.running import PACKAGES
 
@@ -15,7 +17,7 @@ LOADED = [
 ]  # fmt: skip
 
 
-def pytest_collection_modifyitems(config: object, items: list[object]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
     """Only a run of these tests alone loads the packages."""
-    if items and all(getattr(item, "get_closest_marker", lambda _: None)("trainers") for item in items):
+    if config.option.markexpr == "trainers":
         CONTEXT.set_forkserver_preload(LOADED)

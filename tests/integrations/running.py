@@ -7,7 +7,7 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,6 +25,8 @@ from tests.forkserver import CONTEXT, die_with_parent
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PACKAGES = ("transformers", "accelerate", "lightning", "peft", "schedulefree")
 LIMIT_S = 110.0
+GATE = 40
+"""The step at which the survivor waits for the other replica's return: the job must not end before."""
 
 
 def needs(*packages: str) -> None:
@@ -48,7 +50,7 @@ def _coordinator(tells: Connection) -> None:
     CoordinatorServer("127.0.0.1", 0, new=True).run(ready=tells.send)
 
 
-def _example(tells: Connection, starts: Any, name: str, replica: str, url: str) -> None:
+def _example(tells: Connection, starts: Any, gate: Any, name: str, replica: str, url: str) -> None:
     die_with_parent()
     starts.wait()
     torch.set_num_threads(1)
@@ -61,7 +63,9 @@ def _example(tells: Connection, starts: Any, name: str, replica: str, url: str) 
 
             def tell(text: str, **_: Any) -> None:
                 if isinstance(text, str) and text.startswith(f"{replica}: step "):
-                    tells.send(int(text.split()[2].rstrip(",")))
+                    tells.send(step := int(text.split()[2].rstrip(",")))
+                    if gate is not None and step >= GATE:
+                        gate.wait(LIMIT_S)
 
             main.__globals__["print"] = tell
             tells.send(Told(*main(url)))
@@ -74,12 +78,12 @@ def _example(tells: Connection, starts: Any, name: str, replica: str, url: str) 
 class Replica:
     """A process that runs an example, at once or when it is told to."""
 
-    def __init__(self, name: str, replica: str, url: str, *, waits: bool = False) -> None:
+    def __init__(self, name: str, replica: str, url: str, *, waits: bool = False, gate: Any = None) -> None:
         self._hears, tells = CONTEXT.Pipe(duplex=False)
         self._starts = CONTEXT.Event()
         if not waits:
             self._starts.set()
-        args = (tells, self._starts, name, replica, url)
+        args = (tells, self._starts, gate, name, replica, url)
         self.process: BaseProcess = CONTEXT.Process(target=_example, args=args)
         self.process.start()
         tells.close()
@@ -124,26 +128,24 @@ def coordinator() -> Iterator[str]:
         process.join(LIMIT_S)
 
 
-@contextmanager
-def replicas(name: str, url: str, ids: Sequence[str], *, spare: str) -> Iterator[list[Replica]]:
-    """Replicas, and one more that waits; all gone with the block."""
-    found: list[Replica] = []
-    try:
-        found += [Replica(name, replica, url) for replica in ids]
-        found.append(Replica(name, spare, url, waits=True))
-        yield found
-    finally:
-        for each in found:
-            each.process.kill()
-            each.process.join(LIMIT_S)
-
-
 def killed_and_back(name: str) -> tuple[Told, Told]:
     """Runs an example as two replicas, kills the second one and starts it again; what both tell at the end."""
-    with coordinator() as url, replicas(name, url, ("r0", "r1"), spare="r1") as (r0, r1, again):
-        r1.until(23)
-        r1.process.kill()
-        again.go()
-        ended = again.end(), r0.end()
-    assert again.steps[0] > 1, "it goes on where the job is"
-    return ended
+    gate, found = CONTEXT.Event(), list[Replica]()
+    with coordinator() as url:
+        try:
+            for replica in "r0", "r1", "r1":
+                last = len(found) == 2
+                found.append(Replica(name, replica, url, waits=last, gate=None if found else gate))
+            r0, r1, again = found
+            r1.until(23)
+            r1.process.kill()
+            r1.process.join(LIMIT_S)
+            again.go()
+            first = again.next()
+            gate.set()
+            assert isinstance(first, int) and first > 1, "it goes on where the job is"
+            return again.end(), r0.end()
+        finally:
+            for each in found:
+                each.process.kill()
+                each.process.join(LIMIT_S)

@@ -222,7 +222,10 @@ def test_a_replica_that_comes_back_when_the_job_is_done_takes_no_step(tmp_path: 
     assert torch.equal(flat(again.model), flat(first.model))
 
 
-def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("also", [False, True], ids=["job's", "trainer's too"])
+def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path, also: bool) -> None:
+    """With the trainer's own checkpoint, too: its weights are loaded before, and the job's are what counts."""
+
     class Stop(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 8:
@@ -231,13 +234,16 @@ def test_a_job_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     loader = {"dataset": Data(), "batch_size": 4, "epochs": None}
     plain = Run(tmp_path / "a", max_steps=16, loader=loader)
     plain.trainer.train()
-    first = Run(tmp_path / "b", max_steps=16, loader=loader, checkpoints=tmp_path / "job", callbacks=[Stop()])
+    first = Run(
+        tmp_path / "b", max_steps=16, loader=loader, checkpoints=tmp_path / "job", callbacks=[Stop()],
+        save_strategy="steps", save_steps=3,
+    )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         first.trainer.train()
     first.ours._job.checkpoints.close()
     first.optimizer.close(flush=False)
     again = Run(tmp_path / "c", max_steps=16, loader=loader, checkpoints=tmp_path / "job")
-    again.trainer.train()
+    again.trainer.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3") if also else None)
     assert again.optimizer.start_step in (4, 8), "the last one that was whole"
     assert again.trainer.state.global_step == 16
     assert again.optimizer.anchor_digest() == plain.optimizer.anchor_digest()

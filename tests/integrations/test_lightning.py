@@ -191,9 +191,10 @@ def test_micro_batches_that_a_manual_loop_leaves_without_a_step_end_the_run(tmp_
     assert units is not None and not units.ended, "the last two are not done"
 
 
-def test_a_job_goes_on_from_its_checkpoints_and_its_schedule_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_a_job_goes_on_from_its_checkpoints_and_its_schedule_too(tmp_path: Path, manual: bool) -> None:
     def module_of(stop: int | None = None) -> Module:
-        module = Module(schedules=True)
+        module = Module(schedules=True, manual=manual)
 
         def act() -> None:
             if module.optimizer.inner_step == stop:
