@@ -7,7 +7,9 @@ whatever happens); each start goes on from there. A batch's samples depend on st
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from ftopt.config.model import GptConfig
 from ftopt.job.model import Transformer
 from ftopt.telemetry.jsonl import JsonLines
 
+_PR_SET_PDEATHSIG = 1
 BATCH, CONTEXT_BYTES, EVERY = 16, 64, 50
 """Windows of a rank's batch, bytes of one, steps between two checkpoints (ftopt: between two outer steps)."""
 
@@ -44,6 +47,8 @@ class Paced(Transformer):
 
 def train(folder: Path, corpus: Path, step_s: float, started: float) -> None:
     """Trains until it is ended; ``steps.jsonl`` has a line for each step of rank 0, ``starts.jsonl`` for each start."""
+    # Killed with torchrun, which leaves ranks behind that it has just started.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     rank = distributed.get_rank()
