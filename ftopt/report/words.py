@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, count, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
 from ftopt.telemetry.jsonl import data_of
+from ftopt.telemetry.sentences import plain
 from ftopt.telemetry.view import RunView
 
 REASONS = {
@@ -141,11 +141,11 @@ def _attempts(run: Run) -> str:
     if not aborted:
         return ""
     reasons = (str(data_of(event).get("reason", "no reason given")) for event in run.named("abort"))
-    why = Counter(cut(re.sub(r"\[/\S*\] ?", "", reason), 160) for reason in reasons)  # where in Gloo's source
+    why = Counter(cut(plain(reason), 160) for reason in reasons)
     first = f"the most frequent reason: {why.most_common(1)[0][0]}" if len(why) > 1 else next(iter(why), "")
     attempts = count(int(run.summary["attempts"]), "attempt")
     repeated = f"{'was' if aborted == 1 else 'were'} repeated"
-    return f"{aborted:,} of {attempts} to average failed and {repeated} ({first.rstrip('.')})."
+    return f"{aborted:,} of {attempts} to average failed and {repeated} ({first})."
 
 
 def _waits(run: Run, states: dict[str, list[Span]]) -> str:
