@@ -93,7 +93,7 @@ def _text(record: Line) -> str | None:
         "disconnected": f"{who} has lost the coordinator, and trains on",
         "gone": f"{who} is given up ({data.get('reason')}); if it comes back, its pending steps are dropped",
         "fetched": f"{who} has fetched version {version}",
-        "abort": f"version {version}: an attempt failed ({plain(data.get('reason', 'no reason given'))}); it is repeated",
+        "abort": f"version {version}: an attempt failed ({plain(data.get('reason', 'no reason'))}); it is repeated",
         "death": f"{who} died ({data.get('status')})",
         "refuse": f"{who} was refused: {data.get('reason')}",
         "hold": str(data.get("text")),
