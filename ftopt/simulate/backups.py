@@ -42,9 +42,10 @@ class SimBackup:
         self._process.later(self._world.fetch_s(), self._keep, order)
 
     def _keep(self, order: m.Keep) -> None:
-        source = self._world.processes[order.source]
-        there = source.alive and not source.frozen and source.incarnation_id == order.incarnation_id
-        if there and source.own_copy is not None:
+        source = self._world.processes.get(order.source)  # None: a second process, which ends when it is let in
+        if source is None or not source.alive or source.frozen:
+            return
+        if source.incarnation_id == order.incarnation_id and source.own_copy is not None:
             self._process.kept_copies[order.incarnation_id[0]] = source.own_copy
             self._world.coverage["a copy is kept"] += 1
             self._process.act(self._process.machine.keeps(order))
