@@ -182,10 +182,12 @@ class RankLinks:
             if len(brought) < self.size:
                 return
             del self._brought[tag]
+            own = self._waiting.pop(tag, None)  # it is decided: whoever hears it may close its connection at once
         found = [brought[rank] for rank in range(self.size)]
-        self._resolve(tag, found)  # first: whoever has heard it may close its connection
         with suppress(FtoptError):  # its loss is known, and told
             self.tell(("found", tag, found))
+        if own is not None:  # last: this rank may close its connections, too
+            own.put(found)
 
     def _resolve(self, tag: Scope, found: Any) -> None:
         with self._lock:
