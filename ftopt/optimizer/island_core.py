@@ -34,7 +34,7 @@ from ftopt.optimizer.recovery.loop import Loop
 from ftopt.optimizer.recovery.restore import Fallback, Resume
 from ftopt.optimizer.tensors.memory import Memory
 from ftopt.optimizer.tensors.pool import CopyPool
-from ftopt.sync.group import Do, Island, Position, ReplicaGroup
+from ftopt.sync.group import UNLIKE, Do, Island, Position, ReplicaGroup
 from ftopt.tree import Tree
 
 _log = logging.getLogger(__name__)
@@ -136,8 +136,11 @@ class IslandCore:
         island = self.island
         try:
             with island.whole():
-                do, what = island.hear()
+                do, *_ = heard = island.hear()
+                what = heard[-1]
                 while do is not Do.END:
+                    if not isinstance(do, Do):
+                        raise FtoptError(f"rank {island.rank}: {UNLIKE}")
                     loss = self._obey(do, what, closure, loss)
                     do, what = island.hear()
                 started = self._standing.started

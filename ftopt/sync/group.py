@@ -39,6 +39,7 @@ from ftopt.sync.protocol.messages import excluded as excluded
 from ftopt.sync.protocol.replica.resumed import Held as Held
 from ftopt.sync.protocol.samples import Samples as Samples
 from ftopt.sync.protocol.settings import Sync as Sync
+from ftopt.sync.rank_links import UNLIKE as UNLIKE
 from ftopt.sync.rank_links import RankLinks as RankLinks
 from ftopt.sync.replica.global_batch import GlobalBatch as GlobalBatch
 from ftopt.sync.replica.replica_copy import AdoptedWork as AdoptedWork

@@ -22,6 +22,8 @@ from ftopt.errors import FtoptError
 from ftopt.sync.island import Island
 
 _COME_S = 60.0
+_MEET = "meet"
+UNLIKE = "rank 0 does its outer step in another way; call ftopt.wrap() with the same island= on all ranks"
 Scope = tuple[object, ...]
 
 
@@ -59,7 +61,10 @@ class RankLinks:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._lead(island, host, family, secret)
         else:
-            address, secret = island.hear()
+            told = island.hear()
+            if told[0] != _MEET:
+                raise FtoptError(f"rank {self.rank}: {UNLIKE}")
+            address, secret = told[1:]
             self._add(0, Client(tuple(address), authkey=secret))
             self._connections[0].send_bytes(pickle.dumps(self.rank))
         island.gather(None)
@@ -81,9 +86,14 @@ class RankLinks:
         with Listener((host, 0), family=None if name == "AF_INET" else name, backlog=self.size, authkey=secret) as room:
             inside: socket.socket = room._listener._socket  # type: ignore[attr-defined]
             inside.settimeout(_COME_S)
-            island.say((room.address, secret))
+            island.say((_MEET, room.address, secret))
             while len(self._connections) < self.size - 1:
-                connection = room.accept()
+                try:
+                    connection = room.accept()
+                except TimeoutError:
+                    came = ", ".join(map(str, sorted(self._connections))) or "none"
+                    text = f"of {self.size - 1} other ranks those that have connected to {host} in time are: {came}"
+                    raise FtoptError(f"{text}; do all ranks reach that address? Else: {UNLIKE}") from None
                 self._add(pickle.loads(connection.recv_bytes()), connection)
 
     def _add(self, rank: int, connection: Connection[Any, Any]) -> None:
@@ -182,10 +192,12 @@ class RankLinks:
             if len(brought) < self.size:
                 return
             del self._brought[tag]
+            own = self._waiting.pop(tag, None)  # it is decided: whoever hears it may close its connection at once
         found = [brought[rank] for rank in range(self.size)]
-        self._resolve(tag, found)  # first: whoever has heard it may close its connection
         with suppress(FtoptError):  # its loss is known, and told
             self.tell(("found", tag, found))
+        if own is not None:  # last: this rank may close its connections, too
+            own.put(found)
 
     def _resolve(self, tag: Scope, found: Any) -> None:
         with self._lock:
