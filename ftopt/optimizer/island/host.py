@@ -156,8 +156,15 @@ class SliceHost:
             self._attempts[attempt.attempt] = work
             box = self._under_way[work.number][1]
         self._links.tell(("work", work, Attempted(attempt, group.key, parts)))
-        done = self._all(work, box, lambda: self._worker.reduce(work, attempt, collective, lanes))
-        return Reduced(done.digest, "", done.peak)
+        metrics = dict[str, Any]()
+
+        def part() -> tuple[str, float]:
+            own = self._worker.reduce(work, attempt, collective, lanes)
+            metrics.update(own.metrics)
+            return own.digest, own.peak
+
+        done = self._all(work, box, part)
+        return Reduced(done.digest, "", done.peak, metrics)
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
         with self._lock:

@@ -34,6 +34,7 @@ from ftopt.sync.group import (
     OutOfStep,
     Rank,
     RankLinks,
+    Reduced,
     Work,
 )
 
@@ -149,7 +150,8 @@ class Worker:
         attempt, fragment = how.attempt, how.attempt.fragment
         try:
             lanes = self._lanes_of(how)
-            return self.reduce(work, attempt, None, lanes)
+            reduced = self.reduce(work, attempt, None, lanes)
+            return reduced.digest, reduced.peak
         except BaseException:
             _, lanes = self._lanes.pop(fragment, (None, None))
             if lanes is not None:
@@ -197,14 +199,13 @@ class Worker:
         finally:
             self._current, self._running = 0, None
 
-    def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> tuple[str, float]:
-        """Its part of a reduction: the digest and the peak."""
+    def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> Reduced:
+        """Its part of a reduction."""
         collective = SliceCollective(main, attempt.rank, attempt.size, lanes, self.links)
         self._running = lanes
         if work.number in self._stopped:
             raise InterruptedError("the attempt was stopped before it began")
-        reduced = self.reduction.reduce(attempt, collective)
-        return reduced.digest, reduced.peak
+        return self.reduction.reduce(attempt, collective)
 
     def check(self, work: Work, fetched: Fetched) -> tuple[str, float]:
         """Checks the pieces of a fetched state, and keeps it until it is installed."""
