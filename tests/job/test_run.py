@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -93,7 +94,32 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -
     run.signal(signal.SIGINT)
     status, error = run.wait()
     assert (status, error) == (130, "ftopt: interrupted twice: the processes were ended at once\n")
+    got = summary_of(tmp_path)
+    assert len(got["deaths"]) == 2 and got["survivor_inner_steps_lost"] == 0  # nobody has survived
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
+
+
+def test_a_run_whose_replicas_are_told_to_leave_has_not_come_to_its_end(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
+    for event in events_of(tmp_path, "spawn"):
+        if event["replica"] != "coordinator":
+            os.kill(event["data"]["pid"], signal.SIGTERM)
+    status, error = run.wait()
+    got = summary_of(tmp_path)
+    assert (status, error) == (1, f"ftopt: all replicas have left at inner step {got['inner_step']} of 100000\n")
+    assert got["survivor_inner_steps_lost"] == got["inner_steps_pending"] == 0
+
+
+def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
+    folder, pids = folder_of(tmp_path).path, [event["data"]["pid"] for event in events_of(tmp_path, "spawn")]
+    shutil.rmtree(folder, ignore_errors=True)  # a checkpoint may be written meanwhile
+    status, error = run.wait()
+    assert (status, error) == (1, f"ftopt: {folder} was removed during the run, which was ended: it wrote there\n")
+    assert "inner steps executed" not in (tmp_path / "stdout.txt").read_text()
+    assert not any(map(alive, pids))
 
 
 def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> None:
