@@ -49,8 +49,8 @@ def step_log(record: CurrentStep, *subscribers: OnStep) -> OnEvent:
 
 
 class DroppedRounds:
-    """Counts the rounds in a row whose steps this replica has dropped because they were not finite, while no version
-    was made: no replica then has work that counts. Any thread."""
+    """Counts the rounds in a row whose steps this replica has dropped because they were not finite, while no replica
+    had any that count. Any thread."""
 
     every_step = False
 
@@ -65,5 +65,5 @@ class DroppedRounds:
     def __call__(self, event: Event) -> None:
         if event.event == "discarded" and event.data["reason"] == "nonfinite":
             self._of_fragment[event.fragment] += 1
-        elif event.event == "commit":
+        elif event.event == "fetched" or (event.event == "prepare" and event.data["contributors"]):
             self._of_fragment = Counter()
