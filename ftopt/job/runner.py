@@ -218,12 +218,13 @@ class Runner:
             self._display.refresh(self._view)
 
     def _look_at_disk(self) -> None:
-        """Says once that the disk is full: what the processes tell is lost from then on."""
+        """Says once that the disk is full: the job halts, since the coordinator's journal is there (docs/operations.md),
+        and what the processes tell is lost."""
         with suppress(OSError):
             if not self._disk_full and shutil.disk_usage(self._folder.path).free == 0:
                 self._disk_full = True
-                text = "no space is left there: the replicas train on, but what they tell and checkpoints are lost"
-                self._display.note(Note(f"{self._folder.path}: {text}", "bad"))
+                text = "no space is left on its disk; make room: until then there are no outer steps and no checkpoints"
+                self._display.note(Note(f"{self._folder.path}: {text}, and figures are lost", "bad"))
 
     def _replicas(self) -> list[Child]:
         return [child for name, child in self._children.items() if name != COORDINATOR]

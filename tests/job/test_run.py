@@ -7,10 +7,16 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from ftopt.checkpoint.reader import find, whole
+from ftopt.config.loader import load
+from ftopt.job.runner import Runner
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.progress import Display
 from tests.job.running import Start, alive, events_of, folder_of, summary_of, until
 
 
@@ -154,3 +160,15 @@ def test_a_run_whose_replicas_all_die_fails(tmp_path: Path, start: Start) -> Non
     assert status == 1
     assert "all replicas died" in error
     assert summary_of(tmp_path)["dead_inner_steps_lost"] == 9
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    display = SimpleNamespace(note=lambda note: said.append(note.text))
+    runner = Runner(load("digits", []), RunFolder(tmp_path / "run"), cast(Display, display))
+    free = iter([1, 0, 0])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    for _ in range(3):
+        runner._look_at_disk()
+    (text,) = said
+    assert f"{tmp_path}/run: no space is left on its disk; make room" in text
