@@ -218,8 +218,8 @@ class Runner:
             self._display.refresh(self._view)
 
     def _look_at_disk(self) -> None:
-        """Says once that the disk is full: the job halts, since the coordinator's journal is there (docs/operations.md),
-        and what the processes tell is lost."""
+        """Says once that the disk is full: the job halts, since the coordinator's journal is there
+        (docs/operations.md), and what the processes tell is lost."""
         with suppress(OSError):
             if not self._disk_full and shutil.disk_usage(self._folder.path).free == 0:
                 self._disk_full = True
