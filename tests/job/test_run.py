@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from ftopt.checkpoint.reader import find, whole
+from ftopt.cli.main import main
 from ftopt.config.loader import load
 from ftopt.job.runner import Runner
 from ftopt.telemetry.folder import RunFolder
@@ -87,6 +88,15 @@ def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
     assert shlex.split(said.splitlines()[-1].partition("to resume: ")[2])[-1] == f"checkpoint.resume={checkpoint}"
     assert "is lost" not in said  # the last one to leave takes nothing along
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
+
+
+def test_a_run_that_goes_on_is_not_resumed(tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "replicas=1", "train.inner_steps=100000", "checkpoint.every=1")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "checkpoint")) > 0)
+    folder = folder_of(tmp_path).path
+    assert main(["resume", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"ftopt: {folder} still goes on, and its checkpoints come and go; end it")
+    assert list((tmp_path / "runs").iterdir()) == [folder]
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -> None:
