@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if screen is not None:
             screen_off(screen)
-    if result.files is not None and result.summary is not None:
+    if result.files is not None:
         _tell(arguments, result, replica)
     return 0
 
@@ -127,8 +127,9 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str) -> None:
     """The accounting, and how to go on."""
     from ftopt.checkpoint.reader import whole
 
-    assert result.files is not None and result.summary is not None
-    for line in [f"folder: {result.files.path}", *digest_lines(result.summary)]:
+    assert result.files is not None
+    say(f"folder: {result.files.path}")
+    for line in ["no figures: events.jsonl is not there"] if result.summary is None else digest_lines(result.summary):
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.run} is not a run's folder: it has no recipe.yaml; give one such as runs/NAME-DATE-TIME, or "
             "use `ftopt run RECIPE checkpoint.resume=FOLDER`"
         )
+    if _goes_on(folder):
+        raise UserError(
+            f"{arguments.run} still goes on, and its checkpoints come and go; end it first (Ctrl-C, which saves the last "
+            "version), or wait for its end"
+        )
     written = load(str(recipe)).checkpoint.dir
     own = written is None or Path(written).is_relative_to(folder)
     checkpoint = find(folder if own else Path(str(written))).path
@@ -38,3 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
     there = [f"checkpoint.resume={json.dumps(str(checkpoint), ensure_ascii=False)}"]
     arguments.overrides = [*there, *(["checkpoint.dir=null"] if own else []), *arguments.overrides]
     return run_recipe(arguments)
+
+
+def _goes_on(folder: Path) -> bool:
+    """Whether the run's coordinator lives, which has its journal locked."""
+    from ftopt.telemetry.folder import RunFolder
+
+    try:
+        with RunFolder(folder).journal.open("rb") as journal:
+            fcntl.flock(journal, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is none: it never began
+        return False
+    return False

@@ -44,6 +44,8 @@ class TrainConfig:
         compile: whether the model is compiled with ``torch.compile``. Default false.
         accumulate: micro-batches per inner step.
         threads: torch threads per replica.
+        give_up_after: rounds in a row whose steps are not finite (NaN, Inf) in any replica, until a replica gives up,
+            and the run fails; null: never.
         state_dir: folder on each replica's local disk for its committed state, memory-mapped; null (default): in RAM.
     """
 
@@ -56,11 +58,14 @@ class TrainConfig:
     compile: bool = False
     accumulate: int = 1
     threads: int = 1
+    give_up_after: int | None = 20
     state_dir: str | None = None
 
     def __post_init__(self) -> None:
         at_least("train", 1, inner_steps=self.inner_steps, accumulate=self.accumulate, threads=self.threads)
         at_least("train", 0, eval_every=self.eval_every, seed=self.seed)
+        if self.give_up_after is not None:
+            at_least("train", 1, give_up_after=self.give_up_after)
         if self.seed > MAX_INT:
             raise UserError(f"train.seed={self.seed}; must be at most {MAX_INT}")
         if self.clip_norm is not None:

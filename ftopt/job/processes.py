@@ -98,10 +98,13 @@ class Child:
         return "\n".join(dict.fromkeys(message.strip() for message in messages if message.strip()))
 
     def said(self) -> str:
-        """What it wrote to its standard streams."""
-        with self._log.open("rb") as stream:
-            stream.seek(self._log_start)
-            return stream.read().decode(errors="replace").strip()
+        """What it wrote to its standard streams; nothing if somebody has removed the file."""
+        try:
+            with self._log.open("rb") as stream:
+                stream.seek(self._log_start)
+                return stream.read().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
 
 
 def _with_stdin(pipe: str) -> list[int]:

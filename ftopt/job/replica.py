@@ -18,7 +18,7 @@ from ftopt.faults.injector import FaultInjector
 from ftopt.job.harm import harm
 from ftopt.job.own_folder import OwnFolder
 from ftopt.job.ranks import Ranks, meet
-from ftopt.job.subscribers import CurrentStep, OnStep, step_log
+from ftopt.job.subscribers import CurrentStep, DroppedRounds, OnStep, step_log
 from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
@@ -40,7 +40,7 @@ class Result:
     Attributes:
         done: whether the job is at its end.
         files: this replica's own folder; None: it is the runner's, or another rank's.
-        summary: its figures; None: it has not joined.
+        summary: its figures; None: it has not joined, or its folder has been removed meanwhile.
     """
 
     done: bool
@@ -113,7 +113,8 @@ def run_replica(
     faults = [fault for fault in recipe.faults if fault.target([*ids, replica]) == replica]
     injector = FaultInjector(faults, events)
     more: list[OnEvent] = [each for each in (mirror, screen) if each is not None]
-    on_event = Subscribers([events, steps, *more, injector])
+    dropped = DroppedRounds()
+    on_event = Subscribers([events, steps, *more, dropped, injector])
     group = ftopt.connect(
         url,
         replica,
@@ -139,13 +140,16 @@ def run_replica(
             record=record,
             ranks=ranks,
             asked=asked,
+            dropped=dropped,
             injector=injector,
             own_checkpoints=path,
         )
     finally:
         group.close()
         if own is not None and own.is_open:
-            result.files, result.summary = own.files, own.files.summarize()
+            result.files = own.files
+            if own.files.events.exists():
+                result.summary = own.files.summarize()
         if mirror is not None and mirror.wandb is not None:
             mirror.wandb.close(_WANDB_S)
     return result
@@ -177,6 +181,7 @@ def _train(
     record: CurrentStep,
     ranks: Ranks,
     asked: threading.Event | None,
+    dropped: DroppedRounds | None = None,
     injector: FaultInjector | None = None,
     own_checkpoints: Callable[[], Path] | None = None,
 ) -> bool:
@@ -185,6 +190,7 @@ def _train(
         group,
         on_event,
         record=record,
+        dropped=dropped,
         evaluates=group.replica == recipe.replica_ids()[0],
         wait_for_others=lambda: ranks.leads and asked is not None and asked.wait(_OTHERS_S),
         ranks=ranks,

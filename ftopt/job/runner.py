@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import shutil
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,7 @@ class Runner:
         self._incarnations: dict[str, int] = {}
         self._restarts: Counter[str] = Counter()
         self._ended: set[str] = set()
+        self._failed: dict[str, str] = {}  # replicas that have left with an error, and what they said
         self._first_end: float | None = None
         self._interrupts: list[int] = []
         self._url = ""
@@ -99,6 +102,7 @@ class Runner:
         self._tail = Tail(folder.events)
         self._step_tails = {replica: Tail(folder.steps(replica)) for replica in recipe.replica_ids()}
         self._refreshed = 0.0
+        self._disk_full = False
 
     def run(self) -> dict[str, Any]:
         """Runs to the end; returns the summary, which is in the folder too.
@@ -116,14 +120,15 @@ class Runner:
                     self._start_replica(replica, 1)
                 self._watch()
             except RunFailed as failed:
-                failed.summary = summary  # filled below
+                failed.summary = summary if self._folder.events.exists() else None  # filled below
                 raise
             finally:
                 self._end_all()
                 self._follow()
                 self._display.refresh(self._view)
                 self._display.close()
-                summary |= self._folder.summarize()
+                if self._folder.events.exists():
+                    summary |= self._folder.summarize()
         return summary
 
     def newest_checkpoint(self) -> Path | None:
@@ -169,6 +174,8 @@ class Runner:
         while self._replicas() or self._coming_back():
             time.sleep(_POLL_S)
             self._follow()
+            if not self._folder.events.exists():
+                raise RunFailed(f"{self._folder.path} was removed during the run, which was ended: it wrote there")
             for child in [child for child in self._children.values() if child.process.poll() is not None]:
                 self._exited(child)
             if self._interrupts and not asked:
@@ -189,6 +196,9 @@ class Runner:
             raise Interrupted(self._interrupts[0], f"interrupted {where}")
         if not self._ended:
             raise RunFailed(f"all replicas died before the end; what they said is in {self._folder.logs}")
+        if self._first_end is None:
+            where = f"at inner step {self._view.inner_step} of {self._recipe.train.inner_steps}"
+            raise RunFailed("\n".join([f"all replicas have left {where}", *self._failed.values()]))
 
     def _follow(self) -> None:
         """Takes up the new lines of all processes."""
@@ -202,9 +212,19 @@ class Runner:
         if now - self._refreshed >= _REFRESH_S:
             self._refreshed = now
             self._view.now_s = time.time() - self._started
+            self._look_at_disk()
             if waiting := self._view.waiting_for():
                 self._display.note(waiting)
             self._display.refresh(self._view)
+
+    def _look_at_disk(self) -> None:
+        """Says once that the disk is full: the job halts, since the coordinator's journal is there
+        (docs/operations.md), and what the processes tell is lost."""
+        with suppress(OSError):
+            if not self._disk_full and shutil.disk_usage(self._folder.path).free == 0:
+                self._disk_full = True
+                text = "no space is left on its disk; make room: until then there are no outer steps and no checkpoints"
+                self._display.note(Note(f"{self._folder.path}: {text}, and figures are lost", "bad"))
 
     def _replicas(self) -> list[Child]:
         return [child for name, child in self._children.items() if name != COORDINATOR]
@@ -230,16 +250,19 @@ class Runner:
         child.end(0.0)
         if child.name in self._ended:
             if status:  # It has left in good order, so this is no death; but it is worth a note.
+                self._failed[child.name] = child.complained()
                 self._display.note(Note(f"{describe_exit(status)} after its end: {_last_lines(child)}", "bad"))
             return
         if status == 2:
             self._complain(child, status)
+        if status == 0 and child.name != COORDINATOR:
+            self._ended.add(child.name)
+            self._failed[child.name] = f"{child.name} has left, and could not write how: is the disk full?"
+            return
         fault = self._faults.pop(child.name, None)
         joined = child.name in self._incarnations  # one that dies before would die again
         if child.name != COORDINATOR:
-            incarnation = self._incarnations.get(child.name, 0)
-            data = {"status": describe_exit(status), "by_fault": fault is not None}
-            self._events(Event("death", child.name, incarnation, data=data))
+            self._tell_death(child, by_fault=fault is not None)
         else:
             self._display.note(Note(f"the coordinator died ({describe_exit(status)})", "bad"))
         if fault is not None and fault["rejoin_s"] is not None:
@@ -305,6 +328,16 @@ class Runner:
                 time.sleep(_POLL_S)
                 patience_s -= _POLL_S
             child.end(0.0)
+        self._follow()
+        for child in self._replicas():
+            if child.name in self._incarnations and child.name not in self._ended:  # it had joined, and was killed
+                self._tell_death(child)
+
+    def _tell_death(self, child: Child, *, by_fault: bool = False) -> None:
+        status = child.process.poll()
+        assert status is not None
+        data = {"status": describe_exit(status), "by_fault": by_fault}
+        self._events(Event("death", child.name, self._incarnations.get(child.name, 0), data=data))
 
     def _complain(self, child: Child, status: int) -> None:
         """The process found something wrong: its own message is the run's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,3 +46,24 @@ def step_log(record: CurrentStep, *subscribers: OnStep) -> OnEvent:
             subscriber(line)
 
     return on_event
+
+
+class DroppedRounds:
+    """Counts the rounds in a row whose steps this replica has dropped because they were not finite, while no replica
+    had any that count. Any thread."""
+
+    every_step = False
+
+    def __init__(self) -> None:
+        self._of_fragment: Counter[int | None] = Counter()
+
+    @property
+    def in_a_row(self) -> int:
+        """How many, of the fragment that has most."""
+        return max(self._of_fragment.values(), default=0)
+
+    def __call__(self, event: Event) -> None:
+        if event.event == "discarded" and event.data["reason"] == "nonfinite":
+            self._of_fragment[event.fragment] += 1
+        elif event.event == "fetched" or (event.event == "prepare" and event.data["contributors"]):
+            self._of_fragment = Counter()

@@ -9,6 +9,7 @@ final loss does not hang on one replica's life.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,12 +23,13 @@ import ftopt
 from ftopt.config.schema import Recipe
 from ftopt.data.draws import Draws
 from ftopt.data.seeds import seed_of
+from ftopt.errors import FtoptError
 from ftopt.events import Event, OnEvent
 from ftopt.job.devices import compile_model, device_of
 from ftopt.job.inner import inner_optimizers
 from ftopt.job.parts import make_loader, make_scheduler
 from ftopt.job.ranks import ALONE, Ranks, spread
-from ftopt.job.subscribers import CurrentStep
+from ftopt.job.subscribers import CurrentStep, DroppedRounds
 from ftopt.job.supervised import Ended, on_signals
 from ftopt.job.task import task_of
 from ftopt.sync.group import ReplicaGroup
@@ -46,6 +48,7 @@ class Trainer:
         group: who takes part.
         on_event: called with ``evaluate`` and ``end``.
         record: kept up to date for subscribers of ``stepped``.
+        dropped: hears the group's events; None, on another rank than 0: it is told by rank 0.
         evaluates: whether this replica evaluates at the start and in between.
         wait_for_others: called when the job has ended, before leaving: until then this replica serves its state to
             latecomers.
@@ -64,6 +67,7 @@ class Trainer:
         on_event: OnEvent,
         *,
         record: CurrentStep,
+        dropped: DroppedRounds | None = None,
         evaluates: bool,
         wait_for_others: Callable[[], object] = lambda: None,
         ranks: Ranks = ALONE,
@@ -73,11 +77,12 @@ class Trainer:
         self._group = group
         self._on_event = on_event
         self._record = record
+        self._dropped = dropped or DroppedRounds()
         self._evaluates = evaluates
         self._wait_for_others = wait_for_others
         self.ranks = ranks
         self._own_checkpoints = own_checkpoints
-        self._stop = self._exhausted = self.started = self.over = False
+        self._stop = self._exhausted = self._hopeless = self.started = self.over = False
         torch.manual_seed(recipe.train.seed)
         self._task = task_of(recipe)
         device = device_of(recipe.train.device, group.replica) if ranks.size == 1 else torch.device("cpu")
@@ -111,7 +116,11 @@ class Trainer:
                 source.close()  # it may wait for more
 
     def run(self) -> bool:
-        """Trains until the job's end, `stop`, or a signal to ranks; True at the job's end."""
+        """Trains until the job's end, `stop`, or a signal to ranks; True at the job's end.
+
+        Raises:
+            FtoptError: it has left, since nothing that the job computes is finite.
+        """
         try:
             done = self._train()
         except SystemExit:  # the ranks have agreed to leave, and handed in what was pending
@@ -120,6 +129,13 @@ class Trainer:
             done = False
             self._tell_end("left")
         self.over = True
+        if self._hopeless:
+            raise FtoptError(
+                f"{self.replica}: the steps of {self._recipe.train.give_up_after} rounds in a row "
+                "(train.give_up_after) were dropped, since parameters or gradients were NaN or Inf, and no replica had "
+                f"any that count; the job stays at inner step {self.optimizer.committed.inner_step}; look at the "
+                "rate, the loss and the data"
+            )
         return done
 
     def _train(self) -> bool:
@@ -147,6 +163,9 @@ class Trainer:
                 if micro_batches is None or not self._step(micro_batches):
                     break
                 scheduler.step()
+                if self._is_hopeless():
+                    self._hopeless = True
+                    self.stop()
                 now = optimizer.committed.inner_step
                 if self._evaluates and train.eval_every and now // train.eval_every > evaluated_at // train.eval_every:
                     evaluated_at = now
@@ -177,6 +196,13 @@ class Trainer:
         """Whether the committed inner step is there, or every sample of all epochs is in a commit, for which the loop
         waits at the end of the data. All ranks know both in the same step."""
         return self._exhausted or self.optimizer.committed.inner_step >= self._recipe.train.inner_steps
+
+    def _is_hopeless(self) -> bool:
+        """Whether so many rounds in a row were not finite that it gives up; all ranks know it in the same step."""
+        limit = self._recipe.train.give_up_after
+        if limit is None or (self.ranks.size > 1 and math.isfinite(self._record.loss)):  # which is the mean of all
+            return False
+        return self.ranks.agree(self._dropped.in_a_row >= limit)
 
     def _prepare(self, device: torch.device) -> None:
         """Puts the model where it trains; behind the loader, whose worker processes must not inherit a GPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -149,6 +150,19 @@ def test_ctrl_c_saves_the_model_and_the_command_that_is_shown_resumes_the_job(tm
     new = RunFolder(tmp_path / "runs" / "diloco_bytes-r0-2")  # another coordinator: another job
     assert min(line["inner_step"] for line in read_lines(new.steps("r0"))) == summary["inner_step"] + 1
     assert summary_of(new)["inner_steps_committed"] == 20
+
+
+def test_a_replica_whose_folder_is_removed_shows_no_figures_and_saves_its_model(tmp_path: Path, start: Start) -> None:
+    url = coordinator(start)
+    process = start("first", replica(tmp_path, url, "r0", "train.inner_steps=1000000"))
+    files = RunFolder(tmp_path / "runs" / "diloco_bytes-r0")
+    until(lambda: len(read_lines(files.steps("r0"))) > 50)
+    shutil.rmtree(files.path)
+    process.signal(signal.SIGINT)
+    assert process.wait() == 0
+    assert "no figures: events.jsonl is not there" in process.said() and "executed" not in process.said()
+    (checkpoint,) = whole(files.checkpoints)
+    assert f"checkpoint: runs/diloco_bytes-r0/checkpoint/{checkpoint.name}" in process.said()
 
 
 def test_a_second_life_continues_the_folder_and_both_are_accounted_for(tmp_path: Path, start: Start) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from ftopt.checkpoint.reader import find, whole
+from ftopt.cli.main import main
+from ftopt.config.loader import load
+from ftopt.job.runner import Runner
+from ftopt.telemetry.folder import RunFolder
+from ftopt.telemetry.progress import Display
 from tests.job.running import Start, alive, events_of, folder_of, summary_of, until
 
 
@@ -82,6 +90,15 @@ def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
 
 
+def test_a_run_that_goes_on_is_not_resumed(tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "replicas=1", "train.inner_steps=100000", "checkpoint.every=1")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "checkpoint")) > 0)
+    folder = folder_of(tmp_path).path
+    assert main(["resume", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"ftopt: {folder} still goes on, and its checkpoints come and go; end it")
+    assert list((tmp_path / "runs").iterdir()) == [folder]
+
+
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -> None:
     run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
@@ -93,7 +110,32 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -
     run.signal(signal.SIGINT)
     status, error = run.wait()
     assert (status, error) == (130, "ftopt: interrupted twice: the processes were ended at once\n")
+    got = summary_of(tmp_path)
+    assert len(got["deaths"]) == 2 and got["survivor_inner_steps_lost"] == 0  # nobody has survived
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
+
+
+def test_a_run_whose_replicas_are_told_to_leave_has_not_come_to_its_end(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
+    for event in events_of(tmp_path, "spawn"):
+        if event["replica"] != "coordinator":
+            os.kill(event["data"]["pid"], signal.SIGTERM)
+    status, error = run.wait()
+    got = summary_of(tmp_path)
+    assert (status, error) == (1, f"ftopt: all replicas have left at inner step {got['inner_step']} of 100000\n")
+    assert got["survivor_inner_steps_lost"] == got["inner_steps_pending"] == 0
+
+
+def test_a_run_whose_folder_is_removed_ends_and_says_so(tmp_path: Path, start: Start) -> None:
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+    until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
+    folder, pids = folder_of(tmp_path).path, [event["data"]["pid"] for event in events_of(tmp_path, "spawn")]
+    shutil.rmtree(folder, ignore_errors=True)  # a checkpoint may be written meanwhile
+    status, error = run.wait()
+    assert (status, error) == (1, f"ftopt: {folder} was removed during the run, which was ended: it wrote there\n")
+    assert "inner steps executed" not in (tmp_path / "stdout.txt").read_text()
+    assert not any(map(alive, pids))
 
 
 def test_no_process_outlives_a_killed_runner(tmp_path: Path, start: Start) -> None:
@@ -128,3 +170,15 @@ def test_a_run_whose_replicas_all_die_fails(tmp_path: Path, start: Start) -> Non
     assert status == 1
     assert "all replicas died" in error
     assert summary_of(tmp_path)["dead_inner_steps_lost"] == 9
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    display = SimpleNamespace(note=lambda note: said.append(note.text))
+    runner = Runner(load("digits", []), RunFolder(tmp_path / "run"), cast(Display, display))
+    free = iter([1, 0, 0])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    for _ in range(3):
+        runner._look_at_disk()
+    (text,) = said
+    assert f"{tmp_path}/run: no space is left on its disk; make room" in text

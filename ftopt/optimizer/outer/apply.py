@@ -55,6 +55,7 @@ class Applier:
     def __init__(self, shared: Shared, schedule: SyncSchedule) -> None:
         self.moves: dict[Fragment, Move] = {}
         self._shared, self._group, self._schedule = shared, shared.group, schedule
+        self._unused = 0  # shares of global batches that were not finite
 
     def apply(self, fragment: Fragment, *, early: bool = False) -> bool:
         """Applies newer committed states; one that counts this replica's snapshot ``tau`` steps after that, or early.
@@ -211,6 +212,7 @@ class Applier:
         else:
             tasks.append(partial(self._schedule.restart, fragment, anew=True))
         tasks.append(lambda: self._book(fragment, move))
+        tasks.append(lambda: self._note_unused(fragment, move))
         move.tasks, move.news = tasks, news
         self._run(fragment, move)
         return True
@@ -252,6 +254,13 @@ class Applier:
         if again:
             self._shared.counters.count_inner_reset()
         move.news += [*news, partial(self._tell, fragment, move.dropped, move.reason)]
+
+    def _note_unused(self, fragment: Fragment, move: Move) -> None:
+        steps, reason = fragment.take_unused()
+        if reason == "nonfinite":
+            self._unused += 1
+            move.news.append(partial(self._log_nonfinite, steps, self._unused))
+        move.news.append(partial(self._tell, fragment, steps, reason))
 
     def _drop_models(self) -> None:
         """Drops the steps of parameters whose gradients are not finite. What is proposed of them is being averaged."""

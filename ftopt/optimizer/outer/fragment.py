@@ -87,6 +87,7 @@ class Fragment:
         self.result: CommittedState | None = None
         self.residuals: Mapping[str, Residual] = {}
         self.reset = False
+        self._unused = (0, "")
         self.bad_rounds, self.condemned = 0, ""
         self.assumed = Assumed()
         self.pace: float | None = None
@@ -241,9 +242,17 @@ class Fragment:
             self.base = Base(params, snapshot.until, snapshot.tokens, snapshot.totals, state.meta.version)
             if snapshot.contribution.finite and snapshot.contribution.steps:
                 self.bad_rounds, self._dropped, self._drops = 0, None, 0
+            if snapshot.unused and not self.carries_over:  # else they were dropped when they were frozen
+                self._unused = (self._unused[0] + snapshot.contribution.steps, snapshot.unused)
             if self._left_out is not None:
                 self.residuals, self._left_out = self._left_out, None
         self.state = state
+
+    def take_unused(self) -> tuple[int, str]:
+        """Steps that are counted, though not in the mean of their global batch, and why; each once."""
+        with self._lock:
+            unused, self._unused = self._unused, (0, "")
+            return unused
 
     def _is_counted(self, contribution: Contribution, state: CommittedState) -> bool:
         weightless = not contribution.steps and contribution.last_step < self.snapshot_step  # its steps stay pending

@@ -258,7 +258,7 @@ class Freezer:
 
     def _offer(self, fragment: Fragment, proposal: _Proposal, params: Frozen, measured: Measured) -> None:
         """Offers the frozen parameters; if they are not finite, gives them up. (Freezing thread if they are.)"""
-        contribution, start, view = proposal.contribution, proposal.start, fragment.view
+        contribution, start, view, unused = proposal.contribution, proposal.start, fragment.view, ""
         if view.sliced:
             measured = Measured.joined(view.together(measured.numbers()))
         if measured.finite:
@@ -266,6 +266,7 @@ class Freezer:
         if not measured.finite or self._spoils_batch(proposal, contribution):
             contribution = replace(contribution, weight=0.0, finite=False)
             params = Frozen(fragment.view, self._shared.memory.like(start).copy_(start))
+            unused = "outlier" if measured.finite else "nonfinite"
             if proposal.share is None:  # with more units in it, a share still holds what is not finite
                 self._applier.drop(fragment, start, "nonfinite")
         if view.sliced:  # its weight and the rest are rank 0's; all have frozen it before it is offered
@@ -273,7 +274,7 @@ class Freezer:
         in_place = params.copy is None
         if in_place:
             self.in_place[fragment] = params
-        if not fragment.offer(proposal.make(contribution, params), proposal.on):
+        if not fragment.offer(proposal.make(contribution, params, unused=unused), proposal.on):
             # A newer state came since the boundary began. The caller applies it; these steps go with the next round.
             if in_place:
                 del self.in_place[fragment]

@@ -175,6 +175,7 @@ class Snapshot:
         seen: what the other members get for their triggers.
         until: the last inner step that is in the contribution, or was dropped behind it.
         staleness: versions that were made since its oldest step.
+        unused: why a share of a global batch is left out of its mean; empty: it is in it.
     """
 
     contribution: Contribution
@@ -186,6 +187,7 @@ class Snapshot:
     seen: MemberStats
     until: int
     staleness: int = 0
+    unused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

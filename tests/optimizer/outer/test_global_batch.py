@@ -205,6 +205,8 @@ def test_a_batch_with_a_bad_share_is_the_mean_of_the_others(which: int, factor: 
     same(found[0], found[1])
     assert all(bool(torch.isfinite(p).all()) for p in found[0].parameters())
     members = [e.data["members"] for e in events if e.event == "decide"]
+    left_out = [(e.data["steps"], e.data["reason"]) for e in events if e.event == "discarded"]
+    assert left_out == [(1, "outlier" if which else "nonfinite")]
     good, bad = [[4.0, True], [4.0, True]], [[0.0, False], [4.0, True]]
     assert [sorted(row[4:] for row in rows) for rows in members] == ([bad, good] if which == 0 else [good, bad])
 
