@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -94,6 +95,8 @@ class RankLinks:
                     came = ", ".join(map(str, sorted(self._connections))) or "none"
                     text = f"of {self.size - 1} other ranks those that have connected to {host} in time are: {came}"
                     raise FtoptError(f"{text}; do all ranks reach that address? Else: {UNLIKE}") from None
+                except (AuthenticationError, EOFError, OSError):  # a stranger, a scanner of ports for example
+                    continue
                 self._add(pickle.loads(connection.recv_bytes()), connection)
 
     def _add(self, rank: int, connection: Connection[Any, Any]) -> None:

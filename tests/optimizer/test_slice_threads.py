@@ -16,6 +16,7 @@ from torch import Tensor
 from ftopt.optimizer.island.saved_slices import Whole
 from ftopt.optimizer.island.slices import Cut
 from ftopt.optimizer.island.worker import Worker
+from ftopt.optimizer.outer.step import OuterStep
 from ftopt.sync.group import Change, Work
 
 SHAPE = (40_000,)
@@ -169,3 +170,16 @@ def test_the_pieces_of_a_state_that_is_not_checked_are_let_go() -> None:
     worker.halt(1)
     assert worker.do(Work(1, 0, 1, "install"), lambda: ("never", 0.0)).failure == "InterruptedError"
     assert not worker._pieces
+
+
+def test_units_that_rank_0_alone_knows_of_are_offered_by_all_ranks() -> None:
+    proposed = list[Any]()
+    group = SimpleNamespace(units=None, outstanding=lambda index: False, called_in=lambda index: False)
+    freezer = SimpleNamespace(
+        propose=lambda fragment, lr, waits: proposed.append(fragment), thread=SimpleNamespace(join=lambda: None)
+    )
+    step: Any = SimpleNamespace(_group=group, freezer=freezer)
+    view = SimpleNamespace(together=lambda value: [True, value])  # rank 0 has some
+    fragment: Any = SimpleNamespace(index=0, carries_over=True, pending_steps=0, view=view)
+    assert OuterStep._propose_pending(step, fragment, 0.1, spent=True)
+    assert proposed == [fragment]
