@@ -248,6 +248,7 @@ class RankLinks:
             self._lose(rank, error)
         except BaseException as error:
             self._lose(rank, error)
+            _hang_up(connection)  # else the other rank would wait for this one
 
     def _lose(self, rank: int, error: BaseException) -> None:
         with self._lock:
@@ -276,13 +277,14 @@ class RankLinks:
         for box in boxes:
             box.put(RankLost("this rank has left its island"))
         for connection in self._connections.values():
-            with (
-                suppress(OSError),
-                socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside,
-            ):
-                inside.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout=5.0)
         for connection in self._connections.values():
             connection.close()
+
+
+def _hang_up(connection: Connection[Any, Any]) -> None:
+    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
+        inside.shutdown(socket.SHUT_RDWR)

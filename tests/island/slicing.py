@@ -107,7 +107,8 @@ def leaves_nothing() -> None:
 
 
 CASES: list[Callable[[], None]] = [
-    one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing, lambda: closure_raises(0), lambda: closure_raises(1),
+    one_rank_is_not_finite, gives_up_its_last_steps, leaves_nothing,
+    lambda: closure_raises(0), lambda: closure_raises(1),
 ]  # fmt: skip
 
 

@@ -169,3 +169,18 @@ def test_a_stranger_that_hangs_up_keeps_no_rank_out() -> None:
     links = in_ranks(2, lambda rank: RankLinks(Visited(rank, 2, boxes, barrier), "127.0.0.1"))  # type: ignore[arg-type]
     for each in links:
         each.close()
+
+
+def test_a_rank_that_fails_at_what_it_hears_is_lost_to_the_other_one() -> None:
+    with linked(2) as links:
+        lost: queue.SimpleQueue[FtoptError] = queue.SimpleQueue()
+        links[0].listen(lambda rank, what: None, lost.put)
+
+        def fails(rank: int, what: Any) -> None:
+            raise MemoryError("no room for a piece")
+
+        links[1].listen(fails, lambda error: None)
+        links[0].send(1, ("piece", 1))
+        assert "rank 1 of this replica is gone" in str(lost.get(timeout=10.0))
+        with pytest.raises(RankLost, match="no room for a piece"):
+            links[1].check()
