@@ -21,7 +21,6 @@ from ftopt.sync.group import (
     AttemptView,
     Collective,
     Committed,
-    Deferred,
     Done,
     Leader,
     Outcome,
@@ -147,10 +146,7 @@ class SliceHost:
         group: Any = collective
         self._ops, parts = group.ops, group.parts()
         lanes = group.lanes(self._view(attempt.fragment).cut.numel)
-        try:
-            work = self._begin(attempt.fragment, attempt.version, "reduce")
-        except Deferred as error:
-            raise InterruptedError(str(error)) from None
+        work = self._begin(attempt.fragment, attempt.version, "reduce")
         with self._lock:
             self._attempts = {n: w for n, w in self._attempts.items() if w.fragment != attempt.fragment}
             self._attempts[attempt.attempt] = work
