@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -85,14 +86,13 @@ class OwnFolder:
         self._log(event)
 
     def _open(self, incarnation: int) -> EventLog:
-        started, dead = time.time(), list[int]()
-        if self._newest is not None:
-            self._told += self._tail.more()  # the former process may have lived until now
-            began = self._began()
-            if began is not None and incarnation > max(line["incarnation"] for line in self._told):
-                started, dead = began, _dead(self._told)
-            else:
-                self.files = RunFolder(self._free())
+        self._told += self._tail.more()  # the former process may have lived until now
+        began = self._began()
+        if began is not None and incarnation > max(line["incarnation"] for line in self._told):
+            started, dead = began, _dead(self._told)
+        else:
+            started, dead = time.time(), []
+            self.files = RunFolder(self._claimed())
         self._told.clear()
         self.files.create(logs=False)
         self.files.recipe.write_text(self._recipe, encoding="utf-8")
@@ -120,8 +120,16 @@ class OwnFolder:
             found = path if (path / "events.jsonl").exists() else found
         return found
 
-    def _free(self) -> Path:
-        return next(path for path in self._numbered() if not path.exists())
+    def _claimed(self) -> Path:
+        """A folder that no other process writes to, which may have been given the same one: it makes the events' file.
+        The first one may be there, without any."""
+        for path in self._numbered():
+            if path == self._base or not path.exists():
+                path.mkdir(parents=True, exist_ok=True)
+                with suppress(FileExistsError):
+                    (path / "events.jsonl").open("x").close()
+                    return path
+        raise AssertionError("numbers do not end")
 
     def _numbered(self) -> Iterator[Path]:
         yield self._base

@@ -66,7 +66,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         "outer_steps": sum(map(len, decisions.values())),
         "attempts": None if alone else len(by_name["quorum"]),
         "attempts_aborted": None if alone else len(by_name["abort"]),
-        "inner_step": last["inner_step"] if last is not None else 0,
+        "inner_step": last["inner_step"] if last is not None else _begun_at(by_name["started"]),
         "inner_steps_executed": executed.total(),
         "inner_steps_inherited": inherited[0].total(),
         "inner_steps_committed": book.committed,
@@ -256,6 +256,11 @@ def _committed(decisions: Iterable[Line]) -> tuple[Counter[Incarnation], int]:
                 twice += max(0, steps - (last_step - last.get(incarnation_id, 0)))
             last[incarnation_id] = max(last_step, last.get(incarnation_id, 0))
     return committed, twice
+
+
+def _begun_at(started: Iterable[Line]) -> int:
+    """The job's inner step without any outer step: that of the checkpoint, if it resumes from one."""
+    return max((event.get("inner_step", 0) for event in started), default=0)
 
 
 def _discarded(events: Iterable[Line]) -> dict[str, Counter[Incarnation]]:

@@ -204,6 +204,16 @@ def begun(path: Path, job: str, lives: Sequence[int], *, steps: int = 1) -> OwnF
     return own
 
 
+def test_two_that_are_given_one_folder_at_once_do_not_share_it(tmp_path: Path) -> None:
+    recipe, path = load("diloco_bytes", []), tmp_path / "x"
+    path.mkdir()  # a volume, say
+    both = [OwnFolder(recipe, id_, "http://a job", path, lambda files, started: None) for id_ in ("r0", "r1")]
+    for own, id_ in zip(both, ("r0", "r1"), strict=True):
+        own(Event("apply", id_, 1, 0, 1, data={"counted_step": 1, "committed_step": 1}))
+    assert [own.files.path.name for own in both] == ["x", "x-2"]
+    assert {line["replica"] for line in read_lines(both[0].files.events)} == {"r0"}
+
+
 def test_another_job_gets_another_folder_and_the_same_one_is_continued(tmp_path: Path) -> None:
     base = tmp_path / "x-r0"
     assert begun(base, "http://a job", [1]).files.path == base

@@ -169,6 +169,11 @@ def test_no_lines_give_a_summary_of_nothing() -> None:
     assert got["anchor_digests"] == {}
 
 
+def test_a_resumed_job_that_is_at_its_end_already_stands_where_its_checkpoint_is() -> None:
+    got = summarize([event("started", "r0", 2, inner_step=670), end("r0", 2, pending=0)], {"r0": []})
+    assert (got["outer_steps"], got["inner_step"]) == (0, 670)
+
+
 def test_the_folder_of_one_replica_is_accounted_for_by_what_it_says_itself() -> None:
     """One life that was killed with 7 of its 27 steps pending, and one that left after 12, of which 2 were dropped."""
 
