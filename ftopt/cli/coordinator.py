@@ -82,7 +82,7 @@ def _log_of_jobs(*, quiet: bool) -> JobsLog:
 
 
 def _ready(url: str) -> None:
-    say(f"coordinator at {url}: open it in a browser, or run `ftopt status {url} --watch`; Ctrl-C stops it")
+    say(f"coordinator at {url} (open it in a browser, or run `ftopt status {url} --watch`; Ctrl-C stops it)")
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:

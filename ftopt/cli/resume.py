@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if _goes_on(folder):
         raise UserError(
-            f"{arguments.run} still goes on, and its checkpoints come and go; end it first (Ctrl-C, which saves the "
-            "last version), or wait for its end"
+            f"{arguments.run} still goes on, and its checkpoints come and go; end it first (Ctrl-C, which saves "
+            "the last version), or wait for its end"
         )
     written = load(str(recipe)).checkpoint.dir
     own = written is None or Path(written).is_relative_to(folder)

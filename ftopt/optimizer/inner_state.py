@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftopt.optimizer.inner import Inner, device_of
-from ftopt.optimizer.tensors.flat import uncompiled
+from ftopt.optimizer.tensors.flat import local, placed, uncompiled
 from ftopt.optimizer.tensors.pool import CopyPool
 from ftopt.tree import Tree
 
@@ -58,7 +58,7 @@ def restore(inner: Inner, model: nn.Module, saved: list[Tree]) -> None:
             parameter = named[name]
             group = groups_of[id(parameter)]
             optimizer.state[parameter] = {
-                key: value.to(device_of(key, value, parameter, group), copy=True)
+                key: placed(value.to(device_of(key, value, parameter, group), copy=True), parameter)
                 if isinstance(value, Tensor)
                 else _copy(value, CopyPool())
                 for key, value in values.items()
@@ -79,7 +79,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _copy(value: Any, copies: CopyPool) -> Any:
     if isinstance(value, Tensor):
-        return copies.of(value)
+        return copies.of(local(value))
     if isinstance(value, Mapping):
         return {key: _copy(item, copies) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -322,7 +323,7 @@ class ShardCore(Core):
         self._mark()
         self._pull_all()
         outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
-        deadline = ranks.now_s() + timeout_s
+        deadline = ranks.same(time.monotonic() + timeout_s)
         hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s)
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
         ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()))

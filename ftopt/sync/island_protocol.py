@@ -32,7 +32,7 @@ class OutOfStep(FtoptError):
     """A rank is not where rank 0 says that all are. The island must start again."""
 
 
-class Deferred(Exception):
+class Deferred(InterruptedError):
     """A change of the fragment has not taken effect yet: not now."""
 
 
@@ -209,9 +209,9 @@ class Rank:
         self.held: dict[int, Work] = {}
 
     def begin(self, work: Work) -> None:
-        """Its part of some work begins."""
+        """Its part of some work begins. Raises `Deferred`: it has been stopped, and a change has come since."""
         if work.kind == "reduce" and any(change.fragment == work.fragment for change in self._changes):
-            raise OutOfStep(f"work {work.number} begins while a change of fragment {work.fragment} waits")
+            raise Deferred(f"work {work.number} begins while a change of fragment {work.fragment} waits")
         self._drop(work.fragment, work.kind)
 
     def holds(self, work: Work) -> None:

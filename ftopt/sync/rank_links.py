@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -94,6 +95,8 @@ class RankLinks:
                     came = ", ".join(map(str, sorted(self._connections))) or "none"
                     text = f"of {self.size - 1} other ranks those that have connected to {host} in time are: {came}"
                     raise FtoptError(f"{text}; do all ranks reach that address? Else: {UNLIKE}") from None
+                except (AuthenticationError, EOFError, OSError):  # a stranger, a scanner of ports for example
+                    continue
                 self._add(pickle.loads(connection.recv_bytes()), connection)
 
     def _add(self, rank: int, connection: Connection[Any, Any]) -> None:
@@ -245,6 +248,7 @@ class RankLinks:
             self._lose(rank, error)
         except BaseException as error:
             self._lose(rank, error)
+            _hang_up(connection)  # else the other rank would wait for this one
 
     def _lose(self, rank: int, error: BaseException) -> None:
         with self._lock:
@@ -273,13 +277,14 @@ class RankLinks:
         for box in boxes:
             box.put(RankLost("this rank has left its island"))
         for connection in self._connections.values():
-            with (
-                suppress(OSError),
-                socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside,
-            ):
-                inside.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout=5.0)
         for connection in self._connections.values():
             connection.close()
+
+
+def _hang_up(connection: Connection[Any, Any]) -> None:
+    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
+        inside.shutdown(socket.SHUT_RDWR)

@@ -114,7 +114,7 @@ def test_a_damaged_one_before_is_not_offered(two: list[Path]) -> None:
 
 
 def test_a_folder_without_any_says_what_to_give(tmp_path: Path) -> None:
-    assert "holds no complete checkpoint; give the folder of a run's checkpoints" in refused(tmp_path)
+    assert "holds no complete checkpoint; give a run's folder, a folder of checkpoints, or one" in refused(tmp_path)
 
 
 def test_what_was_never_completed_is_passed_over(two: list[Path]) -> None:

@@ -28,7 +28,7 @@ def coordinator(folder: Path, *options: str) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
     try:
         assert process.stdout is not None
-        yield next(word for word in process.stdout.readline().split() if word.startswith("http://")).rstrip(";,")
+        yield next(word for word in process.stdout.readline().split() if word.startswith("http://")).rstrip(";,:")
     finally:
         process.kill()
         process.wait()

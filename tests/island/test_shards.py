@@ -85,3 +85,12 @@ def test_islands_by_shard_meet_plain_processes(tmp_path: Path) -> None:
         for codec in ("fp32", "bf16", "fp4")
     ]
     check(tmp_path, ranks, cases, tolerance=1e-6)  # Gloo adds three up in another order
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_happens_to_one_rank_by_shard_happens_to_its_island(tmp_path: Path) -> None:
+    with coordinator(tmp_path) as url, ExitStack() as ends:
+        run_ = Torchrun(tmp_path, url, "r0", 2, "-m", "tests.island.slicing")
+        ends.callback(run_.end)
+        assert run_.wait() == 0, run_.said()

@@ -53,6 +53,7 @@ class Case:
     model: str = "mlp"
     calls: bool = False
     island: tuple[str, ...] = ()
+    device: str = "cpu"
 
     def line(self) -> str:
         """As JSON."""
@@ -88,7 +89,7 @@ def model_of(case: Case) -> nn.Module:
         model = Tied() if case.model == "tied" else nn.Sequential(
             nn.Linear(7, a), nn.Tanh(), nn.Linear(a, b), nn.Tanh(), nn.Linear(b, 3)
         )  # fmt: skip
-    return model.to(getattr(torch, case.dtype))
+    return model.to(case.device, getattr(torch, case.dtype))
 
 
 def laid_out(model: nn.Module, layout: str) -> tuple[nn.Module, DeviceMesh | None]:
@@ -101,8 +102,9 @@ def laid_out(model: nn.Module, layout: str) -> tuple[nn.Module, DeviceMesh | Non
         return model, None
     if layout == "ddp":
         return nn.parallel.DistributedDataParallel(model), None
+    device = next(model.parameters()).device.type
     mesh = init_device_mesh(
-        "cpu", (size,) if layout == "fsdp" else (2, size // 2), mesh_dim_names=("a", "b")[: 1 + (layout != "fsdp")]
+        device, (size,) if layout == "fsdp" else (2, size // 2), mesh_dim_names=("a", "b")[: 1 + (layout != "fsdp")]
     )
     shards = mesh
     if layout == "tp":
@@ -125,7 +127,7 @@ def batch(case: Case, replica: int, step: int) -> tuple[Tensor, Tensor]:
     """A replica's batch of a step."""
     x = torch.randn(16, 7, generator=torch.Generator().manual_seed(1000 * replica + step))
     dtype = getattr(torch, case.dtype)
-    return x.to(dtype), torch.sin(x[:, :3]).to(dtype)
+    return x.to(case.device, dtype), torch.sin(x[:, :3]).to(case.device, dtype)
 
 
 def train(case: Case, replica: int, group: ftopt.ReplicaGroup, layout: str, mesh_of: Any = None) -> dict[str, Any]:
@@ -178,7 +180,8 @@ def main(arguments: Sequence[str]) -> None:
     out, *lines = arguments
     name = os.environ["FTOPT_REPLICA"]
     replica, found = int(name[1:]), {}
-    dist.init_process_group("gloo")
+    on_cards = any(json.loads(line)["device"] == "cuda" for line in lines)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
     for line in lines:
         case = Case(**json.loads(line))
 

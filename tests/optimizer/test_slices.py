@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from ftopt.errors import UserError
 from ftopt.methods import Method
 from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.island.parts import Box
+from ftopt.optimizer.island.rank_group import RankGroup
 from ftopt.optimizer.island.saved_slices import sliced_work
 from ftopt.optimizer.island.slices import Cut, _runs
 from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.memory import Memory
+from ftopt.sync.group import ReplicaGroup
 
 WHOLE = (5, 4, 3)
 BOXES = [
@@ -103,3 +107,11 @@ def test_a_replica_of_one_process_is_not_asked() -> None:
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters()), model, ftopt.SyncSGD(), group=group, island="shard")
     with optimizer:
         pass
+
+
+def test_a_ranks_group_has_all_that_the_outer_step_asks_a_group_for() -> None:
+    island, group = SimpleNamespace(leads=False), SimpleNamespace(replica="r0", sync=ftopt.Sync(), shards=())
+    found = RankGroup(group, island, lambda: "", Memory())  # type: ignore[arg-type]
+    asked = {*ReplicaGroup.__annotations__, *(name for name in vars(ReplicaGroup) if not name.startswith("_"))}
+    users = {"joins", "keep_ledger", "keep_global_batch", "shards"}
+    assert not [name for name in sorted(asked - users) if not hasattr(found, name)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -155,3 +156,31 @@ def test_what_comes_before_a_rank_listens_is_kept() -> None:
         links[0].send(1, ("change", 1))
         links[1].listen(lambda rank, what: heard.put((rank, what)), lambda error: None)
         assert heard.get(timeout=10.0) == (0, ("change", 1))
+
+
+def test_a_stranger_that_hangs_up_keeps_no_rank_out() -> None:
+    class Visited(Told):
+        def say(self, what: Any) -> None:
+            socket.create_connection(what[1], timeout=5.0).close()
+            super().say(what)
+
+    boxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]
+    barrier = threading.Barrier(2)
+    links = in_ranks(2, lambda rank: RankLinks(Visited(rank, 2, boxes, barrier), "127.0.0.1"))  # type: ignore[arg-type]
+    for each in links:
+        each.close()
+
+
+def test_a_rank_that_fails_at_what_it_hears_is_lost_to_the_other_one() -> None:
+    with linked(2) as links:
+        lost: queue.SimpleQueue[FtoptError] = queue.SimpleQueue()
+        links[0].listen(lambda rank, what: None, lost.put)
+
+        def fails(rank: int, what: Any) -> None:
+            raise MemoryError("no room for a piece")
+
+        links[1].listen(fails, lambda error: None)
+        links[0].send(1, ("piece", 1))
+        assert "rank 1 of this replica is gone" in str(lost.get(timeout=10.0))
+        with pytest.raises(RankLost, match="no room for a piece"):
+            links[1].check()

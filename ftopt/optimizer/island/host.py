@@ -21,7 +21,6 @@ from ftopt.sync.group import (
     AttemptView,
     Collective,
     Committed,
-    Deferred,
     Done,
     Leader,
     Outcome,
@@ -147,17 +146,21 @@ class SliceHost:
         group: Any = collective
         self._ops, parts = group.ops, group.parts()
         lanes = group.lanes(self._view(attempt.fragment).cut.numel)
-        try:
-            work = self._begin(attempt.fragment, attempt.version, "reduce")
-        except Deferred as error:
-            raise InterruptedError(str(error)) from None
+        work = self._begin(attempt.fragment, attempt.version, "reduce")
         with self._lock:
             self._attempts = {n: w for n, w in self._attempts.items() if w.fragment != attempt.fragment}
             self._attempts[attempt.attempt] = work
             box = self._under_way[work.number][1]
         self._links.tell(("work", work, Attempted(attempt, group.key, parts)))
-        done = self._all(work, box, lambda: self._worker.reduce(work, attempt, collective, lanes))
-        return Reduced(done.digest, "", done.peak)
+        metrics = dict[str, Any]()
+
+        def part() -> tuple[str, float]:
+            own = self._worker.reduce(work, attempt, collective, lanes)
+            metrics.update(own.metrics)
+            return own.digest, own.peak
+
+        done = self._all(work, box, part)
+        return Reduced(done.digest, "", done.peak, metrics)
 
     def commit(self, attempt: AttemptView, committed: Committed) -> None:
         with self._lock:

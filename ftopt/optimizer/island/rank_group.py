@@ -78,6 +78,7 @@ class RankGroup:
     units: Any
     global_batch = None
     tells_steps: bool
+    tells_gradients = False  # nobody has all of one
 
     def __init__(self, group: ReplicaGroup, island: Island, asked: Callable[[], str], whole: Memory) -> None:
         self._group, self.island, self._asked = group, island, asked

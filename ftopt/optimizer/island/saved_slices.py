@@ -52,19 +52,25 @@ class Whole:
         """What was captured of a fragment besides its committed state."""
         found: Tree = dict(part)
         found["params"] = self.of(fragment, part["params"])
-        found["residuals"] = {
-            units: self._residual(fragment, left) for units, left in sorted(part["residuals"].items())
-        }
+        found["residuals"] = self._residuals(fragment, part["residuals"])
         if (snapshot := part["snapshot"]) is not None:
             found["snapshot"] = {**snapshot, "params": self.of(fragment, snapshot["params"])}
         return found
 
-    def _residual(self, fragment: int, left: Tree) -> Tree:
+    def _residuals(self, fragment: int, residuals: Tree) -> Tree:
+        """A rank may lack one that others have: of an attempt that failed there alone, and was counted."""
+        told = self._island.gather({units: left["own"] is not None for units, left in residuals.items()})
+        units = sorted({each for here in told for each in here})
+        known = self._island.share([(each, any(here.get(each) for here in told)) for each in units])
+        nothing = {"own": None, "first": 0, "owed": torch.empty(0)}
+        return {each: self._residual(fragment, residuals.get(each, nothing), own=own) for each, own in known}
+
+    def _residual(self, fragment: int, left: Tree, *, own: bool) -> Tree:
         start, stop = self._cuts[fragment].bounds[self._island.rank]
         owed = torch.zeros(stop - start)
         owed[left["first"] : left["first"] + left["owed"].numel()] = left["owed"]
-        own = None if left["own"] is None else self.of(fragment, left["own"])
-        return {"own": own, "first": 0, "owed": self.of(fragment, owed)}
+        mine = torch.zeros(stop - start) if left["own"] is None else left["own"]
+        return {"own": self.of(fragment, mine) if own else None, "first": 0, "owed": self.of(fragment, owed)}
 
 
 def sliced_tensors(cut: Cut, rank: int, tensors: Any) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from ftopt.sync.group import (
     OutOfStep,
     Rank,
     RankLinks,
+    Reduced,
     Work,
 )
 
@@ -85,8 +86,7 @@ class Worker:
         self._pieces: dict[int, dict[str, Tensor]] = {}
         self._checked: dict[int, CommittedState] = {}
         self._lanes: dict[int, tuple[str, Any]] = {}
-        self._current = 0  # the work that is under way
-        self._running: Any = None  # its lanes
+        self._running: dict[int, Any] = {}  # the lanes of reductions that are under way
         self._stopped: set[int] = set()
         self._error: BaseException | None = None
         self._jobs: queue.SimpleQueue[tuple[Work, Any] | None] = queue.SimpleQueue()
@@ -149,7 +149,8 @@ class Worker:
         attempt, fragment = how.attempt, how.attempt.fragment
         try:
             lanes = self._lanes_of(how)
-            return self.reduce(work, attempt, None, lanes)
+            reduced = self.reduce(work, attempt, None, lanes)
+            return reduced.digest, reduced.peak
         except BaseException:
             _, lanes = self._lanes.pop(fragment, (None, None))
             if lanes is not None:
@@ -174,12 +175,11 @@ class Worker:
     def do(self, work: Work, part: Callable[[], tuple[str, float]]) -> Outcome:
         """Does this rank's part of some work; raises what ends the island."""
         rank = self.links.rank
-        with self._changed:
-            self.machine.begin(work)
-            self._current = work.number
-            self._stopped = {number for number in self._stopped if number >= work.number - _KEPT}
         self.links.forget("work", work.number - _KEPT)
         try:
+            with self._changed:
+                self.machine.begin(work)
+                self._stopped = {number for number in self._stopped if number >= work.number - _KEPT}
             if work.number in self._stopped:
                 raise InterruptedError("the attempt was stopped before it began")
             with self.links.within("work", work.number):
@@ -195,16 +195,16 @@ class Worker:
             _log.error("rank %d: its part of an outer step", rank, exc_info=error)
             return Outcome(work.number, rank, failure=type(error).__name__, reason=f"{error!r}"[:500])
         finally:
-            self._current, self._running = 0, None
+            self._running.pop(work.number, None)
+            self._pieces.pop(work.number, None)
 
-    def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> tuple[str, float]:
-        """Its part of a reduction: the digest and the peak."""
+    def reduce(self, work: Work, attempt: AttemptView, main: Collective | None, lanes: Any) -> Reduced:
+        """Its part of a reduction."""
         collective = SliceCollective(main, attempt.rank, attempt.size, lanes, self.links)
-        self._running = lanes
+        self._running[work.number] = lanes
         if work.number in self._stopped:
             raise InterruptedError("the attempt was stopped before it began")
-        reduced = self.reduction.reduce(attempt, collective)
-        return reduced.digest, reduced.peak
+        return self.reduction.reduce(attempt, collective)
 
     def check(self, work: Work, fetched: Fetched) -> tuple[str, float]:
         """Checks the pieces of a fetched state, and keeps it until it is installed."""
@@ -228,8 +228,9 @@ class Worker:
 
     def halt(self, number: int) -> None:
         """Another rank's part has failed."""
-        self._stopped.add(number)
-        if self._current == number and (lanes := self._running) is not None:
+        with self._changed:
+            self._stopped.add(number)
+        if (lanes := self._running.get(number)) is not None:
             lanes.stop()
 
     def hear(self, change: Change, payload: Any) -> None:
@@ -258,9 +259,8 @@ class Worker:
             while not self.machine.has(word):
                 self._look()
                 self._changed.wait(_LOOK_S)
-            changes = [(change, self._payloads.pop(change.index)) for change in self.machine.take(word)]
-        for change, payload in changes:
-            self._let(change, payload)
+            for change in self.machine.take(word):
+                self._let(change, self._payloads.pop(change.index))
 
     def _look(self) -> None:
         if self._error is not None:

@@ -102,7 +102,7 @@ class _Proposal:
         start: its anchor, cast.
     """
 
-    make: Callable[[Contribution, Frozen], Snapshot]
+    make: Callable[..., Snapshot]
     lr: float
     contribution: Contribution
     on: CommittedState

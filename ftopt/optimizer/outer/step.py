@@ -378,7 +378,7 @@ class OuterStep:
         index, units = fragment.index, self._group.units
         if not fragment.carries_over or self._group.outstanding(index) or (index and not self._with_others()):
             return False
-        rest = spent and index == 0 and units is not None and bool(units.offer())
+        rest = spent and not index and fragment.view.together(units is not None and bool(units.offer()))[0]
         if not (fragment.pending_steps or self._group.called_in(index) or rest):
             return False
         self.freezer.propose(fragment, lr, waits=waits)

@@ -302,6 +302,18 @@ def local(tensor: Tensor) -> Tensor:
         return to_local()
 
 
+def placed(value: Tensor, parameter: Any) -> Tensor:
+    """State of a parameter as its optimizer keeps it: a DTensor for a DTensor, of a mesh of this process alone."""
+    if not hasattr(parameter, "to_local") or value.shape != parameter.shape or not value.dim():
+        return value
+    from torch.distributed.tensor import DTensor  # here: it takes its time
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        value, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 def some(names: Sequence[str], limit: int = 8) -> str:
     """Names for a message: the first ones, and how many more there are."""
     shown = ", ".join(names[:limit])

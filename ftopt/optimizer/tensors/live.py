@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ftopt.methods import GRADIENT
 from ftopt.optimizer.inner import Inner, device_of
 from ftopt.optimizer.tensors.digest import block_sums, digest, largest
-from ftopt.optimizer.tensors.flat import FlatView, local, trainable
+from ftopt.optimizer.tensors.flat import FlatView, local, placed, trainable
 from ftopt.streams import used_here
 
 _PARAMS, _INNER, _NUMBER, _RATE = "params", "inner.", "number.", "rate."
@@ -84,7 +84,7 @@ class Live:
                 if chunk.dtype in _NUMBERS and not counts:
                     peak = max(peak, largest(chunk))
         squares = [t for name, t in self._inner_tensors() if name.endswith(_SQUARES)]
-        if any(bool((local(square) < 0).any()) for square in squares):
+        if any(bool((square < 0).any()) for square in squares):
             peak = math.inf  # a mean of squares that no training makes
         return sha.hexdigest(), peak
 
@@ -145,7 +145,8 @@ class Live:
                 if what.startswith(_NUMBER):
                     state[what.removeprefix(_NUMBER)] = tensor.item()
                 else:
-                    state[what] = tensor.to(device_of(what, tensor, parameter, group), copy=True)
+                    own = tensor.to(device_of(what, tensor, parameter, group), copy=True)
+                    state[what] = placed(own, parameter)
             optimizer.state[parameter] = state
 
     def _copies(self) -> dict[str, Tensor]:
@@ -155,8 +156,7 @@ class Live:
     def _compared_tensors(self) -> Iterator[tuple[str, Tensor]]:
         aside = {} if self._own is None else dict(zip(self.view.names, self._own, strict=True))
         yield from ((name, aside.get(name, local(parameter))) for name, parameter, _, _ in self._owners)
-        for name, tensor in self._inner_tensors():
-            own = local(tensor)
+        for name, own in self._inner_tensors():
             if type(own) is Tensor:  # quantized states (torchao's) know few operations
                 yield name, own if own.dtype in _NUMBERS else own.contiguous().reshape(-1).view(torch.uint8)
 
@@ -164,7 +164,7 @@ class Live:
         for name, parameter, _, optimizer in self._owners:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{name}/{key}", value
+                    yield f"{name}/{key}", local(value)
                 elif isinstance(value, int | float):
                     yield f"{name}/{_NUMBER}{key}", torch.tensor(float(value), dtype=torch.float64)
 

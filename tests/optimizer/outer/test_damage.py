@@ -30,6 +30,7 @@ class Silent:
     codec = FP32()
     units = None
     global_batch = None
+    tells_gradients = False
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
