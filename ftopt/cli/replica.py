@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         if screen is not None:
             screen_off(screen)
     if result.files is not None:
-        _tell(arguments, result, replica)
+        _tell(arguments, result, replica, saves=recipe.checkpoint.dir is None and recipe.checkpoint.every > 0)
     return 0
 
 
@@ -123,8 +123,8 @@ def screen_off(screen: Screen) -> None:
     screen.close()
 
 
-def _tell(arguments: argparse.Namespace, result: Result, replica: str) -> None:
-    """The accounting, and how to go on."""
+def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves: bool) -> None:
+    """The accounting, and how to go on. ``saves``: the model was to be saved in this replica's folder."""
     from ftopt.checkpoint.reader import whole
 
     assert result.files is not None
@@ -133,12 +133,14 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str) -> None:
         say(line)
     words = ["ftopt", "replica", arguments.recipe]
     for option in ("coordinator", "job", "host", "interface", "token_file", "ca", "cert", "key", "folder"):
-        if (value := getattr(arguments, option)) is not None:
+        if (value := getattr(arguments, option, None)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     words += ["--id", replica]
     own = whole(result.files.checkpoints)
     if own:
         say(f"checkpoint: {own[-1]}  (the model: ftopt export {own[-1]} model.safetensors)")
+    elif saves:
+        say("this replica has saved no checkpoint: it had no version to save, or the log says why")
     if result.done:
         return
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]

@@ -256,6 +256,7 @@ class Runner:
         if status == 2:
             self._complain(child, status)
         if status == 0 and child.name != COORDINATOR:
+            self._tell_death(child)  # nobody can say what became of its last steps
             self._ended.add(child.name)
             self._failed[child.name] = f"{child.name} has left, and could not write how: is the disk full?"
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -17,9 +18,11 @@ import pytest
 
 from ftopt.checkpoint.reader import find, whole
 from ftopt.cli.main import main
+from ftopt.cli.replica import _tell
 from ftopt.config.loader import load
 from ftopt.events import Event
 from ftopt.job.own_folder import OwnFolder
+from ftopt.job.replica import Result
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.forkserver import CONTEXT
@@ -202,6 +205,11 @@ def begun(path: Path, job: str, lives: Sequence[int], *, steps: int = 1) -> OwnF
         own(Event("apply", "r0", life, 0, 1, data={"counted_step": steps, "committed_step": steps}))
     assert own.is_open and len(opened) == 1
     return own
+
+
+def test_a_model_that_could_not_be_saved_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _tell(argparse.Namespace(recipe="digits"), Result(True, RunFolder(tmp_path)), "r0", saves=True)
+    assert "this replica has saved no checkpoint" in capsys.readouterr().out
 
 
 def test_two_that_are_given_one_folder_at_once_do_not_share_it(tmp_path: Path) -> None:
