@@ -20,7 +20,7 @@ from ftopt.errors import FtoptError, UserError
 VERBS = {
     "ls": "list the recipes that ship with ftopt",
     "cp": "copy a recipe to edit it",
-    "validate": "check a recipe and report every error at once",
+    "validate": "check a recipe, its data and factories, and report all errors together",
     "run": "run a whole job on this machine: coordinator and replicas",
     "resume": "go on with a run from its newest checkpoint",
     "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",

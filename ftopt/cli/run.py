@@ -60,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         say(resuming(Path(path), recipe.train.inner_steps))
     mode = resolve(recipe.log.wandb)
     folder = new_folder(Path(recipe.log.dir), recipe.name)
-    if mode == "offline":
-        say(f"wandb is offline: no key found; to upload the runs later: wandb sync {folder}/wandb/offline-run-*")
     files = RunFolder(folder)
     runner = Runner(resolved(recipe, mode, files), files, display_for(say, quiet=arguments.quiet))
     try:
@@ -76,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"folder: {folder}")
         raise
     _tell(summary, folder, digest_lines(summary))
+    if mode == "offline":
+        say(f"wandb was offline (log.wandb=off: none at all); to upload: wandb sync {folder}/wandb/offline-run-*")
     if (checkpoint := runner.newest_checkpoint()) is not None:
         say(f"checkpoint: {checkpoint}  (the model: ftopt export {checkpoint} model.safetensors)")
         if (saved := _inner_step(checkpoint)) != summary["inner_step"]:

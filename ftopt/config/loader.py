@@ -346,10 +346,16 @@ def _words(hint: Any) -> str:
     return " or ".join(_WORDS.get(part, str(part)) for part in parts)
 
 
+_OTHER_NAMES = {"learning_rate": "lr", "steps": "inner_steps", "max_steps": "inner_steps"}
+
+
 def _unknown(key: str, path: str, valid: Sequence[str]) -> str:
-    if not path and (homes := _homes(key)):
-        return f"{key}: unknown key; did you mean {' or '.join(homes)}?"
-    near = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    key_elsewhere = _OTHER_NAMES.get(key, key)
+    near = [key_elsewhere] if key_elsewhere in valid else []
+    near = near or (difflib.get_close_matches(key, valid, n=1, cutoff=0.5) if path else [])
+    if not near and (homes := _homes(key_elsewhere)):
+        return f"{_join(path, key)}: unknown key; did you mean {' or '.join(homes)}?"
+    near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     hint = f"did you mean {_join(path, near[0])}?" if near else f"allowed: {', '.join(valid)}"
     return f"{_join(path, key)}: unknown key; {hint}"
 

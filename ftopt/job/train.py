@@ -334,7 +334,7 @@ def leaving_on_signals(trainer: Trainer) -> AbstractContextManager[None]:
             raise Ended(number)
         asked = True
         _log.warning(
-            "replica %s leaves (%s): it hands in its pending steps; another Ctrl-C ends it at once",
+            "replica %s leaves (%s); it hands in its pending steps, if any",
             trainer.replica,
             signal.Signals(number).name,
         )

@@ -131,7 +131,7 @@ def test_an_outer_step_tells_its_size_norms_cosine_and_divergence(method: Callab
 def test_the_gradient_before_is_that_of_the_committed_attempt() -> None:
     reduction = Reduction.__new__(Reduction)
     reduction._group, reduction._gradients, reduction.lossy = Named(tells_gradients=True), {}, False  # type: ignore[assignment]
-    fragment = Named(index=0, view=Named(trained=2), method=Named(execution=Named(values=False)))
+    fragment = Named(index=0, view=Named(trained=2, sliced=False), method=Named(execution=Named(values=False)))
     cosines = []
     for attempt, made in ((1, None), (2, 1), (3, 1), (4, 3), (5, None)):  # 2 fails; before 5 a state is fetched
         state = Named(made=None if made is None else Named(attempt=made))
