@@ -39,6 +39,7 @@ def test_two_islands_by_shard_are_two_replicas(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_in_any_size(tmp_path: Path) -> None:
     saved, steps = tmp_path / "saved", (10, 18, 26)
     with coordinator(tmp_path) as url, ExitStack() as ends:

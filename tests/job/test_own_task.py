@@ -21,7 +21,7 @@ from ftopt.job.objective import moved, tensors_of
 from ftopt.job.subscribers import CurrentStep
 from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
-from ftopt.telemetry.view import sentence
+from ftopt.telemetry.sentences import note_of
 from tests.job.test_task import data_of, trained
 
 
@@ -76,7 +76,7 @@ def test_replicas_train_on_nested_samples_and_report_the_metrics(recipe: Own) ->
     assert last["metrics"] == {"rows": pytest.approx((4 * 4 + 3 * 3) / 7, abs=1e-4)}
     assert (last["accuracy"], last["samples"]) == (None, 7)
     record = {"event": "evaluate", "replica": "r0", "incarnation": 1, "inner_step": 3, "data": {**last, "final": False}}
-    assert "rows 3.571" in str(sentence(record))
+    assert "rows 3.571" in str(note_of(record))
     assert len({data["anchor_digest"] for events in told.values() for data in data_of(events, "end")}) == 1
 
 
