@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RunFailed as failed:
         if failed.summary is not None:
             _tell(failed.summary, folder, digest_lines(failed.summary))
-        _tell_way_on(arguments, runner.newest_checkpoint())
+        _tell_way_on(arguments, folder, runner.newest_checkpoint())
         complain(str(failed))
         return 128 + failed.number if isinstance(failed, Interrupted) else 1
     except UserError:
@@ -95,13 +95,16 @@ def _tell(summary: dict[str, Any], folder: Path, lines: list[str]) -> None:
     report.after(folder)
 
 
-def _tell_way_on(arguments: argparse.Namespace, checkpoint: Path | None) -> None:
-    """How to go on from the newest checkpoint."""
+def _tell_way_on(arguments: argparse.Namespace, folder: Path, checkpoint: Path | None) -> None:
+    """How to go on from the newest checkpoint of the run in ``folder``."""
     if checkpoint is None:
         say("there is no complete checkpoint to resume from")
         return
     say(f"checkpoint: {checkpoint}")
-    say(f"to resume: {resume_command(['ftopt', 'run', arguments.recipe], arguments.overrides, checkpoint)}")
+    command = shlex.join(["ftopt", "resume", str(folder)])
+    if not checkpoint.is_relative_to(folder):
+        command = resume_command(["ftopt", "run", arguments.recipe], arguments.overrides, checkpoint)
+    say(f"to resume: {command}")
 
 
 def resume_command(words: Sequence[str], overrides: Sequence[str], checkpoint: Path) -> str:

@@ -85,7 +85,8 @@ def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
     assert find(checkpoint).manifest.inner_step == got["inner_step"]
     said = (tmp_path / "stdout.txt").read_text()
     assert f"inner steps executed {got['inner_steps_executed']} = committed " in said
-    assert shlex.split(said.splitlines()[-1].partition("to resume: ")[2])[-1] == f"checkpoint.resume={checkpoint}"
+    command = shlex.split(said.splitlines()[-1].partition("to resume: ")[2])
+    assert command == ["ftopt", "resume", str(folder_of(tmp_path).path)]
     assert "is lost" not in said  # the last one to leave takes nothing along
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
 
