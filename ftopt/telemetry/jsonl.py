@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -39,6 +40,8 @@ class JsonLines:
         self._started = started
         self._clock = clock
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close.atexit = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends ``{"t_s": ..., **record}``."""
@@ -55,7 +58,7 @@ class JsonLines:
                 _log.warning("%s: %s; lines are lost, training goes on", self._path, error)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._close()
 
 
 class EventLog:

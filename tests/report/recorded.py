@@ -32,7 +32,7 @@ class Recorder:
 
     def steps(self, replica: str, first: int, count: int, *, incarnation: int = 1, job_step: int = 0) -> None:
         """Inner steps of 0.1 s each."""
-        lines = self._steps.setdefault(
+        lines = self._steps.get(replica) or self._steps.setdefault(
             replica, JsonLines(self.files.steps(replica), self._started, clock=lambda: self.now)
         )
         began = self.now
