@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -83,12 +84,15 @@ def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job
         (checkpoint,) = whole(tmp_path / name)
         assert list(find(checkpoint).replicas) == [name]
 
+    both_joined = Barrier(2)
+
     def resumes(group: ftopt.ReplicaGroup) -> tuple[int, torch.Tensor]:
         optimizer, model = wrapped(group)
         with torch.no_grad():
             model.weight.zero_()
         assert ftopt.Checkpoints(tmp_path / "new", optimizer, every=None).resume(tmp_path / "r1")
         with optimizer:
+            both_joined.wait(timeout=30)
             return optimizer.start_step, model.weight.detach().clone()
 
     for start_step, weight in together([lambda group=group: resumes(group) for group in ftopt.local_groups(2)]):  # type: ignore[misc]
