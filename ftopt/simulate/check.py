@@ -65,7 +65,8 @@ class Checks:
         if shard.content.flaw:
             raise Violation("I2", f"version {record.version} of fragment {fragment}: {shard.content.flaw}")
         for whose, low, high in shard.content.gaps:
-            if not set(range(low, high + 1)) <= self.world.discarded.get((fragment, whose), set()):
+            given_up = set(range(low, high + 1)) <= self.world.discarded.get((fragment, whose), set())
+            if not given_up and not self._void(fragment, parent, whose, high):
                 raise Violation("I2", f"inner steps {low}..{high} of {whose[0]}#{whose[1]} are counted never")
         key = (fragment, record.chain)
         known = self.versions.setdefault(key, SimVersion(parent, record.version, shard.content))
@@ -133,6 +134,15 @@ class Checks:
             known = self.versions[(fragment, chain)]
             line[known.version], chain = chain, known.parent
         return line
+
+    def _void(self, fragment: int, chain: str, whose: m.IncarnationId, high: int) -> bool:
+        """Whether the steps of a dead replica up to ``high`` were in a version that is not in ``chain``'s past: it is
+        void, and they with it. Later ones may come in all the same, of a copy that others had kept (ADOPT)."""
+        if any(x.incarnation_id == whose and self.counts(x) for x in self.world.processes.values()):
+            return False
+        past = set(self._line(fragment, chain).values())
+        others = (x for key, x in self.versions.items() if key[0] == fragment and key[1] not in past)
+        return any(x.content.steps.get(whose, 0) >= high for x in others)
 
     # ------------------------------------------------------------ I2
 
