@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -16,7 +17,9 @@ import ftopt
 from ftopt.checkpoint.reader import find, whole
 from ftopt.errors import UserError
 from ftopt.sync.replica.rounds_told import RoundsTold
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
+
+TOGETHER = replace(PATIENT, start_replicas=2)
 
 
 def wrapped(group: ftopt.ReplicaGroup, *, leave: bool = False) -> tuple[ftopt.OuterOptimizer, nn.Module]:
@@ -49,7 +52,7 @@ class Closed:
 
 
 def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_version(tmp_path: Path) -> None:
-    groups = ftopt.local_groups(2)
+    groups, trained = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> int:
         optimizer, _ = wrapped(group)
@@ -58,6 +61,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
             for _ in range(25):
                 step(optimizer)
                 checkpoints.step()
+            trained.wait(timeout=30)  # who leaves waits for nobody
             checkpoints.close()  # as the examples do: the steps behind it are saved all the same
         assert optimizer.pending_steps == 0
         return optimizer.committed.version
@@ -69,22 +73,25 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
 
 
 def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job_resumes_from(tmp_path: Path) -> None:
+    groups, trained = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
+
     def replica(group: ftopt.ReplicaGroup) -> torch.Tensor:
         optimizer, model = wrapped(group)
         ftopt.Checkpoints(tmp_path / group.replica, optimizer, every=1_000, shared=False)
         with optimizer:
             for _ in range(20):
                 step(optimizer)
+            trained.wait(timeout=30)
         with torch.no_grad():
             return model.weight.detach().clone()
 
-    one, other = together([lambda group=group: replica(group) for group in ftopt.local_groups(2)])  # type: ignore[misc]
+    one, other = together([lambda group=group: replica(group) for group in groups])  # type: ignore[misc]
     assert torch.equal(one, other)
     for name in ("r0", "r1"):
         (checkpoint,) = whole(tmp_path / name)
         assert list(find(checkpoint).replicas) == [name]
 
-    both_joined = Barrier(2)
+    groups, both_joined = ftopt.local_groups(2, sync=TOGETHER), Barrier(2)
 
     def resumes(group: ftopt.ReplicaGroup) -> tuple[int, torch.Tensor]:
         optimizer, model = wrapped(group)
@@ -95,7 +102,7 @@ def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job
             both_joined.wait(timeout=30)
             return optimizer.start_step, model.weight.detach().clone()
 
-    for start_step, weight in together([lambda group=group: resumes(group) for group in ftopt.local_groups(2)]):  # type: ignore[misc]
+    for start_step, weight in together([lambda group=group: resumes(group) for group in groups]):  # type: ignore[misc]
         assert start_step == 20
         assert torch.equal(weight, one)
 
