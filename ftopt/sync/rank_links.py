@@ -12,17 +12,19 @@ import pickle
 import queue
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 from ftopt.errors import FtoptError
 from ftopt.sync.island import Island
 
 _COME_S = 60.0
+_ANSWER_S = 5.0
 _MEET = "meet"
 UNLIKE = "rank 0 does its outer step in another way; call ftopt.wrap() with the same island= on all ranks"
 Scope = tuple[object, ...]
@@ -84,20 +86,27 @@ class RankLinks:
 
     def _lead(self, island: Island, host: str, family: int, secret: bytes) -> None:
         name = "AF_INET" if family == socket.AF_INET else "AF_INET6"
-        with Listener((host, 0), family=None if name == "AF_INET" else name, backlog=self.size, authkey=secret) as room:
+        with Listener((host, 0), family=None if name == "AF_INET" else name, backlog=self.size) as room:
             inside: socket.socket = room._listener._socket  # type: ignore[attr-defined]
             inside.settimeout(_COME_S)
             island.say((_MEET, room.address, secret))
             while len(self._connections) < self.size - 1:
                 try:
                     connection = room.accept()
-                except TimeoutError:
+                except TimeoutError:  # nobody has come
                     came = ", ".join(map(str, sorted(self._connections))) or "none"
                     text = f"of {self.size - 1} other ranks those that have connected to {host} in time are: {came}"
                     raise FtoptError(f"{text}; do all ranks reach that address? Else: {UNLIKE}") from None
+                try:
+                    _receives_within(connection, _ANSWER_S)
+                    deliver_challenge(connection, secret)
+                    answer_challenge(connection, secret)
+                    rank = pickle.loads(connection.recv_bytes())
+                    _receives_within(connection, 0.0)
                 except (AuthenticationError, EOFError, OSError):  # a stranger, a scanner of ports for example
+                    connection.close()
                     continue
-                self._add(pickle.loads(connection.recv_bytes()), connection)
+                self._add(rank, connection)
 
     def _add(self, rank: int, connection: Connection[Any, Any]) -> None:
         with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
@@ -288,3 +297,9 @@ class RankLinks:
 def _hang_up(connection: Connection[Any, Any]) -> None:
     with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
         inside.shutdown(socket.SHUT_RDWR)
+
+
+def _receives_within(connection: Connection[Any, Any], seconds: float) -> None:
+    """From now on OSError is raised when the other end sends nothing for so long; 0: never."""
+    with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
+        inside.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ftopt.errors import FtoptError
+from ftopt.sync import rank_links
 from ftopt.sync.rank_links import RankLinks, RankLost
 
 
@@ -158,16 +159,22 @@ def test_what_comes_before_a_rank_listens_is_kept() -> None:
         assert heard.get(timeout=10.0) == (0, ("change", 1))
 
 
-def test_a_stranger_that_hangs_up_keeps_no_rank_out() -> None:
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_stranger_keeps_no_rank_out(hangs_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_links, "_ANSWER_S", 1.0)
+    strangers: list[socket.socket] = []
+
     class Visited(Told):
         def say(self, what: Any) -> None:
-            socket.create_connection(what[1], timeout=5.0).close()
+            strangers.append(socket.create_connection(what[1], timeout=5.0))
+            if hangs_up:
+                strangers[0].close()
             super().say(what)
 
     boxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(2)]
     barrier = threading.Barrier(2)
     links = in_ranks(2, lambda rank: RankLinks(Visited(rank, 2, boxes, barrier), "127.0.0.1"))  # type: ignore[arg-type]
-    for each in links:
+    for each in (*links, *strangers):
         each.close()
 
 
