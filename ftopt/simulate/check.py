@@ -175,8 +175,11 @@ class Checks:
             raise Violation("I2", f"two processes are let in as {first.name}#{incarnation}")
 
     def superseded(self, incarnation_id: m.IncarnationId, heard: Iterable[m.Hello]) -> None:
-        """A newcomer has taken a replica's place; ``heard``: the hellos of open connections. STICKY."""
-        if incarnation_id in {(h.replica, h.incarnation) for h in heard if h.was_let_in}:
+        """A newcomer has taken a replica's place; ``heard``: the hellos of open connections. STICKY. An address is one
+        process': where a newcomer has that of the hello before, whoever sent that one has ended."""
+        hellos = [h for h in heard if h.replica == incarnation_id[0]]
+        newcomers = {h.address for h in hellos if not h.incarnation}
+        if any(h.incarnation == incarnation_id[1] and h.was_let_in and h.address not in newcomers for h in hellos):
             raise Violation("I2", f"{incarnation_id[0]}'s place is another process', although it is heard")
 
     def given_up(self, process: Process, incarnation: int) -> None:
