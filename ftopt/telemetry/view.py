@@ -32,6 +32,7 @@ class Row:
 
     Attributes:
         tokens_per_s, steps_per_s: over the last ten seconds.
+        unit: what ``tokens_per_s`` counts: ``samples`` where a sample has no tokens, as an image.
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
@@ -45,6 +46,7 @@ class Row:
     loss: float | None = None
     steps_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    unit: str = "tokens"
     waited_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
@@ -61,7 +63,9 @@ class Row:
         self.inner_step, self.incarnation = line["inner_step"], line["incarnation"]
         self.loss, self.last_s = line["loss"], line["t_s"]
         self.first_s = self.last_s if self.first_s is None else self.first_s
-        self._times.append((line["t_s"], line.get("tokens", 0)))
+        tokens = line.get("tokens", 0)
+        self.unit = "samples" if tokens <= line.get("samples", 0) else "tokens"  # those of several ranks are counted
+        self._times.append((line["t_s"], tokens))
         while self.last_s - self._times[0][0] > _WINDOW_S:
             self._times.popleft()
         span = self.last_s - self._times[0][0]
@@ -221,6 +225,11 @@ class RunView:
         (first_s, first), (_, last) = self._progress[0], self._progress[-1]
         rate = (last - first) / max(self.now_s - first_s, 1e-9)
         return max(0.0, (self.inner_steps - self.at()) / rate) if rate > 0 else None
+
+    @property
+    def unit(self) -> str:
+        """What `tokens_per_s` counts: ``tokens``, or ``samples`` that have none."""
+        return "samples" if any(row.unit == "samples" for row in self.rows.values()) else "tokens"
 
     def tokens_per_s(self) -> float:
         """Of all replicas that train."""

@@ -153,6 +153,17 @@ def test_figures_are_the_jobs() -> None:
     assert ", ".join(figures(view)) == told
 
 
+def test_small_losses_keep_their_digits_and_samples_without_tokens_are_samples() -> None:
+    view = RunView(600)
+    for step in range(1, 4):
+        view.stepped("r0", line(step, step * 0.5, loss=0.0001234, tokens=64, samples=64))
+    assert figures(view)[2:4] == ["loss 0.0001234", "128 samples/s"]
+    table = "\n".join(drawn(view, 100))
+    assert "0.0001234" in table and "samples/s" in table and "tokens" not in table
+    view.stepped("r0", line(4, 2.0, loss=31.5, tokens=64, samples=8))
+    assert figures(view)[2:4] == ["loss 31.50", "128 tokens/s"]
+
+
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("replicas", [2, 32])
 def test_the_table_fits_the_terminal(width: int, replicas: int) -> None:
