@@ -26,6 +26,8 @@ from ftopt.net.tls import why_not
 from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
+_HERE = "http://127.0.0.1:29400"
+"""Where `ftopt coordinator` listens unless it is told otherwise."""
 _pause = time.sleep
 _EVERY_S = 2.0
 _ALLOWED_S = (0.2, 3600.0)
@@ -47,7 +49,8 @@ and of each replica:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
+    text = f"the coordinator's address, e.g. http://head:29400 (default: FTOPT_COORDINATOR, else {_HERE})"
+    parser.add_argument("url", metavar="URL", nargs="?", help=text)
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs; with --watch a line per answer")
     text = "show it again every SECONDS (default: %(const)g), until Ctrl-C: in place on a terminal, else as lines"
@@ -65,10 +68,10 @@ def _seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks the coordinator and prints its answer, once or again and again."""
-    url = arguments.url.rstrip("/")
+    url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or _HERE).rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise UserError(
-            f"{arguments.url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it"
+            f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it"
         )
     if (every_s := arguments.watch) is not None:
         if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:
@@ -198,8 +201,9 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
         if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
             raise UserError(why_not(url, reason)) from error
         why = shown(str(error).strip())
+        todo = "check the address" if arguments.url else "give its address: `ftopt status http://HOST:PORT`"
         raise Unreachable(
-            f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or check the address"
+            f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"
         ) from error
     try:
         return list(json.loads(answer)["jobs"])

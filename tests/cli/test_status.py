@@ -257,6 +257,22 @@ def test_watch_ends_with_an_error_if_there_is_no_first_answer(capsys: pytest.Cap
     assert "no coordinator answers" in capsys.readouterr().err
 
 
+def test_without_an_address_it_asks_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FTOPT_COORDINATOR", raising=False)
+    with coordinator_thread(token=None) as url:
+        monkeypatch.setattr(ftopt.cli.status, "_HERE", url)
+        assert main(["status"]) == 0
+        assert "no jobs yet" in capsys.readouterr().out
+    assert main(["status"]) == 2
+    error = capsys.readouterr().err
+    assert f"no coordinator answers at {url}" in error and "give its address: `ftopt status http://HOST:PORT`" in error
+    monkeypatch.setenv("FTOPT_COORDINATOR", "head:29400")
+    assert main(["status"]) == 2
+    assert "'head:29400' is not an address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])
 def test_watch_takes_a_sensible_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "http://127.0.0.1:1", f"--watch={seconds}"]) == 2
