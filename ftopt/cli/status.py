@@ -35,14 +35,14 @@ _COLUMNS = """\
 what is shown of each fragment (a part of the model that is averaged by itself; usually there is one):
   version      outer steps that are committed
   round        what the next one is at: replicas that have proposed, or are reducing
-  attempts     reductions so far; aborted: of these, those that failed and were repeated
+  attempts     reductions so far; failed: of these, those that were repeated
 
 and of each replica:
   state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;
                out_of_units (its data are used up); stalled (its training thread takes no step); away (not connected);
                with --watch also awaited (an outer step waits for it)
   incarnation  how often it has begun anew under its id
-  inner step   its own, s/step: how long one takes
+  inner step   its own; steps/s: its speed while it trains
   version      what it holds of each fragment
 """
 

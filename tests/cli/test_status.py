@@ -52,12 +52,12 @@ def test_a_job_is_a_line_and_two_tables() -> None:
     assert describe(STATUS).splitlines() == [
         "job bytes: running, inner step 450",
         "",
-        "fragment  version  round       attempts  aborted",
-        "       0        9  2 proposed        12        3",
+        "fragment  version  round       attempts  failed",
+        "       0        9  2 proposed        12       3",
         "",
-        "replica  state    incarnation  inner step  s/step  version",
-        "r0       waiting            1         500  0.0123  9",
-        "node-17  away               2           0  -       -",
+        "replica  state    incarnation  inner step  steps/s  version",
+        "r0       waiting            1         500  81       9",
+        "node-17  away               2           0  -        -",
     ]
 
 
@@ -66,7 +66,7 @@ def test_a_job_that_does_not_run_says_why_and_many_fragments_are_told_as_a_range
     assert describe({**STATUS, "phase": phase, "fragments": [], "replicas": []}) == f"job bytes: {phase}"
     replica = {**STATUS["replicas"][0], "versions": [4, 5, 5, None, 6], "stalled": True}
     shown = describe({**STATUS, "fragments": STATUS["fragments"] * 5, "replicas": [replica]}).splitlines()
-    assert shown[-1] == "r0       stalled            1         500  0.0123  4 to 6"
+    assert shown[-1] == "r0       stalled            1         500  81       4 to 6"
     assert len(shown) == 1 + 1 + 6 + 1 + 2
 
 

@@ -134,7 +134,7 @@ def test_a_storm_of_aborts_is_one_line_that_counts() -> None:
     for version in range(9):
         history.note(Event("abort", "coordinator", version=version, data={"reason": "r1 was lost"}), 0.0)
     assert [(e["text"], e["times"]) for e in history.events()] == [
-        ("version 8: an attempt was aborted: r1 was lost", 9)
+        ("version 8: an attempt failed: r1 was lost", 9)
     ]
     assert history.told == 9
 

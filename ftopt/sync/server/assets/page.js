@@ -6,7 +6,7 @@
     ["training", "training", "level"], ["waiting", "waiting", "level"], ["other", "in other states", "level"],
     ["stalled", "stalled", "level", "trouble"], ["away", "away", "level", "trouble"],
     ["steps_per_s", "inner steps/s", "level", "group"], ["outer_steps", "outer steps", "count"],
-    ["aborts", "aborted attempts", "count", "trouble"],
+    ["aborts", "failed attempts", "count", "trouble"],
     ["stalls", "stalls", "count", "trouble group"], ["lost", "connections lost", "count", "trouble"],
     ["deaths", "deaths", "count", "trouble"], ["joins", "joined", "count"],
   ];
