@@ -26,6 +26,8 @@ _EXIT = """\
 Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
 prints the commands with which to continue. A second one ends it at once.
 
+state "no step for 15 s": it should train, and has taken no step for so long.
+
 exit status: 0 the job is done, or the replica has left in good order
              1 it failed
              2 the input was wrong, or the coordinator refused this replica
