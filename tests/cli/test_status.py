@@ -23,6 +23,7 @@ import pytest
 import ftopt.cli.status
 from ftopt.cli.main import main
 from ftopt.cli.status_tables import describe, line, picture
+from ftopt.sync.protocol import messages as m
 from tests.sync.server.access import TOKEN, coordinator, coordinator_thread, identity, scripted
 
 STATUS: dict[str, Any] = {
@@ -255,6 +256,42 @@ def test_watch_ends_with_an_error_if_there_is_no_first_answer(capsys: pytest.Cap
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     assert main(["status", url, "--watch"]) == 2
     assert "no coordinator answers" in capsys.readouterr().err
+
+
+async def _ended(check: Callable[[str], None]) -> None:
+    two = {"start_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    async with coordinator(token=None) as url:
+        async with (
+            scripted(url, identity("one", settings=two), token=None) as replica,
+            scripted(url, identity("one", "r1", settings=two), token=None) as other,
+        ):
+            await asyncio.gather(replica.join(), other.join())
+            await other.send(m.Bye())
+            assert await other.ended()
+            await replica.outer_step()
+            await replica.send(m.Bye())
+            assert await replica.ended()
+            await asyncio.to_thread(check, url)
+        await asyncio.to_thread(check, url)
+        async with scripted(url, identity("one", "r2", settings=two), token=None) as late:
+            for effect in late.machine.connect():
+                await late.send(effect.message)  # type: ignore[union-attr]
+            hold = await late.until(m.Hold)
+            assert hold.text == (
+                "job 'one' has ended at version 1, inner step 5: no replica is left; a checkpoint can be resumed; who "
+                "connects without one starts the job anew"
+            )
+        await asyncio.to_thread(check, url)
+
+
+def test_a_job_that_has_ended_is_shown_with_its_last_version_and_latecomers_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def check(url: str) -> None:
+        assert main(["status", url]) == 0
+        assert capsys.readouterr().out == "job one: ended at version 1, inner step 5: no replica is left\n"
+
+    asyncio.run(_ended(check))
 
 
 def test_without_an_address_it_asks_this_machine(
