@@ -141,6 +141,12 @@ def new_folder(parent: Path, name: str) -> Path:
     raise UserError(f"log.dir={str(parent)!r} already has a thousand runs of this second; give another folder")
 
 
+def _came(summary: dict[str, Any]) -> str:
+    joins = len(summary["joins"])
+    resumed = f"resumed by {count} replica{'s' if count > 1 else ''}" if (count := summary["resumed"]) else ""
+    return ", ".join(filter(None, [resumed, f"joins {joins}" if joins or not resumed else ""]))
+
+
 def digest_lines(summary: dict[str, Any]) -> list[str]:
     """Returns the summary as a few lines of text; of one replica's folder, what that replica knows."""
     inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
@@ -160,7 +166,7 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"final weights of {len(digests)} replicas: {'identical' if same else 'NOT IDENTICAL'}")
     lines.append(
         f"{summary['wall_s']:.1f} s" if alone
-        else f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s"
+        else f"{_came(summary)}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s"
     )  # fmt: skip
     if (stall := summary["stall_s"]) is not None:
         lines.append(f"sync wait per outer step: median {stall['median']:.3f} s, max {stall['max']:.3f} s")

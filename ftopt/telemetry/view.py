@@ -133,6 +133,8 @@ class RunView:
             self.version, self.inner_step = record["version"], data["committed_step"]
         elif name == "started" and not self.whole:
             self.version, self.inner_step = record["version"], data["start_step"]
+        elif name == "recover":
+            self.version, self.inner_step = record["version"], record["inner_step"]
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
@@ -189,8 +191,9 @@ class RunView:
     def _update(self, row: Row, record: Line, data: Line) -> None:
         name = record["event"]
         row.incarnation = max(row.incarnation, record["incarnation"])
-        if name == "apply":
-            row.version = record["version"]
+        if name in ("apply", "join", "return"):
+            row.version = record.get("version") or row.version
+            row.inner_step = max(row.inner_step, record.get("inner_step") or 0)
         elif name == "propose" and not record.get("fragment"):
             row.proposed, row.proposed_s = record.get("version", 0), record["t_s"]
         elif name == "call_in" and not record.get("fragment"):

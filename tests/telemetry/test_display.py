@@ -153,6 +153,14 @@ def test_figures_are_the_jobs() -> None:
     assert ", ".join(figures(view)) == told
 
 
+def test_a_job_that_goes_on_from_a_checkpoint_starts_at_its_step() -> None:
+    view = RunView(600)
+    view.event(event("recover", "coordinator", life=0, version=4, inner_step=200))
+    assert figures(view)[:2] == ["inner step 200/600 (33%)", "version 4"]
+    view.event(event("return", inner_step=200, version=4))
+    assert (view.row("r0").inner_step, view.row("r0").version) == (200, 4)
+
+
 def test_small_losses_keep_their_digits_and_samples_without_tokens_are_samples() -> None:
     view = RunView(600)
     for step in range(1, 4):
