@@ -149,14 +149,14 @@ def _attempts(run: Run) -> str:
 
 
 def _waits(run: Run, states: dict[str, list[Span]]) -> str:
-    of = stalls(run, survivors=True)
-    every = [(stall_s, t_s, replica) for replica, each in of.items() for t_s, stall_s in each]
-    if not every:
+    lasting = [stall_s for each in stalls(run, survivors=True).values() for _, stall_s in each]
+    every = [(stall_s, t_s, replica) for replica, each in stalls(run).items() for t_s, stall_s in each]
+    if not lasting:
         return ""
-    median, _, _ = spread([stall_s for stall_s, _, _ in every])
+    median, _, _ = spread(lasting)
     longest, t_s, replica = max(every)
     there = sum(sum(v for k, v in seconds(spans).items() if k not in ("dead", "starting")) for spans in states.values())
-    total = sum(stall_s for each in stalls(run).values() for _, stall_s in each)
+    total = sum(stall_s for stall_s, _, _ in every)
     return (
         f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
         f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
