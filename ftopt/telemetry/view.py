@@ -20,6 +20,8 @@ _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 _QUIET = ("mixed", "taken_over")  # as the method means it
 _INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
+_GOES_ON = "the job goes on from what its replicas hold"
+"""A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
@@ -135,6 +137,7 @@ class RunView:
             self.version, self.inner_step = record["version"], data["start_step"]
         elif name == "recover":
             self.version, self.inner_step = record["version"], record["inner_step"]
+            self.held = _GOES_ON  # which it says better
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":

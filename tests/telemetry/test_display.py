@@ -161,6 +161,15 @@ def test_a_job_that_goes_on_from_a_checkpoint_starts_at_its_step() -> None:
     assert (view.row("r0").inner_step, view.row("r0").version) == (200, 4)
 
 
+def test_that_a_job_goes_on_is_not_told_after_its_replicas_are_back() -> None:
+    view = RunView(600)
+    waits = view.event(event("hold", data={"text": "the job goes on from what its replicas hold: waiting for r1"}))
+    view.event(event("recover", "coordinator", life=0, version=4, inner_step=200))
+    assert waits is not None
+    assert view.event(event("return", inner_step=200, version=4)) is not None
+    assert view.event(event("hold", data={"text": "the job goes on from what its replicas hold"})) is None
+
+
 def test_small_losses_keep_their_digits_and_samples_without_tokens_are_samples() -> None:
     view = RunView(600)
     for step in range(1, 4):
