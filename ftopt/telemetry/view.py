@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.telemetry.jsonl import Line, data_of
-from ftopt.telemetry.sentences import Note, names, note_of, score
+from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 
 _STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
@@ -143,12 +143,15 @@ class RunView:
         elif name == "evaluate":
             self.score = score(data)
         known = replica in self.rows
+        had_left = known and self.rows[replica].state == "left"
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
         if not self._is_news(record, data):
             return None
         if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
             return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
+        if name == "death" and had_left:  # an error of the user's own: it has said goodbye
+            return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
         return note_of(record)
 
     def waiting_for(self) -> Note | None:

@@ -170,6 +170,13 @@ def test_that_a_job_goes_on_is_not_told_after_its_replicas_are_back() -> None:
     assert view.event(event("hold", data={"text": "the job goes on from what its replicas hold"})) is None
 
 
+def test_a_replica_that_leaves_with_an_error_is_not_said_to_have_died_as_well() -> None:
+    view = running(2)
+    assert view.event(event("leave", "r01", 12.0)) == Note("r01 left")
+    failed = event("death", "r01", 12.1, data={"status": "exit status 1"})
+    assert view.event(failed) == Note("r01 left since it failed (exit status 1)", "bad")
+
+
 def test_small_losses_keep_their_digits_and_samples_without_tokens_are_samples() -> None:
     view = RunView(600)
     for step in range(1, 4):
