@@ -29,7 +29,11 @@ def _train(tells: Connection, replica: str, url: str, back: Event) -> None:
     torch.set_num_threads(1)
     os.environ["FTOPT_REPLICA"] = replica
     program = TRAIN
-    for old, new in (("http://127.0.0.1:29400", url), ("2_000", "600"), ("time.sleep(0.03)", "pause(optimizer.inner_step)")):
+    for old, new in (
+        ("http://127.0.0.1:29400", url),
+        ("2_000", "600"),
+        ("time.sleep(0.03)", "pause(optimizer.inner_step)"),
+    ):
         assert program.count(old) == 1
         program = program.replace(old, new)
     names = {

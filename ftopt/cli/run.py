@@ -177,7 +177,9 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
             f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
         )
     if summary["val_loss_final"] is not None:
-        lines.append(f"held-out loss {figure(summary['val_loss_initial'], 5)} -> {figure(summary['val_loss_final'], 5)}")
+        lines.append(
+            f"held-out loss {figure(summary['val_loss_initial'], 5)} -> {figure(summary['val_loss_final'], 5)}"
+        )
     if summary["val_accuracy_final"] is not None:
         lines.append(f"held-out accuracy {summary['val_accuracy_initial']:.3f} -> {summary['val_accuracy_final']:.3f}")
     before = summary["val_metrics_initial"] or {}

@@ -71,9 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks the coordinator and prints its answer, once or again and again."""
     url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or _HERE).rstrip("/")
     if not url.startswith(("http://", "https://")):
-        raise UserError(
-            f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it"
-        )
+        raise UserError(f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it")
     if (every_s := arguments.watch) is not None:
         if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:
             raise UserError(f"--watch {every_s:g}; must be {_ALLOWED_S[0]:g} to {_ALLOWED_S[1]:g} seconds")

@@ -181,9 +181,8 @@ def _losses(run: Run) -> str:
     if last is not None and all(data_of(event).get("final") for event in tests):
         return f"Held-out loss at the end: {figure(last, 5)} nats."
     if last is None:
-        return (
-            f"Held-out loss: {figure(first, 5)} nats at first, {figure(float(data_of(tests[-1])['loss']), 5)} at the last evaluation."
-        )
+        last = float(data_of(tests[-1])["loss"])
+        return f"Held-out loss: {figure(first, 5)} nats at first, {figure(last, 5)} at the last evaluation."
     accuracy = ""
     if isinstance(s["val_accuracy_final"], float) and isinstance(s["val_accuracy_initial"], float):
         accuracy = f"; accuracy {s['val_accuracy_initial']:.3f} to {s['val_accuracy_final']:.3f}"

@@ -31,8 +31,8 @@ Row = tuple[float, ...]
 
 
 class Ring:
-    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows; ``waiting``:
-    those that it has not got yet."""
+    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows;
+    ``waiting``: those that it has not got yet."""
 
     def __init__(self, keep: int, coarser: Ring | None = None, every: int = 1) -> None:
         self._rows: deque[Row] = deque(maxlen=keep)
@@ -164,7 +164,12 @@ class History:
         rows = [row for finer in self.rings[:ring] for row in finer.waiting]
         counts = [self._counts[x] + sum(row[COLUMNS.index(name)] for row in rows) for name, x in COUNTS.items()]
         last = self.rings[0].after(self.rings[0].count - 1)
-        return (round(time.time() - self.began_s, 1), last[0][1] if last else 0.0, *(states[x] for x in LEVELS[1:]), *counts)
+        return (
+            round(time.time() - self.began_s, 1),
+            last[0][1] if last else 0.0,
+            *(states[x] for x in LEVELS[1:]),
+            *counts,
+        )
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first."""

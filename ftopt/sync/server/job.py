@@ -87,7 +87,13 @@ class Job:
     @property
     def unused(self) -> bool:
         """It has no connection and is not defined, and never was: its hellos were refused."""
-        return not self.halted and not self.ended and not self._peers and self.machine.lines is None and not self.machine.roster.members
+        return (
+            not self.halted
+            and not self.ended
+            and not self._peers
+            and self.machine.lines is None
+            and not self.machine.roster.members
+        )
 
     def open(self, peer: Peer) -> int:
         """A new connection; returns its number."""

@@ -72,7 +72,9 @@ def test_what_has_just_happened_is_told_before_a_row_of_it_is_complete(ring: int
     history.note(Event("lost", "r0", 1), 99.0)
     history.sample([REPLICA], 99.0)
     history.note(Event("gone", "r0", 1, data={"reason": "superseded by a newcomer"}), 100.0)
-    answer = live({"j": (job(1, 1) | {"replicas": [REPLICA | {"state": "away"}]}, history)}, {"range": str(ring)})["job"]
+    answer = live({"j": (job(1, 1) | {"replicas": [REPLICA | {"state": "away"}]}, history)}, {"range": str(ring)})[
+        "job"
+    ]
     recent = dict(zip(COLUMNS, answer["recent"], strict=True))
     assert (recent["training"], recent["away"], recent["deaths"]) == (0, 1, 1)
     assert recent["lost"] + sum(row[COLUMNS.index("lost")] for row in answer["rows"]) == 1
@@ -147,9 +149,7 @@ def test_a_storm_of_aborts_is_one_line_that_counts() -> None:
     history = History()
     for version in range(9):
         history.note(Event("abort", "coordinator", version=version, data={"reason": "r1 was lost"}), 0.0)
-    assert [(e["text"], e["times"]) for e in history.events()] == [
-        ("version 8: an attempt failed: r1 was lost", 9)
-    ]
+    assert [(e["text"], e["times"]) for e in history.events()] == [("version 8: an attempt failed: r1 was lost", 9)]
     assert history.told == 9
 
 
