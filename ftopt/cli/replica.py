@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from ftopt.job.replica import Result
     from ftopt.telemetry.screen import Screen
 
+_PATIENCE_S, _ORPHANED_S = 45.0, 10.0
+"""How long a process of a run may take to leave once the run is over, and once its runner has died."""
 _EXIT = """\
 Ctrl-C or SIGTERM: the replica hands in its steps, saves the model, leaves, and
 prints the commands with which to continue. A second one ends it at once.
+
+state "no step for 15 s": it should train, and has taken no step for so long.
 
 exit status: 0 the job is done, or the replica has left in good order
              1 it failed
@@ -71,6 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--id {replica!r}; must be a name without /, not beginning with a dot, since it names files")
     if launches(recipe.ranks):
         return launch(arguments.given, recipe.ranks)
+    over = None
+    if arguments.supervised:  # before all that takes seconds: the runner may be killed meanwhile
+        from ftopt.job.supervised import finish_up, terminate_self
+
+        over = finish_up(_PATIENCE_S, orphaned_s=_ORPHANED_S)
+        terminate_self(over)
     from ftopt.job.replica import run_replica
 
     screen = None if arguments.supervised else _screen(recipe, replica, quiet=arguments.quiet)
@@ -86,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             interface=arguments.interface,
             folder=arguments.folder or Path(recipe.log.dir) / f"{recipe.name}-{replica}",
             started=arguments.started or time.time(),
-            supervised=arguments.supervised,
+            over=over,
             screen=screen,
         )
     finally:

@@ -13,6 +13,7 @@ from ftopt.cli import report
 from ftopt.cli.output import complain, say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.errors import UserError
+from ftopt.telemetry.sentences import figure
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +32,8 @@ _EXIT = """\
 Ctrl-C or SIGTERM: the replicas hand in their steps, the last version is saved,
 and the command that resumes the job is printed. A second one ends everything at
 once.
+
+state "no step for 15 s": it should train, and has taken no step for so long.
 
 exit status: 0 the job is done; 1 it failed; 2 the input was wrong;
              130 ended by Ctrl-C; 143 ended by SIGTERM
@@ -138,6 +141,12 @@ def new_folder(parent: Path, name: str) -> Path:
     raise UserError(f"log.dir={str(parent)!r} already has a thousand runs of this second; give another folder")
 
 
+def _came(summary: dict[str, Any]) -> str:
+    joins = len(summary["joins"])
+    resumed = f"resumed by {count} replica{'s' if count > 1 else ''}" if (count := summary["resumed"]) else ""
+    return ", ".join(filter(None, [resumed, f"joins {joins}" if joins or not resumed else ""]))
+
+
 def digest_lines(summary: dict[str, Any]) -> list[str]:
     """Returns the summary as a few lines of text; of one replica's folder, what that replica knows."""
     inherited = f" + inherited {steps}" if (steps := summary["inner_steps_inherited"]) else ""
@@ -157,7 +166,7 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"final weights of {len(digests)} replicas: {'identical' if same else 'NOT IDENTICAL'}")
     lines.append(
         f"{summary['wall_s']:.1f} s" if alone
-        else f"joins {len(summary['joins'])}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s"
+        else f"{_came(summary)}, deaths {len(summary['deaths'])}, {summary['wall_s']:.1f} s"
     )  # fmt: skip
     if (stall := summary["stall_s"]) is not None:
         lines.append(f"sync wait per outer step: median {stall['median']:.3f} s, max {stall['max']:.3f} s")
@@ -168,7 +177,9 @@ def digest_lines(summary: dict[str, Any]) -> list[str]:
             f"{replay['copy_bytes'] / replay['copies'] / 1e6:.1f} MB took {replay['copy_s']:.2f} s of training time"
         )
     if summary["val_loss_final"] is not None:
-        lines.append(f"held-out loss {summary['val_loss_initial']:.4f} -> {summary['val_loss_final']:.4f}")
+        lines.append(
+            f"held-out loss {figure(summary['val_loss_initial'], 5)} -> {figure(summary['val_loss_final'], 5)}"
+        )
     if summary["val_accuracy_final"] is not None:
         lines.append(f"held-out accuracy {summary['val_accuracy_initial']:.3f} -> {summary['val_accuracy_final']:.3f}")
     before = summary["val_metrics_initial"] or {}

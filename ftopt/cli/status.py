@@ -26,6 +26,8 @@ from ftopt.net.tls import why_not
 from ftopt.net.token import authorization
 
 _TIMEOUT_S = 5.0
+_HERE = "http://127.0.0.1:29400"
+"""Where `ftopt coordinator` listens unless it is told otherwise."""
 _pause = time.sleep
 _EVERY_S = 2.0
 _ALLOWED_S = (0.2, 3600.0)
@@ -33,21 +35,23 @@ _COLUMNS = """\
 what is shown of each fragment (a part of the model that is averaged by itself; usually there is one):
   version      outer steps that are committed
   round        what the next one is at: replicas that have proposed, or are reducing
-  attempts     reductions so far; aborted: of these, those that failed and were repeated
+  attempts     reductions so far; failed: of these, those that were repeated
 
 and of each replica:
   state        training; waiting (for its peers, in an outer step); fetching (the job's state); evaluating, ...;
-               out_of_units (its data are used up); stalled (its training thread takes no step); away (not connected);
+               out_of_units (its data are used up); stalled (its training thread takes no
+               step, and outer steps are made without it); away (not connected);
                with --watch also awaited (an outer step waits for it)
   incarnation  how often it has begun anew under its id
-  inner step   its own, s/step: how long one takes
+  inner step   its own; steps/s: its speed while it trains
   version      what it holds of each fragment
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _COLUMNS, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("url", metavar="URL", help="the coordinator's address, e.g. http://head:29400")
+    text = f"the coordinator's address, e.g. http://head:29400 (default: FTOPT_COORDINATOR, else {_HERE})"
+    parser.add_argument("url", metavar="URL", nargs="?", help=text)
     parser.add_argument("--job", metavar="NAME", help="show only this job (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs; with --watch a line per answer")
     text = "show it again every SECONDS (default: %(const)g), until Ctrl-C: in place on a terminal, else as lines"
@@ -65,11 +69,9 @@ def _seconds(text: str) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     """Asks the coordinator and prints its answer, once or again and again."""
-    url = arguments.url.rstrip("/")
+    url = (arguments.url or os.environ.get("FTOPT_COORDINATOR") or _HERE).rstrip("/")
     if not url.startswith(("http://", "https://")):
-        raise UserError(
-            f"{arguments.url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it"
-        )
+        raise UserError(f"{url!r} is not an address; write http://HOST:PORT, as `ftopt coordinator` prints it")
     if (every_s := arguments.watch) is not None:
         if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:
             raise UserError(f"--watch {every_s:g}; must be {_ALLOWED_S[0]:g} to {_ALLOWED_S[1]:g} seconds")
@@ -198,8 +200,9 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
         if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
             raise UserError(why_not(url, reason)) from error
         why = shown(str(error).strip())
+        todo = "check the address" if arguments.url else "give its address: `ftopt status http://HOST:PORT`"
         raise Unreachable(
-            f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or check the address"
+            f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"
         ) from error
     try:
         return list(json.loads(answer)["jobs"])

@@ -20,7 +20,7 @@ def describe(job: Job) -> str:
     """Returns one job's status as text: a line, a table of its fragments, a table of its replicas."""
     parts = [_head(job)]
     if fragments := _fragments_of(job):
-        head = ["fragment", "version", "round", "attempts", "aborted"]
+        head = ["fragment", "version", "round", "attempts", "failed"]
         parts.append("\n".join(_table(head, [[number, *_fragment(x)] for number, x in enumerate(fragments)])))
         if doing := _doing(fragments):
             parts.append("\n".join(doing))
@@ -90,13 +90,13 @@ def _state(x: Mapping[str, Any]) -> str:
 
 def _replicas(replicas: Sequence[Mapping[str, Any]], waits_for: set[str] | None = None, most: int = 128) -> list[str]:
     """A table of replicas; their ids are cut to ``most`` characters."""
-    head = ["replica", "state", "incarnation", "inner step", "s/step", "version"]
+    head = ["replica", "state", "incarnation", "inner step", "steps/s", "version"]
     rows = []
     for x in replicas:
         state = _state(x) + (", awaited" if waits_for and x["replica"] in waits_for else "")
         name = x["replica"] if len(x["replica"]) <= most else f"{x['replica'][: most - 1]}…"
-        step_s = f"{x['step_s']:.3g}" if x["step_s"] else "-"
-        rows.append([name, state, x["incarnation"], x["inner_step"], step_s, _versions(x["versions"])])
+        speed = f"{1 / x['step_s']:.3g}" if x["step_s"] and x["state"] != "away" else "-"
+        rows.append([name, state, x["incarnation"], x["inner_step"], speed, _versions(x["versions"])])
     return _table(head, rows)
 
 
@@ -114,8 +114,8 @@ def _above(job: Job, width: int) -> list[str]:
     texts = [_head(job), *_doing(fragments)]
     if fragments:
         versions, attempts = _versions([x["version"] for x in fragments]), sum(x["attempts"] for x in fragments)
-        aborted = sum(x["attempts_aborted"] for x in fragments)
-        texts.insert(1, f"version {versions}; {attempts} attempts, {aborted} aborted")
+        failed = sum(x["attempts_aborted"] for x in fragments)
+        texts.insert(1, f"version {versions}; {attempts} attempts, {failed} failed")
     return [row for text in texts for row in textwrap.wrap(text, width, subsequent_indent="  ")]
 
 

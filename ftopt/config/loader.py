@@ -134,10 +134,12 @@ def _problems_of_the_rest(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _rest(raw: Mapping[str, Any]) -> tuple[Recipe | None, set[str]]:
-    """A recipe of the sections that are sound themselves, and the names of the others."""
-    needed = {key: raw[key] for key in ("name", "method") if key in raw}
+    """A recipe of the sections that are sound themselves, with others in the place of those it cannot do without, and
+    the names of the ones that are not sound."""
+    needed: dict[str, Any] = {"name": "unnamed", "method": {"name": "local_sgd", "sync_every": 1}}
     wrong = {key for key, value in raw.items() if _section(Recipe, {**needed, key: value}, "", []) is None}
-    return _section(Recipe, {key: value for key, value in raw.items() if key not in wrong}, "", []), wrong
+    sound = {key: value for key, value in raw.items() if key not in wrong}
+    return _section(Recipe, needed | sound, "", []), wrong | (needed.keys() - raw.keys())
 
 
 def dump(recipe: Recipe) -> str:

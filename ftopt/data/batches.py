@@ -34,6 +34,22 @@ class MapStyle(Sized, Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+def samples_at(dataset: MapStyle, indices: list[int]) -> list[Any]:
+    """The samples with these positions.
+
+    Raises:
+        RuntimeError: the data set raised StopIteration, which a loop over batches would take for the end of the data.
+    """
+    several = getattr(dataset, "__getitems__", None)
+    try:
+        return list(several(indices)) if several is not None else [dataset[index] for index in indices]
+    except StopIteration as error:
+        raise RuntimeError(
+            f"the data set raised StopIteration for one of its samples {indices}, of {len(dataset)}: with positions "
+            "it has no end but its length; give every sample up to there, or make the data set iterable"
+        ) from error
+
+
 class Batches(Dataset[Any]):
     """Unit -> batch. ``collate`` makes it of its samples; default: torch's ``default_collate``. ``share``: (this one,
     how many there are) of the ranks that each load a share of every unit."""
@@ -66,8 +82,7 @@ class Batches(Dataset[Any]):
         samples = self._samples
         first, step = self._share
         indices = self._order.indices(samples.epoch_of(unit), samples.positions(unit)).tolist()[first::step]
-        several = getattr(self.dataset, "__getitems__", None)
-        return list(several(indices)) if several is not None else [self.dataset[index] for index in indices]
+        return samples_at(self.dataset, indices)
 
     def _randomly(self, unit: int) -> AbstractContextManager[None]:
         is_random = getattr(self.dataset, "random", True)

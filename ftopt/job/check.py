@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import ftopt
 from ftopt.checkpoint.reader import find
-from ftopt.config.data import TokensConfig
+from ftopt.config.data import OwnData, TokensConfig
 from ftopt.config.model import FactoryConfig
 from ftopt.config.schema import Recipe
 from ftopt.errors import UserError
@@ -78,7 +78,8 @@ def check(recipe: Recipe, wrong: Collection[str] = ()) -> Checked:
     found.model = attempt(lambda: _model(recipe), "model")
     objective = attempt(lambda: objective_of(recipe.task), "task")
     if not any(problem.startswith("model.") for problem in recipe.problems()):
-        found.task = attempt(lambda: _task(recipe, found.model, objective), "data", "model")
+        needs = ["data"] if isinstance(recipe.data, OwnData) else ["data", "model"]  # the model's context
+        found.task = attempt(lambda: _task(recipe, found.model, objective), *needs)
     if found.task is not None:
         attempt(lambda: _check_samples(recipe, found.task), "data", "train")
         if found.model is not None and objective is not None:

@@ -19,7 +19,6 @@ from ftopt.job.harm import harm
 from ftopt.job.own_folder import OwnFolder
 from ftopt.job.ranks import Ranks, meet
 from ftopt.job.subscribers import CurrentStep, DroppedRounds, OnStep, step_log
-from ftopt.job.supervised import finish_up, terminate_self
 from ftopt.job.train import Trainer, leaving_on_signals
 from ftopt.net.tls import Tls
 from ftopt.telemetry.folder import RunFolder
@@ -30,7 +29,6 @@ from ftopt.telemetry.wandb import Wandb, resolve, run_id
 _WANDB_S = 10.0
 _OTHERS_S = 60.0
 """Seconds that a replica at its end waits for the runner to say that all others are at theirs."""
-_PATIENCE_S = 45.0
 
 
 @dataclass
@@ -60,7 +58,7 @@ def run_replica(
     interface: str | None = None,
     folder: Path,
     started: float,
-    supervised: bool,
+    over: threading.Event | None,
     screen: Screen | None = None,
 ) -> Result:
     """Trains one replica, or one rank of it, in this process until the job ends or a signal says so.
@@ -73,20 +71,20 @@ def run_replica(
         host, interface: this machine's address as peers reach it, or the interface that has it; None finds it.
         folder: the run's folder.
         started: the run's start, as ``time.time()`` gives it.
-        supervised: started by `ftopt.job.runner`, which says when to end, and whose folder it is. Else the folder is
-            this replica's own (`ftopt.job.own_folder`), and is summed up at the end.
+        over: set when the run is over, by `ftopt.job.runner`, which has started this process and whose folder it is.
+            None: the folder is this replica's own (`ftopt.job.own_folder`), and is summed up at the end.
         screen: shows what happens.
 
     Raises:
         ftopt.UserError: the coordinator refuses this replica or cannot be reached; data or model cannot be had.
     """
-    asked = finish_up(_PATIENCE_S) if supervised else None
+    supervised = over is not None
     torch.set_num_threads(recipe.train.threads)
     ranks = meet(recipe)
     if not ranks.leads:
         path = None if supervised else (lambda: RunFolder(folder).checkpoints)  # rank 0 writes there
         group = ftopt.connect(url, replica, job=job)
-        done = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, asked=asked, own_checkpoints=path)
+        done = _train(recipe, group, ignore, record=CurrentStep(), ranks=ranks, over=over, own_checkpoints=path)
         return Result(done)
     record = CurrentStep()
     on_steps: list[OnStep] = [] if screen is None else [screen.stepped]
@@ -139,7 +137,7 @@ def run_replica(
             on_event,
             record=record,
             ranks=ranks,
-            asked=asked,
+            over=over,
             dropped=dropped,
             injector=injector,
             own_checkpoints=path,
@@ -180,7 +178,7 @@ def _train(
     *,
     record: CurrentStep,
     ranks: Ranks,
-    asked: threading.Event | None,
+    over: threading.Event | None,
     dropped: DroppedRounds | None = None,
     injector: FaultInjector | None = None,
     own_checkpoints: Callable[[], Path] | None = None,
@@ -192,13 +190,11 @@ def _train(
         record=record,
         dropped=dropped,
         evaluates=group.replica == recipe.replica_ids()[0],
-        wait_for_others=lambda: ranks.leads and asked is not None and asked.wait(_OTHERS_S),
+        wait_for_others=lambda: ranks.leads and over is not None and over.wait(_OTHERS_S),
         ranks=ranks,
         own_checkpoints=own_checkpoints,
     )
     if injector is not None:
         injector.learn(harm(trainer.optimizer, group))
-    if asked is not None:
-        terminate_self(asked)
     with leaving_on_signals(trainer):
         return trainer.run()

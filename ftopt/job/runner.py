@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ftopt.checkpoint.reader import verified, whole
+from ftopt.checkpoint.reader import Checkpoint, verified, whole
 from ftopt.config.loader import dump
 from ftopt.config.schema import Recipe
 from ftopt.errors import FtoptError, UserError
@@ -84,6 +84,9 @@ class Runner:
         self._display = display
         self._started = time.time()
         self._view = RunView(recipe.train.inner_steps, name=recipe.name)
+        if recipe.checkpoint.resume is not None:
+            at = Checkpoint(Path(recipe.checkpoint.resume)).manifest
+            self._view.version, self._view.inner_step = at.version, at.inner_step
         self._children: dict[str, Child] = {}
         self._returns: list[_Return] = []
         self._faults: dict[str, dict[str, Any]] = {}  # the fault that kills a process

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftopt.events import Event, OnEvent
+from ftopt.telemetry.jsonl import significant
 
 
 @dataclass(slots=True)
@@ -39,9 +40,8 @@ def step_log(record: CurrentStep, *subscribers: OnStep) -> OnEvent:
             "local_step": record.local_step,
             "inner_step": event.inner_step,
         }
-        line |= {"loss": round(record.loss, 5), "lr": record.lr}
-        if tokens := event.data.get("tokens"):
-            line["tokens"] = tokens
+        line |= {"loss": significant(record.loss), "lr": record.lr}
+        line |= {what: count for what in ("tokens", "samples") if (count := event.data.get(what))}
         for subscriber in subscribers:
             subscriber(line)
 

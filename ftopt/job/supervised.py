@@ -6,6 +6,7 @@ of a run, and the kernel says so when the runner is killed.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,17 +15,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+_LOOK_S = 0.25
 
-def finish_up(patience_s: float) -> threading.Event:
-    """Returns an event that is set once standard input has ended; ``patience_s`` later the process ends, whatever it is
-    doing."""
-    asked = threading.Event()
+
+def finish_up(patience_s: float, *, orphaned_s: float = math.inf) -> threading.Event:
+    """Returns an event that is set once standard input has ended; ``patience_s`` later, or ``orphaned_s`` if that is
+    since the parent process has died, the process ends, whatever it is doing."""
+    asked, parent = threading.Event(), os.getppid()
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 1024):
             pass
         asked.set()
-        time.sleep(patience_s)
+        ended_s = time.monotonic()
+        while time.monotonic() - ended_s < (patience_s if os.getppid() == parent else min(patience_s, orphaned_s)):
+            time.sleep(_LOOK_S)
         os._exit(1)
 
     threading.Thread(target=watch, name="ftopt-finish-up", daemon=True).start()

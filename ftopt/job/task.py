@@ -18,7 +18,7 @@ from ftopt.config.data import Digits, OwnData, StdlibBytes, Text, TokensConfig
 from ftopt.config.model import ConvnetConfig, FactoryConfig, GptConfig
 from ftopt.config.schema import Recipe
 from ftopt.config.task import CrossEntropyConfig, OwnTask
-from ftopt.data.batches import Collate, MapStyle, seeded
+from ftopt.data.batches import Collate, MapStyle, samples_at, seeded
 from ftopt.data.corpus import HELD_OUT, stdlib_bytes, text
 from ftopt.data.digits import CLASSES, digits
 from ftopt.data.draws import Draws, windows
@@ -97,7 +97,7 @@ class Task(ABC):
         dataset, collate = self.dataset(), self.collate or default_collate
 
         def load(places: Tensor) -> Any:
-            return collate([dataset[place] for place in places.tolist()])
+            return collate(samples_at(dataset, places.tolist()))
 
         return Draws(len(dataset), load, batch_size=self.batch_size, seed=seed, share=share)
 

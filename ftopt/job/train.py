@@ -33,6 +33,7 @@ from ftopt.job.subscribers import CurrentStep, DroppedRounds
 from ftopt.job.supervised import Ended, on_signals
 from ftopt.job.task import task_of
 from ftopt.sync.group import ReplicaGroup
+from ftopt.telemetry.jsonl import significant
 
 _log = logging.getLogger(__name__)
 
@@ -292,8 +293,8 @@ class Trainer:
         optimizer = self.optimizer
         with optimizer.busy("evaluating"), optimizer.outer_parameters():
             score = self._task.score(thorough=thorough)
-        metrics = {name: round(value, 5) for name, value in score.metrics.items()}
-        data = {"loss": round(score.loss, 5), "accuracy": metrics.pop("accuracy", None), "metrics": metrics}
+        metrics = {name: significant(value) for name, value in score.metrics.items()}
+        data = {"loss": significant(score.loss), "accuracy": metrics.pop("accuracy", None), "metrics": metrics}
         self._tell("evaluate", {**data, "final": final, "samples": score.samples})
 
     def _tell_end(self, reason: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _METHODS: tuple[type[Method], ...] = (
     DiLoCo, StreamingDiLoCo, DecoupledDiLoCo, LocalSGD, SlowMo, SyncSGD, PAFT,
 )  # fmt: skip
-CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=group)"
+CALL = "ftopt.wrap(optimizer, model, ftopt.DiLoCo(sync_every=500), group=ftopt.connect(url))"
 
 
 def check_inner(inner: Optimizer | Sequence[Optimizer], model: nn.Module, wrapped: type[Optimizer]) -> list[Optimizer]:
@@ -53,8 +53,7 @@ def check_rest(
         raise UserError(f"method={method!r:.80}; must be a method of ftopt; {_meant(method)}")
     if not isinstance(getattr(group, "replica", None), str):
         raise UserError(
-            f"group={group!r:.80}; must be one group; use ftopt.connect(url), ftopt.solo(), or one of "
-            "ftopt.local_groups(n)"
+            f"group={group!r:.80}; must be one group; use {_connected()}, ftopt.solo(), or one of ftopt.local_groups(n)"
         )
     if state_dir is not None and not isinstance(state_dir, str | os.PathLike):
         raise UserError(f"state_dir={state_dir!r:.80}; must be the path of a folder on a local disk, or None for RAM")
@@ -65,6 +64,11 @@ def check_rest(
             f"wrap(undo=True) with method {method.name}: its replicas take each inner step together, and one alone "
             "cannot undo it; leave undo out, or use a method that exchanges parameters, as ftopt.LocalSGD"
         )
+
+
+def _connected() -> str:
+    """How this process gets its group: one that was launched has the coordinator's address in its environment."""
+    return "ftopt.connect()" if os.environ.get("FTOPT_COORDINATOR") else "ftopt.connect(url)"
 
 
 def check_dense(model: nn.Module, method: Method) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ftopt.report.html import Html, Number, el, table
 from ftopt.report.losses import COLORS, Mean, held_out, pair
 from ftopt.report.plot import legend
-from ftopt.report.rounds import sent
+from ftopt.report.rounds import sent, stalls
 from ftopt.report.run import Run
 from ftopt.report.steps import Steps
 from ftopt.report.text import cut, real, share, size, span, whole
@@ -45,8 +45,8 @@ _FIGURES: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("deaths", lambda run: whole(len(run.summary["deaths"]))),
     ("outer steps", lambda run: whole(run.summary["outer_steps"]) if run.decided else whole(None)),
     ("attempts that failed", lambda run: whole(run.summary["attempts_aborted"])),
-    ("wait for an outer step, median", lambda run: _stall(run, "median")),
-    ("longest wait", lambda run: _stall(run, "max")),
+    ("wait for an outer step, median", lambda run: _stall(run)),
+    ("longest wait", lambda run: _longest_wait(run)),
     ("sent", lambda run: size(sum(sent(run).values()) or None)),
     ("held-out loss at the end", lambda run: real(_last_loss(run))),
 )
@@ -57,9 +57,15 @@ def _part(run: Run, name: str) -> str:
     return share(s[name], s["inner_steps_executed"] + s["inner_steps_inherited"]) if run.decided else whole(None)
 
 
-def _stall(run: Run, which: str) -> str:
+def _stall(run: Run) -> str:
     stall: Mapping[str, float] | None = run.summary["stall_s"]
-    return span(stall[which]) if stall is not None else whole(None)
+    return span(stall["median"]) if stall is not None else whole(None)
+
+
+def _longest_wait(run: Run) -> str:
+    """Also of a replica that has died."""
+    every = [stall_s for each in stalls(run).values() for _, stall_s in each]
+    return span(max(every)) if every else whole(None)
 
 
 def _last_loss(run: Run) -> float | None:

@@ -166,6 +166,6 @@ def _training(run: Run, replicas: Sequence[str]) -> Html | None:
         cells = [sums[replica].get(number) for replica in replicas]
         first, to = number * width + 1, min((number + 1) * width, last)
         said = f"{first:,}" if first == to else f"{first:,} to {to:,}"
-        rows.append([said, *(real(cell[0] / cell[1] if cell else None, 3) for cell in cells)])
+        rows.append([said, *(real(cell[0] / cell[1] if cell else None, 4) for cell in cells)])
     shown = table(["inner steps", *replicas], rows)
     return el("details", el("summary", "Training loss of each replica, as a table of means"), shown)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from ftopt.report.html import Number
+from ftopt.telemetry.sentences import figure
 
 T = TypeVar("T")
 _ROWS = 60
@@ -24,9 +25,9 @@ def whole(number: int | None) -> Number:
     return Number("\N{EN DASH}" if number is None else f"{number:,}")
 
 
-def real(number: float | None, digits: int = 4) -> Number:
-    """A loss; a dash when it is not known."""
-    return Number("\N{EN DASH}" if number is None or not math.isfinite(number) else f"{number:.{digits}f}")
+def real(number: float | None, digits: int = 5) -> Number:
+    """A loss, with so many significant digits; a dash when it is not known."""
+    return Number("\N{EN DASH}" if number is None or not math.isfinite(number) else figure(number, digits))
 
 
 def share(part: float, of: float) -> Number:

@@ -10,7 +10,7 @@ from ftopt.report.run import COORDINATOR, Run
 from ftopt.report.text import clock, count, cut, listed, share, size, span, spread
 from ftopt.report.timeline import Span, lives, seconds
 from ftopt.telemetry.jsonl import data_of
-from ftopt.telemetry.sentences import plain
+from ftopt.telemetry.sentences import figure, plain
 from ftopt.telemetry.view import RunView
 
 REASONS = {
@@ -149,14 +149,14 @@ def _attempts(run: Run) -> str:
 
 
 def _waits(run: Run, states: dict[str, list[Span]]) -> str:
-    of = stalls(run, survivors=True)
-    every = [(stall_s, t_s, replica) for replica, each in of.items() for t_s, stall_s in each]
-    if not every:
+    lasting = [stall_s for each in stalls(run, survivors=True).values() for _, stall_s in each]
+    every = [(stall_s, t_s, replica) for replica, each in stalls(run).items() for t_s, stall_s in each]
+    if not lasting:
         return ""
-    median, _, _ = spread([stall_s for stall_s, _, _ in every])
+    median, _, _ = spread(lasting)
     longest, t_s, replica = max(every)
     there = sum(sum(v for k, v in seconds(spans).items() if k not in ("dead", "starting")) for spans in states.values())
-    total = sum(stall_s for each in stalls(run).values() for _, stall_s in each)
+    total = sum(stall_s for stall_s, _, _ in every)
     return (
         f"An outer step kept a replica from its next inner step for {span(median)} at the median; the longest wait was "
         f"{span(longest)} ({replica}, at {clock(t_s)}). All waits together are {share(total, there)} of the replicas' "
@@ -179,15 +179,14 @@ def _losses(run: Run) -> str:
         return ""
     first, last = s["val_loss_initial"], s["val_loss_final"]
     if last is not None and all(data_of(event).get("final") for event in tests):
-        return f"Held-out loss at the end: {last:.4f} nats."
+        return f"Held-out loss at the end: {figure(last, 5)} nats."
     if last is None:
-        return (
-            f"Held-out loss: {first:.4f} nats at first, {float(data_of(tests[-1])['loss']):.4f} at the last evaluation."
-        )
+        last = float(data_of(tests[-1])["loss"])
+        return f"Held-out loss: {figure(first, 5)} nats at first, {figure(last, 5)} at the last evaluation."
     accuracy = ""
     if isinstance(s["val_accuracy_final"], float) and isinstance(s["val_accuracy_initial"], float):
         accuracy = f"; accuracy {s['val_accuracy_initial']:.3f} to {s['val_accuracy_final']:.3f}"
-    return f"Held-out loss went from {first:.4f} to {last:.4f} nats{accuracy}."
+    return f"Held-out loss went from {figure(first, 5)} to {figure(last, 5)} nats{accuracy}."
 
 
 def versions(run: Run) -> Sequence[tuple[str, str]]:

@@ -25,6 +25,11 @@ Line = Mapping[str, Any]
 """One line of a file: a JSON object."""
 
 
+def significant(number: float) -> float:
+    """A number as a line has it: six significant digits are enough, of small numbers too."""
+    return float(f"{number:.6g}")
+
+
 class JsonLines:
     """An append-only file of JSON objects. Any thread.
 

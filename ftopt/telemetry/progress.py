@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from ftopt.telemetry.sentences import Note
+from ftopt.telemetry.sentences import Note, figure
 from ftopt.telemetry.view import Row, RunView
 
 if TYPE_CHECKING:
@@ -108,11 +108,11 @@ def figures(view: RunView) -> list[str]:
     """The job's figures, the most important ones first."""
     parts = [f"inner step {view.at()}/{view.inner_steps} ({view.share():.0%})", f"version {view.version}"]
     if (loss := view.loss()) is not None:
-        parts.append(f"loss {loss:.3f}")
+        parts.append(f"loss {figure(loss)}")
     if view.score:
         parts.append(view.score)
     if tokens := view.tokens_per_s():
-        parts.append(f"{_short(tokens)} tokens/s")
+        parts.append(f"{_short(tokens)} {view.unit}/s")
     elif steps := sum(row.steps_per_s for row in view.rows.values() if row.state in ("training", "waiting")):
         parts.append(f"{steps:.1f} steps/s")
     if (waits := view.waiting_share()) is not None:
@@ -238,7 +238,7 @@ def _table(view: RunView, rows: list[Row], width: int) -> Table:
 
     tokens = any(row.tokens_per_s for row in rows)
     columns = ["replica", "state", "inner step", "loss", "version", "steps/s"]
-    columns += ["tokens/s"] if tokens else []
+    columns += [f"{view.unit}/s"] if tokens else []
     columns += ["waited"] if width >= 72 else []
     columns += ["incarnation"] if width >= 100 else []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
@@ -250,10 +250,10 @@ def _table(view: RunView, rows: list[Row], width: int) -> Table:
         cells = {
             "replica": row.replica,
             "inner step": str(row.inner_step),
-            "loss": f"{row.loss:.3f}" if row.loss is not None else "-",
+            "loss": figure(row.loss) if row.loss is not None else "-",
             "version": str(row.version),
             "steps/s": f"{row.steps_per_s:.1f}" if active and row.steps_per_s else "-",
-            "tokens/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
+            f"{view.unit}/s": _short(row.tokens_per_s) if active and row.tokens_per_s else "-",
             "waited": f"{row.waited_s:.1f} s",
             "incarnation": str(row.incarnation or "-"),
         }
@@ -267,7 +267,7 @@ def _summary(view: RunView, rows: list[Row], width: int) -> Text:
 
     states = ", ".join(f"{count} {state}" for state, count in sorted(view.states(rows).items()))
     losses = [row.loss for row in rows if row.loss is not None]
-    loss = f"; loss {min(losses):.3f} to {max(losses):.3f}" if losses else ""
+    loss = f"; loss {figure(min(losses))} to {figure(max(losses))}" if losses else ""
     return Text(f"{len(rows)} more: {states}{loss}", style="dim", no_wrap=True, overflow="ellipsis")
 
 

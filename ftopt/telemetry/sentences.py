@@ -60,11 +60,16 @@ def subject(record: Line) -> str:
     return f"{record['replica']} (incarnation {life})" if life > 1 else str(record["replica"])
 
 
+def figure(number: float, digits: int = 4) -> str:
+    """A loss, or the like, with so many significant digits: ``2.000``, ``0.0001234``."""
+    return f"{number:#.{digits}g}".rstrip(".")
+
+
 def score(data: Line) -> str:
     """What an evaluation has found."""
     accuracy = {"accuracy": data["accuracy"]} if data.get("accuracy") is not None else {}
     found = {"held-out loss": data["loss"], **accuracy, **data.get("metrics", {})}
-    return ", ".join(f"{name} {'not finite' if x is None else f'{x:.4g}'}" for name, x in found.items())
+    return ", ".join(f"{name} {'not finite' if x is None else f'{figure(x)}'}" for name, x in found.items())
 
 
 def _text(record: Line) -> str | None:

@@ -61,6 +61,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
     joins: dict[Incarnation, Line] = {}
     for event in by_name["join"]:  # the first of each incarnation: one that reconnects does not join again
         joins.setdefault(_incarnation(event), event)
+    back = {_incarnation(event) for event in by_name["return"]}
     last = max(decisions[0].values(), key=lambda event: int(event["version"]), default=None)
     return {
         "outer_steps": sum(map(len, decisions.values())),
@@ -87,6 +88,7 @@ def summarize(events: Sequence[Line], steps: Mapping[str, Sequence[Line]]) -> di
         "stall_s": _spread([data_of(x)["stall_s"] for x in by_name["stall"] if _incarnation(x) not in dead]),
         "wire_bytes": _wire_bytes(events),
         "joins": [{name: event[name] for name in ("t_s", "replica", "incarnation")} for event in joins.values()],
+        "resumed": len(back - joins.keys()),
         "deaths": [
             {name: event[name] for name in ("t_s", "replica", "incarnation")} | {"status": data_of(event).get("status")}
             for event in by_name["death"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ftopt.telemetry.jsonl import Line, data_of
-from ftopt.telemetry.sentences import Note, names, note_of, score
+from ftopt.telemetry.sentences import Note, names, note_of, score, subject
 
 _STATES = {"spawn": "starting", "propose": "waiting", "fetch": "fetching", "death": "dead", "lost": "cut off"}
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched"), "training")
@@ -20,6 +20,8 @@ _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 _QUIET = ("mixed", "taken_over")  # as the method means it
 _INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
+_GOES_ON = "the job goes on from what its replicas hold"
+"""A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
@@ -32,6 +34,7 @@ class Row:
 
     Attributes:
         tokens_per_s, steps_per_s: over the last ten seconds.
+        unit: what ``tokens_per_s`` counts: ``samples`` where a sample has no tokens, as an image.
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
@@ -45,6 +48,7 @@ class Row:
     loss: float | None = None
     steps_per_s: float = 0.0
     tokens_per_s: float = 0.0
+    unit: str = "tokens"
     waited_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
@@ -61,7 +65,9 @@ class Row:
         self.inner_step, self.incarnation = line["inner_step"], line["incarnation"]
         self.loss, self.last_s = line["loss"], line["t_s"]
         self.first_s = self.last_s if self.first_s is None else self.first_s
-        self._times.append((line["t_s"], line.get("tokens", 0)))
+        tokens = line.get("tokens", 0)
+        self.unit = "samples" if tokens <= line.get("samples", 0) else "tokens"  # those of several ranks are counted
+        self._times.append((line["t_s"], tokens))
         while self.last_s - self._times[0][0] > _WINDOW_S:
             self._times.popleft()
         span = self.last_s - self._times[0][0]
@@ -129,17 +135,23 @@ class RunView:
             self.version, self.inner_step = record["version"], data["committed_step"]
         elif name == "started" and not self.whole:
             self.version, self.inner_step = record["version"], data["start_step"]
+        elif name == "recover":
+            self.version, self.inner_step = record["version"], record["inner_step"]
+            self.held = _GOES_ON  # which it says better
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
             self.score = score(data)
         known = replica in self.rows
+        had_left = known and self.rows[replica].state == "left"
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
         if not self._is_news(record, data):
             return None
         if name == "rollback" and not any(row.state not in (*_ENDED, "cut off") for row in self.rows.values()):
             return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
+        if name == "death" and had_left:  # an error of the user's own: it has said goodbye
+            return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
         return note_of(record)
 
     def waiting_for(self) -> Note | None:
@@ -185,8 +197,9 @@ class RunView:
     def _update(self, row: Row, record: Line, data: Line) -> None:
         name = record["event"]
         row.incarnation = max(row.incarnation, record["incarnation"])
-        if name == "apply":
-            row.version = record["version"]
+        if name in ("apply", "join", "return"):
+            row.version = record.get("version") or row.version
+            row.inner_step = max(row.inner_step, record.get("inner_step") or 0)
         elif name == "propose" and not record.get("fragment"):
             row.proposed, row.proposed_s = record.get("version", 0), record["t_s"]
         elif name == "call_in" and not record.get("fragment"):
@@ -221,6 +234,11 @@ class RunView:
         (first_s, first), (_, last) = self._progress[0], self._progress[-1]
         rate = (last - first) / max(self.now_s - first_s, 1e-9)
         return max(0.0, (self.inner_steps - self.at()) / rate) if rate > 0 else None
+
+    @property
+    def unit(self) -> str:
+        """What `tokens_per_s` counts: ``tokens``, or ``samples`` that have none."""
+        return "samples" if any(row.unit == "samples" for row in self.rows.values()) else "tokens"
 
     def tokens_per_s(self) -> float:
         """Of all replicas that train."""

@@ -179,6 +179,19 @@ def test_the_bash_completion_completes(capsys: pytest.CaptureFixture[str]) -> No
         assert known in got.stdout.split()
 
 
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for where in ("ftopt.cli.main.parse", "importlib.import_module"):  # both import
+        with monkeypatch.context() as patched:
+            patched.setattr(where, interrupted)
+            assert main(["ls"]) == 130
+            assert capsys.readouterr().err == "ftopt: interrupted\n"
+
+
 def test_simulate_counts_histories_and_what_they_cover(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--histories", "5", "--seed", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -23,6 +23,7 @@ import pytest
 import ftopt.cli.status
 from ftopt.cli.main import main
 from ftopt.cli.status_tables import describe, line, picture
+from ftopt.sync.protocol import messages as m
 from tests.sync.server.access import TOKEN, coordinator, coordinator_thread, identity, scripted
 
 STATUS: dict[str, Any] = {
@@ -52,12 +53,12 @@ def test_a_job_is_a_line_and_two_tables() -> None:
     assert describe(STATUS).splitlines() == [
         "job bytes: running, inner step 450",
         "",
-        "fragment  version  round       attempts  aborted",
-        "       0        9  2 proposed        12        3",
+        "fragment  version  round       attempts  failed",
+        "       0        9  2 proposed        12       3",
         "",
-        "replica  state    incarnation  inner step  s/step  version",
-        "r0       waiting            1         500  0.0123  9",
-        "node-17  away               2           0  -       -",
+        "replica  state    incarnation  inner step  steps/s  version",
+        "r0       waiting            1         500  81       9",
+        "node-17  away               2           0  -        -",
     ]
 
 
@@ -66,7 +67,7 @@ def test_a_job_that_does_not_run_says_why_and_many_fragments_are_told_as_a_range
     assert describe({**STATUS, "phase": phase, "fragments": [], "replicas": []}) == f"job bytes: {phase}"
     replica = {**STATUS["replicas"][0], "versions": [4, 5, 5, None, 6], "stalled": True}
     shown = describe({**STATUS, "fragments": STATUS["fragments"] * 5, "replicas": [replica]}).splitlines()
-    assert shown[-1] == "r0       stalled            1         500  0.0123  4 to 6"
+    assert shown[-1] == "r0       stalled            1         500  81       4 to 6"
     assert len(shown) == 1 + 1 + 6 + 1 + 2
 
 
@@ -255,6 +256,58 @@ def test_watch_ends_with_an_error_if_there_is_no_first_answer(capsys: pytest.Cap
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     assert main(["status", url, "--watch"]) == 2
     assert "no coordinator answers" in capsys.readouterr().err
+
+
+async def _ended(check: Callable[[str], None]) -> None:
+    two = {"start_replicas": 2, "dead_after_s": 30.0, "gone_after_s": 60.0}
+    async with coordinator(token=None) as url:
+        async with (
+            scripted(url, identity("one", settings=two), token=None) as replica,
+            scripted(url, identity("one", "r1", settings=two), token=None) as other,
+        ):
+            await asyncio.gather(replica.join(), other.join())
+            await other.send(m.Bye())
+            assert await other.ended()
+            await replica.outer_step()
+            await replica.send(m.Bye())
+            assert await replica.ended()
+            await asyncio.to_thread(check, url)
+        await asyncio.to_thread(check, url)
+        async with scripted(url, identity("one", "r2", settings=two), token=None) as late:
+            for effect in late.machine.connect():
+                await late.send(effect.message)  # type: ignore[union-attr]
+            hold = await late.until(m.Hold)
+            assert hold.text == (
+                "job 'one' has ended at version 1, inner step 5: no replica is left; a checkpoint can be resumed; who "
+                "connects without one starts the job anew"
+            )
+        await asyncio.to_thread(check, url)
+
+
+def test_a_job_that_has_ended_is_shown_with_its_last_version_and_latecomers_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def check(url: str) -> None:
+        assert main(["status", url]) == 0
+        assert capsys.readouterr().out == "job one: ended at version 1, inner step 5: no replica is left\n"
+
+    asyncio.run(_ended(check))
+
+
+def test_without_an_address_it_asks_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FTOPT_COORDINATOR", raising=False)
+    with coordinator_thread(token=None) as url:
+        monkeypatch.setattr(ftopt.cli.status, "_HERE", url)
+        assert main(["status"]) == 0
+        assert "no jobs yet" in capsys.readouterr().out
+    assert main(["status"]) == 2
+    error = capsys.readouterr().err
+    assert f"no coordinator answers at {url}" in error and "give its address: `ftopt status http://HOST:PORT`" in error
+    monkeypatch.setenv("FTOPT_COORDINATOR", "head:29400")
+    assert main(["status"]) == 2
+    assert "'head:29400' is not an address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])

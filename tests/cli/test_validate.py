@@ -81,6 +81,19 @@ def test_what_is_wrong_in_values_files_and_factories_is_reported_at_once(capsys:
         assert part in error
 
 
+@pytest.mark.parametrize(
+    "wrong", ["method.name=dilocoo", "method.sync_every=x", "name=7/7", "replicas=many", "model.name=gptt", "inner=x"]
+)
+def test_factories_are_called_whichever_section_is_wrong(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    factories = ["data.factory=their_parts:dat", "task.factory=their_parts.py:leaving"]
+    if "model" not in wrong:
+        factories.append("model.factory=their_parts.py:modell")
+    error = refused(capsys, "own.yaml", *factories, wrong)
+    assert f"{len(factories) + 1} errors" in error
+    assert "has no 'dat'" in error and "it called sys.exit(3)" in error
+    assert ("has no 'modell'" in error) == ("model" not in wrong)
+
+
 def test_parts_that_do_not_suit_each_other_are_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", "own.yaml"]) == 0
     told = capsys.readouterr()

@@ -37,6 +37,19 @@ def samples_of(batches: Iterator[torch.Tensor]) -> list[int]:
     return [index for batch in batches for index in batch.tolist()]
 
 
+class Ending(Numbers):
+    """Its iterator has run out at sample 37."""
+
+    def __getitem__(self, index: int) -> int:
+        return index if index != 37 else int(next(iter([])))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_data_set_that_raises_stop_iteration_does_not_end_the_data(workers: int) -> None:
+    with pytest.raises(RuntimeError, match=r"the data set raised StopIteration for one of its samples \[.*37.*, of 64"):
+        list(DataLoader(Ending(64), 8, epochs=1, num_workers=workers))
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_each_epoch_has_every_sample_once_in_the_job_s_order(workers: int, drop_last: bool) -> None:

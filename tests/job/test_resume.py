@@ -161,6 +161,23 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
     assert [event["data"]["pending_by_fragment"] for event in events_of(tmp_path, "resumed")] == [[0]] * 3
 
 
+def test_fewer_replicas_than_a_checkpoint_has_go_on_from_it(tmp_path: Path, start: Start) -> None:
+    store = tmp_path / "store"
+    short = ("method.sync_every=10", f"checkpoint.dir={store}", "checkpoint.every=1")
+    status, error = start(tmp_path, *short, "train.inner_steps=20").wait(_PATIENCE_S)
+    assert status == 0, error
+    assert verified(store).replicas == ["r0", "r1", "r2"]
+    (tmp_path / "runs").rename(tmp_path / "first")
+    more = (*short, f"checkpoint.resume={store}", "train.inner_steps=40", "replicas=2")
+    status, error = start(tmp_path, *more, leave_out="replicas").wait(_PATIENCE_S)
+    assert status == 0, error
+    summary = summary_of(tmp_path)
+    every_step_once(summary)
+    assert (summary["inner_step"], summary["resumed"], summary["joins"], summary["deaths"]) == (40, 2, [], [])
+    assert "resumed by 2 replicas, deaths 0, " in (tmp_path / "stdout.txt").read_text()
+    assert verified(store).replicas == ["r0", "r1"]
+
+
 def test_a_damaged_checkpoint_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,13 @@ def test_wrap_names_the_argument_that_is_of_another_kind(other: dict[str, Any], 
         _wrapped(**other)
 
 
+def test_a_launched_process_is_told_that_its_environment_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, said in (("http://head:29400", r"use ftopt.connect\(\), "), ("", r"use ftopt.connect\(url\), ")):
+        monkeypatch.setenv("FTOPT_COORDINATOR", url)
+        with pytest.raises(ftopt.UserError, match=said):
+            _wrapped(group=None)
+
+
 def test_a_group_is_for_one_optimizer() -> None:
     group = ftopt.solo()
     with _wrapped(group=group), pytest.raises(ftopt.UserError, match=r"group of replica 'r0' is in use"):
@@ -419,7 +426,7 @@ def test_what_is_said_while_training_is_checked_too() -> None:
             lambda: ftopt.wrap(),
             r"wrap\(\): missing a required argument: 'inner'; call it as in ftopt.wrap\(optimizer, ",
         ),
-        (lambda: ftopt.wrap(1, 2, 3), "missing a required argument: 'group'"),
+        (lambda: ftopt.wrap(1, 2, 3), r"missing a required argument: 'group'; .* group=ftopt.connect\(url\)\)"),
         (lambda: ftopt.wrap(1, 2, 3, group=4, undoo=True), "got an unexpected keyword argument 'undoo'; call it as in"),
     ],
 )

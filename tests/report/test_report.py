@@ -56,6 +56,15 @@ def test_the_first_sentences_tell_what_happened_and_what_it_cost(tmp_path: Path)
         assert said in text, text[:2000]
 
 
+def test_the_longest_wait_may_be_one_of_a_replica_that_died(tmp_path: Path) -> None:
+    run = record(tmp_path, ended=False)
+    run.event("stall", "r1", 1, data={"stall_s": 0.75})
+    run.summarize()
+    assert reported(tmp_path) == 0
+    text = page_of(tmp_path / "report.html").text
+    assert "for 0.5 s at the median; the longest wait was 0.75 s (r1, at " in text, text[:2000]
+
+
 def test_every_moment_of_a_replica_is_in_one_state(tmp_path: Path) -> None:
     record(tmp_path)
     run = read(tmp_path, print)

@@ -153,6 +153,41 @@ def test_figures_are_the_jobs() -> None:
     assert ", ".join(figures(view)) == told
 
 
+def test_a_job_that_goes_on_from_a_checkpoint_starts_at_its_step() -> None:
+    view = RunView(600)
+    view.event(event("recover", "coordinator", life=0, version=4, inner_step=200))
+    assert figures(view)[:2] == ["inner step 200/600 (33%)", "version 4"]
+    view.event(event("return", inner_step=200, version=4))
+    assert (view.row("r0").inner_step, view.row("r0").version) == (200, 4)
+
+
+def test_that_a_job_goes_on_is_not_told_after_its_replicas_are_back() -> None:
+    view = RunView(600)
+    waits = view.event(event("hold", data={"text": "the job goes on from what its replicas hold: waiting for r1"}))
+    view.event(event("recover", "coordinator", life=0, version=4, inner_step=200))
+    assert waits is not None
+    assert view.event(event("return", inner_step=200, version=4)) is not None
+    assert view.event(event("hold", data={"text": "the job goes on from what its replicas hold"})) is None
+
+
+def test_a_replica_that_leaves_with_an_error_is_not_said_to_have_died_as_well() -> None:
+    view = running(2)
+    assert view.event(event("leave", "r01", 12.0)) == Note("r01 left")
+    failed = event("death", "r01", 12.1, data={"status": "exit status 1"})
+    assert view.event(failed) == Note("r01 left since it failed (exit status 1)", "bad")
+
+
+def test_small_losses_keep_their_digits_and_samples_without_tokens_are_samples() -> None:
+    view = RunView(600)
+    for step in range(1, 4):
+        view.stepped("r0", line(step, step * 0.5, loss=0.0001234, tokens=64, samples=64))
+    assert figures(view)[2:4] == ["loss 0.0001234", "128 samples/s"]
+    table = "\n".join(drawn(view, 100))
+    assert "0.0001234" in table and "samples/s" in table and "tokens" not in table
+    view.stepped("r0", line(4, 2.0, loss=31.5, tokens=64, samples=8))
+    assert figures(view)[2:4] == ["loss 31.50", "128 tokens/s"]
+
+
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("replicas", [2, 32])
 def test_the_table_fits_the_terminal(width: int, replicas: int) -> None:

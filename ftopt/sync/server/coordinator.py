@@ -326,11 +326,13 @@ class CoordinatorServer:
             return None
 
     def _job(self, name: str) -> Job:
-        """The job of that name. When there are too many, a new one replaces one without a connection."""
+        """The job of that name. When there are too many, a new one replaces one that has ended, else one without a
+        connection."""
         if name in self._jobs:
             return self._jobs[name]
         if len(self._jobs) >= self._limits.jobs:
-            idle = next((job for job in self._jobs.values() if not job.connected), None)
+            unconnected = (job for job in self._jobs.values() if not job.connected)
+            idle = min(unconnected, key=lambda job: not job.ended, default=None)
             if idle is None:
                 raise Exceeded(f"more than {self._limits.jobs} jobs")
             self._drop(idle)

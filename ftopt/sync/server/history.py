@@ -31,12 +31,13 @@ Row = tuple[float, ...]
 
 
 class Ring:
-    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows."""
+    """The last rows of one resolution. ``count``: rows ever added. ``coarser`` gets one for ``every`` rows;
+    ``waiting``: those that it has not got yet."""
 
     def __init__(self, keep: int, coarser: Ring | None = None, every: int = 1) -> None:
         self._rows: deque[Row] = deque(maxlen=keep)
         self._coarser, self._every = coarser, every
-        self._waiting: list[Row] = []
+        self.waiting: list[Row] = []
         self.count = 0
 
     def add(self, row: Row) -> None:
@@ -44,10 +45,10 @@ class Ring:
         self.count += 1
         if self._coarser is None:
             return
-        self._waiting.append(row)
-        if len(self._waiting) == self._every:
-            self._coarser.add(_merged(self._waiting))
-            self._waiting.clear()
+        self.waiting.append(row)
+        if len(self.waiting) == self._every:
+            self._coarser.add(_merged(self.waiting))
+            self.waiting.clear()
 
     def after(self, count: int) -> list[Row]:
         """The rows after the first ``count``, as far as they are kept."""
@@ -155,6 +156,20 @@ class History:
         speed = float(f"{self._speed.now(now):.4g}")
         self.rings[0].add((t_s, speed, *(states[x] for x in LEVELS[1:]), *(self._counts[x] for x in COUNTS.values())))
         self._counts.clear()
+
+    def recent(self, ring: int, replicas: Sequence[Mapping[str, Any]]) -> Row:
+        """What no row of a ring has yet, as a row: the levels of now, and what was counted since its last row; a coarse
+        row comes up to a quarter of an hour late. ``replicas``: as `sample`'s."""
+        states = Counter(level(x) for x in replicas)
+        rows = [row for finer in self.rings[:ring] for row in finer.waiting]
+        counts = [self._counts[x] + sum(row[COLUMNS.index(name)] for row in rows) for name, x in COUNTS.items()]
+        last = self.rings[0].after(self.rings[0].count - 1)
+        return (
+            round(time.time() - self.began_s, 1),
+            last[0][1] if last else 0.0,
+            *(states[x] for x in LEVELS[1:]),
+            *counts,
+        )
 
     def events(self) -> list[dict[str, Any]]:
         """The last events, oldest first."""

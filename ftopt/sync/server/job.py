@@ -74,6 +74,8 @@ class Job:
         """What an ``on_event`` has raised to end the process."""
         self.halted = ""
         """Why it has halted; "" while it runs."""
+        self.ended = ""
+        """Where it has ended, since no replica is left; "" before, and as soon as it starts again."""
         self.machine = Coordinator(name)
         self._start_anew()
 
@@ -84,8 +86,14 @@ class Job:
 
     @property
     def unused(self) -> bool:
-        """It has no connection and is not defined: its hellos were refused."""
-        return not self.halted and not self._peers and self.machine.lines is None and not self.machine.roster.members
+        """It has no connection and is not defined, and never was: its hellos were refused."""
+        return (
+            not self.halted
+            and not self.ended
+            and not self._peers
+            and self.machine.lines is None
+            and not self.machine.roster.members
+        )
 
     def open(self, peer: Peer) -> int:
         """A new connection; returns its number."""
@@ -115,6 +123,10 @@ class Job:
             case m.Hello() if reason := self._refuses(message):
                 self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
+            case m.Hello(incarnation=0, checkpoint=None) if self.ended:
+                todo = "a checkpoint can be resumed; who connects without one starts the job anew"
+                self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
+                self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
             case _:
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
 
@@ -135,6 +147,9 @@ class Job:
         """What ``GET /status`` tells of the job."""
         if self.halted:
             return {"job": self.name, "epoch": None, "phase": f"halted: {self.halted}", "fragments": [], "replicas": []}
+        if self.ended and not self._peers:
+            epoch = self.machine.epoch
+            return {"job": self.name, "epoch": epoch, "phase": self.ended, "fragments": [], "replicas": []}
         shown, now = status(self.machine, time.monotonic()), time.monotonic()
         for fragment, r in zip(shown["fragments"], self.machine.rounds, strict=True):
             fragment |= under_way(r, self.machine.roster) | {"age_s": round(self.metrics.age_s(r.fragment, now), 1)}
@@ -232,6 +247,10 @@ class Job:
         inner_step = x.inner_step
         if inner_step is None and self.machine.rounds:
             inner_step = self.machine.rounds[0].versions.last.inner_step
+        if x.event in ("start", "recover"):
+            self.ended = ""
+        elif x.event == "rollback" and not self.machine.roster.members and not x.fragment and x.version:
+            self.ended = f"ended at version {x.version}, inner step {inner_step}: no replica is left"
         self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
 
     def _say(self, event: Event) -> None:

@@ -62,6 +62,7 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
         "history": str(history.began_s),
         "count": history.rings[ring].count,
         "rows": rows,
+        "recent": history.recent(ring, status["replicas"]),
         "told": history.told,
         "events": history.events() if told != history.told else None,
     }

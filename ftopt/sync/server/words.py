@@ -69,7 +69,7 @@ def _sentence(event: Event) -> str:
         case "refuse":
             return f"{who} was refused: {reason}"
         case "abort":
-            return f"{version}: an attempt was aborted: {reason}"
+            return f"{version}: an attempt failed: {reason}"
         case "awaited":
             names = listed(list(data.get("for", [])))
             return f"outer steps and joins wait for {names}: no other replica holds the newest version"

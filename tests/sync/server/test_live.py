@@ -49,7 +49,7 @@ def test_a_history_of_any_length_takes_no_more_than_its_rings() -> None:
     for ring, per, kept in zip(history.rings, per_row, keep, strict=True):
         assert ring.count == samples // per
         assert len(ring.after(0)) == kept
-        assert len(ring._waiting) < per_row[2]
+        assert len(ring.waiting) < per_row[2]
     assert [row["joins"] for row in columns(history, 2)] == [per_row[2]] * keep[2]
     assert len(history.events()) == EVENTS
 
@@ -62,6 +62,22 @@ def test_a_coarse_row_is_the_mean_of_levels_and_the_sum_of_counts() -> None:
         history.sample([REPLICA, REPLICA | {"state": "away" if i % 2 else "waiting"}], float(i))
     (row,) = columns(history, 1)
     assert (row["training"], row["waiting"], row["away"], row["aborts"]) == (1, 0.5, 0.5, every // 3)
+
+
+@pytest.mark.parametrize("ring", range(len(RANGES)))
+def test_what_has_just_happened_is_told_before_a_row_of_it_is_complete(ring: int) -> None:
+    history = History()
+    for i in range(RANGES[1][1] + 3):
+        history.sample([REPLICA], float(i))
+    history.note(Event("lost", "r0", 1), 99.0)
+    history.sample([REPLICA], 99.0)
+    history.note(Event("gone", "r0", 1, data={"reason": "superseded by a newcomer"}), 100.0)
+    answer = live({"j": (job(1, 1) | {"replicas": [REPLICA | {"state": "away"}]}, history)}, {"range": str(ring)})[
+        "job"
+    ]
+    recent = dict(zip(COLUMNS, answer["recent"], strict=True))
+    assert (recent["training"], recent["away"], recent["deaths"]) == (0, 1, 1)
+    assert recent["lost"] + sum(row[COLUMNS.index("lost")] for row in answer["rows"]) == 1
 
 
 def test_only_rows_that_the_page_lacks_are_sent() -> None:
@@ -133,9 +149,7 @@ def test_a_storm_of_aborts_is_one_line_that_counts() -> None:
     history = History()
     for version in range(9):
         history.note(Event("abort", "coordinator", version=version, data={"reason": "r1 was lost"}), 0.0)
-    assert [(e["text"], e["times"]) for e in history.events()] == [
-        ("version 8: an attempt was aborted: r1 was lost", 9)
-    ]
+    assert [(e["text"], e["times"]) for e in history.events()] == [("version 8: an attempt failed: r1 was lost", 9)]
     assert history.told == 9
 
 

@@ -91,7 +91,11 @@ async def _two_replicas(tab: Page) -> None:
         await tab.until("[...document.querySelectorAll('#charts path')].some((x) => x.getAttribute('d') !== '')")
         rows = await tab.value("Object.fromEntries([...document.querySelectorAll('#charts tbody tr')]"
                                ".map((x) => [x.cells[0].innerText, x.cells[2].innerText]))")  # fmt: skip
-        assert (rows["training"], rows["joined"], rows["deaths"]) == ("2", "2 in all", "0 in all")
+        assert (rows["training"], rows["joined"], rows["given up"]) == ("2", "2 in all", "0 in all")
+        assert "takes inner steps" in await tab.value("document.querySelector('#members .state').title")
+        await tab.size(360, 800)
+        shadow = await tab.value("getComputedStyle(document.querySelector('.scroll')).backgroundAttachment")
+        assert shadow.startswith("local, local, scroll, scroll"), "a table shows that there is more of it"
         assert tab.errors == []
 
 

@@ -6,16 +6,23 @@
     ["training", "training", "level"], ["waiting", "waiting", "level"], ["other", "in other states", "level"],
     ["stalled", "stalled", "level", "trouble"], ["away", "away", "level", "trouble"],
     ["steps_per_s", "inner steps/s", "level", "group"], ["outer_steps", "outer steps", "count"],
-    ["aborts", "aborted attempts", "count", "trouble"],
+    ["aborts", "failed attempts", "count", "trouble"],
     ["stalls", "stalls", "count", "trouble group"], ["lost", "connections lost", "count", "trouble"],
-    ["deaths", "deaths", "count", "trouble"], ["joins", "joined", "count"],
+    ["deaths", "given up", "count", "trouble"], ["joins", "joined", "count"],
   ];
+  const STATES = {
+    training: "It takes inner steps.", waiting: "It has proposed, and waits for its peers in an outer step.",
+    fetching: "It fetches the job's state.", evaluating: "It evaluates; it takes no inner step meanwhile.",
+    done: "It is at the job's end.", out_of_units: "Its data are used up.",
+    stalled: "Its training thread takes no step although an outer step waits; the step is made without it.",
+    away: "It is not connected: dead, or cut off. It may come back.",
+  };
   const $ = (id) => document.getElementById(id);
   const given = new URLSearchParams(location.hash.slice(1));
   const keep = { get: (key) => { try { return sessionStorage.getItem(key); } catch { return null; } },
     set: (key, value) => { try { sessionStorage.setItem(key, value); } catch { /* a private window */ } } };
   let token = given.get("token") ?? keep.get("ftopt-token") ?? "";
-  let job = given.get("job"), range = 0, history = "", count = 0, told = -1, rows = [];
+  let job = given.get("job"), range = 0, history = "", count = 0, told = -1, known = [];
   let answeredAt = null, timer = 0, asked = 0;
 
   if (given.has("token")) {  // out of the address bar, and of the browser's history
@@ -163,6 +170,7 @@
         const [low, high] = m.versions;
         put(row, m.replica, m.round ? `${m.state}, ${m.round}` : m.state, whole(m.inner_step), speed(m) ? few(speed(m)) : "-",
           low === undefined ? "-" : low === high ? whole(low) : `${whole(low)} to ${whole(high)}`, m.incarnation);
+        row.children[1].title = STATES[m.state] ?? "";
         row.children[3].style.backgroundSize = `${(100 * speed(m)) / fastest}% 1.4em`;
       });
     const more = x.replicas - members.length;
@@ -189,6 +197,7 @@
 
   function showCharts(answer) {
     const x = answer.job, [rowS, keepRows] = spans(answer);
+    const rows = [...known, x.recent];  // a row takes its time
     const nowS = rows.length ? rows[rows.length - 1][0] : 0;
     const wholeS = Math.min(rowS * keepRows, Math.max(nowS, rowS * 30));  // the first minutes of a job fill the chart
     setText($("range-name"), answer.ranges[range]);
@@ -230,7 +239,7 @@
     const up = (value) => (25 - (23 * value) / top).toFixed(1);
     if (kind === "count") {
       return shown.map((r, i) => (values[i] === 0 ? ""
-        : `M${across(r[0] - rowS)} 25V${up(values[i])}H${across(r[0])}V25Z`)).join("");
+        : `M${across(Math.max(r[0] - rowS, i ? shown[i - 1][0] : 0))} 25V${up(values[i])}H${across(r[0])}V25Z`)).join("");
     }
     let text = "", before = -Infinity, from = 0;
     shown.forEach((r, i) => {  // steps; nothing where no sample was taken, such as while the machine slept
@@ -254,7 +263,7 @@
 
   function forget() {
     history = "";
-    rows = [];
+    known = [];
     count = 0;
     told = -1;
   }
@@ -270,7 +279,7 @@
     if (x.history !== history) forget();  // another job, or a coordinator that was started again
     history = x.history;
     count = x.count;
-    rows = rows.concat(x.rows).slice(-spans(answer)[1]);
+    known = known.concat(x.rows).slice(-spans(answer)[1]);
     showJob(x);
     if (x.events !== null) showEvents(x.events);
     told = x.told;
