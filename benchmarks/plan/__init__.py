@@ -1,7 +1,7 @@
 """What `ftopt plan` predicts, beside what is measured: ``python -m benchmarks plan [--published] [--quick]``.
 
-Two replicas in network namespaces behind links of a given rate (`tc tbf`) train one job for each case, all in turns; the
-outer step without a network is calibrated as ``ftopt plan --calibrate`` does it, anew for each rate. With
+Two replicas in network namespaces behind links of a given rate (`tc tbf`) train one job for each case, all in turns.
+The outer step without a network is calibrated as ``ftopt plan --calibrate`` does it, anew for each rate. With
 ``--published``: the Gbit/s that the same model needs, beside those of Streaming DiLoCo's simulation.
 """
 
@@ -76,8 +76,8 @@ def measure(rates: tuple[int, ...], periods: int) -> list[Row]:
         for number in range(len(CASES)):
             links.crew.all(f"run {number} 1")
         for rate in rates:
-            round_s, element_s = outer_step_seconds()
-            machines = Machines(STEP_S, rate / 1000, _LATENCY_S, None, round_s, element_s)
+            round_s, element_s, codec_s = outer_step_seconds()
+            machines = Machines(STEP_S, rate / 1000, _LATENCY_S, None, round_s, element_s, codec_s)
             links.rate(rate)
             for number, case in enumerate(CASES):
                 found = _utilization(links, number, periods)

@@ -28,17 +28,20 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
-    seconds = {"metavar": "TIME", "type": _seconds}
-    parser.add_argument("--step-s", **seconds, help="an inner step's computation, e.g. 0.3 or 300ms")
+    parser.add_argument(
+        "--step-s", metavar="TIME", type=_seconds, help="an inner step's computation, e.g. 0.3 or 300ms"
+    )
     parser.add_argument("--gbit-s", metavar="RATE", type=_positive, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
-    parser.add_argument("--latency-s", **seconds, help=text)
+    parser.add_argument("--latency-s", metavar="TIME", type=_seconds, help=text)
     text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
-    parser.add_argument("--mtbf", **seconds, help=text)
+    parser.add_argument("--mtbf", metavar="TIME", type=_seconds, help=text)
     parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
     text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
     parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
-    text = "measure step, outer step and loopback link on this machine first; an option that is given counts all the same"
+    text = (
+        "measure step, outer step and loopback link on this machine first; an option that is given counts all the same"
+    )
     parser.add_argument("--calibrate", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -79,7 +82,7 @@ def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured |
     from ftopt.planning.forecast import Machines
 
     measured = None
-    known: dict[str, float | None] = {"step_s": arguments.step_s, "gbit_s": _GBIT_S, "latency_s": _LATENCY_S}
+    known: dict[str, Any] = {"step_s": arguments.step_s, "gbit_s": _GBIT_S, "latency_s": _LATENCY_S}
     if arguments.calibrate:
         from ftopt.planning.calibrate import calibrate
 
@@ -88,17 +91,16 @@ def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured |
             "step_s": measured.step_s,
             "round_s": measured.round_s,
             "element_s": measured.element_s,
+            "codec_s": measured.codec_s,
             "gbit_s": measured.loopback_gbit_s,
             "latency_s": measured.loopback_latency_s,
         }
     asked = {"step_s": arguments.step_s, "gbit_s": arguments.gbit_s, "latency_s": arguments.latency_s}
     known |= {key: value for key, value in asked.items() if value is not None}
-    return measured, Machines(**known, mtbf_s=arguments.mtbf)  # type: ignore[arg-type]
+    return measured, Machines(**known, mtbf_s=arguments.mtbf)
 
 
-def _assumed(
-    arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None
-) -> list[str]:
+def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None) -> list[str]:
     recipe, plan = now.recipe, now.plan
     failures = "no failures" if machines.mtbf_s is None else f"a failure of each every {_time(machines.mtbf_s)}"
     link = f"{machines.gbit_s:.3g} Gbit/s, {_time(machines.latency_s)} a round trip"
@@ -201,7 +203,9 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; must be a time above 0, in seconds or as in 300ms, 90s, 10min, 6h, 2d")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; must be a time above 0, in seconds or as in 300ms, 90s, 10min, 6h, 2d"
+        )
     return value
 
 

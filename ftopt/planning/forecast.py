@@ -1,11 +1,11 @@
 """What a recipe's job will reach on given machines: utilization, goodput, bytes.
 
-With the letters of ``ftopt/methods/method.py``, ``M`` replicas and a link of rate ``B``, an outer step of ``n`` elements
-costs::
+With the letters of ``ftopt/methods/method.py``, ``M`` replicas and a link of rate ``B``, an outer step of ``n``
+elements costs::
 
     link    = 1.05 * 8 * bytes / B                      bytes: what a replica sends; 1.05: TCP's and IP's headers
     latency = (2 + (M - 1)) * rtt, with a codec 3 rtt   two for the round, the rest for the reduction
-    own     = round_s + n * element_s                   messages, copies, the outer step's arithmetic
+    own     = round_s + n * (element_s + codec_s)       messages, copies, the outer step's arithmetic; the codec's
 
 Without delay the training thread waits for all three. With delay it stands still for a fifth of ``own`` (measured: 0.19
 to 0.26), and the rest is hidden behind ``tau`` inner steps; a result that is late is waited for until
@@ -19,8 +19,8 @@ silence has lasted ``dead_after_s``, unless the delay hides it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ftopt.config.schema import Recipe
 from ftopt.job.plan import FragmentPlan, Plan
@@ -29,6 +29,8 @@ from ftopt.planning.timeline import Transfer, wall_s
 HEADERS = 1.05
 HELD_WITH_DELAY = 0.2
 ROUND_TRIPS = 2
+CODEC_S: Mapping[str, float] = {"bf16": 5e-9, "int8": 17e-9, "fp4": 20e-9, "top_k": 48e-9}
+"""Seconds for each element on two CPU cores, from the codecs' table on loopback (``docs/performance.md``)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Machines:
         mtbf_s: seconds between two failures of one replica; None (default): there are none.
         round_s, element_s: seconds of an outer step, and more for each element, without the network. Default 0.02 and
             25e-9: two CPU cores (``docs/performance.md``).
+        codec_s: codec -> more seconds for each element. Default: `CODEC_S`.
         start_s: seconds from a replica's death until a new process asks for the state. Default 10.
     """
 
@@ -51,6 +54,7 @@ class Machines:
     mtbf_s: float | None = None
     round_s: float = 0.02
     element_s: float = 25e-9
+    codec_s: Mapping[str, float] = field(default_factory=lambda: CODEC_S)
     start_s: float = 10.0
 
 
@@ -110,13 +114,11 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
 
 def _transfers(recipe: Recipe, part: FragmentPlan, steps: int, machines: Machines) -> list[Transfer]:
     """Of one fragment, in a period of so many inner steps."""
-    if recipe.replicas == 1:
-        link_s = latency_s = 0.0
-    else:
-        hops = 1 if recipe.sync.codec_name != "fp32" else recipe.replicas - 1
-        link_s = link_seconds(part.bytes, machines)
-        latency_s = (ROUND_TRIPS + hops) * machines.latency_s
-    own_s = machines.round_s + part.elements * machines.element_s
+    link_s = link_seconds(part.bytes, machines)
+    hops = 1 if recipe.sync.codec_name != "fp32" else recipe.replicas - 1
+    latency_s = (ROUND_TRIPS + hops) * machines.latency_s if recipe.replicas > 1 else 0.0
+    codec_s = machines.codec_s.get(recipe.sync.codec_name.partition(":")[0], 0.0)
+    own_s = machines.round_s + part.elements * (machines.element_s + codec_s)
     held_s, lag_s = (HELD_WITH_DELAY * own_s, own_s) if part.delay else (0.0, own_s)
     patience_s = recipe.method.overlap.wait_for_result_s if part.delay else math.inf
     found = []
@@ -145,14 +147,14 @@ def _stall_s(recipe: Recipe, parts: Sequence[FragmentPlan], step_s: float, betwe
     if recipe.replicas == 1 or not parts:
         return 0.0
     part = parts[0]
-    patient = recipe.method.overlap.wait_for_result_s > 0
+    patient: bool = recipe.method.overlap.wait_for_result_s > 0
     hidden_s = (part.delay if patient else part.every) * step_s if part.delay else 0.0
     longest_s = max(0.0, recipe.sync.dead_after_s - hidden_s)
     return longest_s**2 / (2 * between_s) if longest_s < between_s else longest_s - between_s / 2
 
 
 def _discarded(recipe: Recipe, parts: Sequence[FragmentPlan]) -> float:
-    mix = recipe.method.overlap.mix
+    mix: float | None = recipe.method.overlap.mix
     if mix is None or not parts:
         return 0.0
     return max((1 - mix) * part.delay / part.every for part in parts)
