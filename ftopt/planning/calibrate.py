@@ -138,7 +138,7 @@ def _outer_step_s(elements: int, codec: str) -> float:
     if errors:
         raise FtoptError(f"an outer step could not be measured: {errors[0]}") from errors[0]
     slower = [max(each) for each in zip(*(times[_WARM:] for times in found), strict=True)]
-    return statistics.median(slower)
+    return float(statistics.median(slower))
 
 
 def _memory_gb_s() -> float:
