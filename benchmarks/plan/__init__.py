@@ -37,6 +37,7 @@ RATES = (30, 100, 1000)
 REPLICAS = 2
 _PATIENT = ftopt.Sync(start_replicas=REPLICAS, dead_after_s=60.0, grace_s=60.0, heartbeat_s=1.0)
 _LATENCY_S = 0.0003
+_BARE_STEPS = 40
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +78,11 @@ def measure(rates: tuple[int, ...], periods: int) -> list[Row]:
             links.crew.all(f"run {number} 1")
         for rate in rates:
             round_s, element_s, codec_s = outer_step_seconds()
-            machines = Machines(STEP_S, rate / 1000, _LATENCY_S, None, round_s, element_s, codec_s)
+            bare_s = max(taken_s / steps for ((steps, taken_s),) in links.crew.all(f"bare {_BARE_STEPS}"))
+            machines = Machines(bare_s, rate / 1000, _LATENCY_S, None, round_s, element_s, codec_s)
             links.rate(rate)
             for number, case in enumerate(CASES):
-                found = _utilization(links, number, periods)
+                found = _utilization(links, number, periods, bare_s)
                 predicted = predict(case, machines)
                 rows.append(
                     {
@@ -89,6 +91,7 @@ def measure(rates: tuple[int, ...], periods: int) -> list[Row]:
                         "measured": found,
                         "predicted": predicted,
                         "difference": predicted - found.median,
+                        "step, ms": 1e3 * bare_s,
                         "round, ms": 1e3 * round_s,
                         "ns a parameter": 1e9 * element_s,
                     }
@@ -105,8 +108,9 @@ def predict(case: Case, machines: Machines) -> float:
     return forecast(recipe, plan, machines).utilization
 
 
-def _utilization(links: Linked, number: int, periods: int) -> Spread:
-    """The slower one's, by period; the first one is thrown away."""
+def _utilization(links: Linked, number: int, periods: int, bare_s: float) -> Spread:
+    """What the same steps take without ftopt to what they took, of the slower one, by period; the first period is
+    thrown away."""
     of_members = links.crew.all(f"run {number} {periods + 1}")
-    used = [[computed_s / all_s for computed_s, all_s in times[1:]] for times in of_members]
+    used = [[steps * bare_s / taken_s for steps, taken_s in times[1:]] for times in of_members]
     return Spread.of([min(each) for each in zip(*used, strict=True)])
