@@ -136,6 +136,7 @@ def _column(choice: Choice) -> dict[str, str]:
         "H, inner steps between outer steps": str(parts[-1].every),
         "fragments": str(sum(part.what == "parameters" for part in parts)),
         "delay, inner steps": str(recipe.method.overlap.delay),
+        "results come later than that by": f"{reached.late_steps} steps",
         "codec": recipe.sync.codec_name,
         "dead_after_s, grace_s": f"{recipe.sync.dead_after_s:g}, {recipe.sync.grace_s:g}",
         "compute utilization": f"{reached.utilization:.1%}",
@@ -161,7 +162,7 @@ def _advice(
         lines.append(f"nothing that was tried reaches a goodput of {target:.0%}")
     if not best.overrides:
         lines.append("the recipe needs no change")
-    return [*lines, *_why(refused), _command(source, given, best)]
+    return [*lines, *_why(refused), "", _command(source, given, best)]
 
 
 def _why(refused: dict[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ftopt.config.schema import Recipe
 from ftopt.job.plan import FragmentPlan, Plan
-from ftopt.planning.timeline import Transfer, wall_s
+from ftopt.planning.timeline import Transfer, play
 
 HEADERS = 1.05
 HELD_WITH_DELAY = 0.2
@@ -71,6 +71,7 @@ class Forecast:
         pending_s: seconds of work that a replica takes with it when it dies, on average.
         stall_s: seconds that the others wait when one dies, on average.
         discarded: share of the steps that the method overwrites by design (``mix``).
+        late_steps: inner steps, at most, that a result comes later than ``delay``; 0 without delay.
     """
 
     utilization: float
@@ -81,6 +82,7 @@ class Forecast:
     pending_s: float
     stall_s: float
     discarded: float
+    late_steps: int
 
 
 def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
@@ -89,8 +91,8 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
     steps = max((part.every for part in parts), default=1)
     period_s = steps * machines.step_s
     transfers = [x for part in parts for x in _transfers(recipe, part, steps, machines)]
-    taken_s = wall_s(period_s, transfers)
-    step_s = taken_s / steps
+    played = play(period_s, transfers)
+    taken_s, step_s = played.wall_s, played.wall_s / steps
     pending_s = _pending_steps(parts) * step_s
     stall_s = _stall_s(recipe, parts, step_s, taken_s / max(1, len(transfers)))
     discarded = _discarded(recipe, parts)
@@ -109,6 +111,7 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
         pending_s=pending_s,
         stall_s=stall_s,
         discarded=discarded,
+        late_steps=_late_steps(parts, played.late_s / step_s),
     )
 
 
@@ -151,6 +154,10 @@ def _stall_s(recipe: Recipe, parts: Sequence[FragmentPlan], step_s: float, betwe
     hidden_s = (part.delay if patient else part.every) * step_s if part.delay else 0.0
     longest_s = max(0.0, recipe.sync.dead_after_s - hidden_s)
     return longest_s**2 / (2 * between_s) if longest_s < between_s else longest_s - between_s / 2
+
+
+def _late_steps(parts: Sequence[FragmentPlan], late: float) -> int:
+    return math.ceil(late - 1e-6) if any(part.delay for part in parts) else 0
 
 
 def _discarded(recipe: Recipe, parts: Sequence[FragmentPlan]) -> float:

@@ -58,20 +58,21 @@ class Penalty:
     source: str
 
 
-def penalty(method: Method, codec: str, parameters: int) -> Penalty:
+def penalty(method: Method, codec: str, parameters: int, *, late_steps: int = 0) -> Penalty:
     """The nearest figures for a method, at equal tokens.
 
     Args:
         method: with its period, delay and so on.
         codec: its short form.
         parameters: of the model.
+        late_steps: inner steps that results come later than the method's delay. Default 0.
     """
     gradients = method.gradients
     if gradients is not None and gradients is method:
         if codec == "fp32":
             return Penalty(0.0, "none by definition: gradients are averaged before each step")
         return Penalty(None, f"no figure for gradients with {codec}")
-    every, delay = method.sync_every, method.overlap.delay
+    every, delay = method.sync_every, method.overlap.delay + late_steps
     if method.name not in MEASURED or every is None or gradients is not None:
         return Penalty(None, f"no figure for {method.name}{'' if every else ' with pacing'}")
     if codec not in _MEASURED_CODEC:

@@ -26,9 +26,9 @@ from ftopt.outer import SGD
 from ftopt.planning.forecast import Forecast, Machines, forecast, link_seconds
 from ftopt.planning.losses import Penalty, penalty
 
-PERIODS = (10, 20, 30, 50, 100, 200, 300, 500, 1000)
+PERIODS = (2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
 FRAGMENTS = (2, 3, 4, 8)
-DELAYS = (1, 2, 5, 10)
+DELAYS = (1, 2, 5, 10, 20, 50)
 CODECS = ("fp32", "bf16", "int8", "fp4")
 LEAST_OUTER_STEPS = 12
 """Of a run: the outer optimizer's momentum needs them (``docs/choosing.md``)."""
@@ -131,7 +131,7 @@ class Planner:
         return self._choice(self._recipe)
 
     def recommended(self, target: float) -> Choice | None:
-        """The best of all that are tried; None: the recipe can have none of them.
+        """The best of all that are tried and of the recipe as it is; None: the recipe can have no other method.
 
         Args:
             target: the goodput that is asked for, in (0, 1].
@@ -139,27 +139,35 @@ class Planner:
         tried = list(self._tried())
         if not tried:
             return None
+        tried.append((None, self.as_it_is()))
         enough = min(target, max(choice.reached.goodput for _, choice in tried) - SLACK)
         candidate, best = min(
             ((candidate, choice) for candidate, choice in tried if choice.reached.goodput >= enough),
             key=lambda pair: _order(pair[1]),
         )
-        overrides = self._needed([*candidate.overrides(), *time_outs(best, self._machines)])
+        settings = candidate.overrides() if candidate is not None else []
+        overrides = self._needed([*settings, *time_outs(best, self._machines)])
         return replace(self._choice(self._build(overrides)), overrides=tuple(overrides))
 
     def _choice(self, recipe: Recipe) -> Choice:
         plan = plan_of(recipe, self._model, self._inner, recipe.method.partition(self._parameters))
-        loss = penalty(recipe.method, recipe.sync.codec_name, plan.parameters)
-        return Choice(recipe, plan, forecast(recipe, plan, self._machines), loss)
+        reached = forecast(recipe, plan, self._machines)
+        loss = penalty(recipe.method, recipe.sync.codec_name, plan.parameters, late_steps=reached.late_steps)
+        return Choice(recipe, plan, reached, loss)
 
-    def _tried(self) -> Iterator[tuple[Candidate, Choice]]:
+    def _tried(self) -> Iterator[tuple[Candidate | None, Choice]]:
+        """All candidates whose results are there after their delay."""
+        possible = set[str]()
         for candidate in candidates(self._recipe):
             try:
                 choice = self._choice(candidate.of(self._recipe))
             except UserError as error:  # of Streaming perhaps only as many fragments
                 self.refused.setdefault(candidate.method, str(error))
                 continue
-            yield candidate, choice
+            possible.add(candidate.method)
+            if not choice.reached.late_steps:
+                yield candidate, choice
+        self.refused = {method: why for method, why in self.refused.items() if method not in possible}
 
     def _needed(self, overrides: Sequence[str]) -> list[str]:
         """Those of them that change the recipe."""
@@ -190,7 +198,8 @@ def candidates(recipe: Recipe) -> Iterator[Candidate]:
 
 def _order(choice: Choice) -> tuple[float, ...]:
     """The least loss first, then the fewest parts; what has no figure for its loss last."""
-    codec = CODECS.index(choice.recipe.sync.codec_name)
+    name = choice.recipe.sync.codec_name
+    codec = CODECS.index(name) if name in CODECS else len(CODECS)
     loss = 100.0 if choice.loss.percent is None else round(choice.loss.percent, 2)
     delay = choice.recipe.method.overlap.delay
     return loss, codec, delay, len(choice.plan.fragments), -choice.reached.goodput

@@ -38,8 +38,21 @@ class Transfer:
     patience_s: float = math.inf
 
 
-def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
-    """Seconds that a period takes when all run smoothly, >= ``period_s``.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A period when the pipeline has filled.
+
+    Args:
+        wall_s: seconds that it takes, >= its computation.
+        late_s: seconds, at most, that a result comes after the computation has reached the place where it is needed.
+    """
+
+    wall_s: float
+    late_s: float
+
+
+def play(period_s: float, transfers: Sequence[Transfer]) -> Played:
+    """Period after period, with all transfers.
 
     Args:
         period_s: its computation.
@@ -50,7 +63,7 @@ def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
         events += [(number * period_s + x.at_s, _ISSUE, number, index) for index, x in enumerate(transfers)]
         events.append(((number + 1) * period_s, _END, number, 0))
     heapq.heapify(events)
-    clock_s = position_s = free_s = 0.0
+    clock_s = position_s = free_s = late_s = 0.0
     done_s: dict[tuple[int, int], float] = {}
     ends_s: list[float] = []
     while len(ends_s) < _LAST:
@@ -67,8 +80,14 @@ def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
             done_s[number, index] = free_s + x.lag_s
             heapq.heappush(events, (max(at_s, number * period_s + x.needed_s), _NEED, number, index))
         else:
+            late_s = max(late_s, done_s[number, index] - clock_s)
             clock_s = max(clock_s, min(done_s[number, index], clock_s + x.patience_s)) + x.held_s
-    return (ends_s[_LAST - 1] - ends_s[_FIRST - 1]) / (_LAST - _FIRST)
+    return Played((ends_s[_LAST - 1] - ends_s[_FIRST - 1]) / (_LAST - _FIRST), late_s)
+
+
+def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
+    """Seconds that a period takes."""
+    return play(period_s, transfers).wall_s
 
 
 _ISSUE, _NEED, _END = 0, 1, 2
