@@ -13,6 +13,7 @@ from ftopt.cli.main import main
 from ftopt.cli.plan import _seconds
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
+from ftopt.planning import calibrate
 
 NEED_FILES = {"gpt2_124m"}
 """Recipes whose data are files of the user's."""
@@ -73,7 +74,11 @@ def test_what_a_recipe_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -
     assert "not tried: diloco: data.global_batch=64" in shown
 
 
-def test_calibration_measures_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_measures_what_is_not_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, less in {"_LARGE": 160_000, "_TURNS": 1, "_ROUNDS": 4, "_SENT": 1 << 20, "_COPIED": 1 << 20}.items():
+        monkeypatch.setattr(calibrate, name, less)
     found = planned(capsys, "digits", "--calibrate", "--gbit-s", "1", "train.inner_steps=40")
     assert found["machines"]["gbit_s"] == 1.0
     assert all(found["measured"][key] > 0 for key in ("step_s", "memory_gb_s", "loopback_gbit_s"))
