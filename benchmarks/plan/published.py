@@ -104,13 +104,14 @@ def on_grid(gbit_s: float) -> float:
 
 
 def rows() -> list[Row]:
-    """Published / ours on the grid (ours), for each size, way and level."""
+    """What is published, what is ours if that is another rate of the grid, and what is needed exactly."""
     found: list[Row] = []
     for size in SIZES:
         for way, published in zip(WAYS, PUBLISHED[size.name], strict=True):
             row: Row = {"parameters": size.name, "way": way.name}
             for level, theirs in zip(LEVELS, published, strict=True):
                 ours = needed(size, way, level)
-                row[f"{level:.0%}"] = f"{theirs:g} / {on_grid(ours):.1f} ({ours:.3g})"
+                same = on_grid(ours) == min(GRID, key=lambda rate: abs(rate - theirs))
+                row[f"{level:.0%}"] = f"{theirs:g}{'' if same else f' / {on_grid(ours):.1f}'} ({ours:.3g})"
             found.append(row)
     return found
