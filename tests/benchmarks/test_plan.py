@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import cache
 
-from benchmarks.plan import predict
 from benchmarks.plan.cases import CASES
+from benchmarks.plan.earlier import rows as earlier
+from benchmarks.plan.measuring import predict
 from benchmarks.plan.published import GRID, LEVELS, PUBLISHED, SIZES, WAYS, needed, on_grid
 from ftopt.planning.forecast import Machines
 
@@ -54,3 +56,9 @@ def test_a_faster_link_and_a_longer_period_raise_what_is_predicted() -> None:
         assert 0 < predict(case, slow) <= predict(case, fast) < 1
     periods = [predict(by_name[f"DiLoCo, H {every}"], slow) for every in (10, 20, 50)]
     assert periods == sorted(periods)
+
+
+def test_the_defaults_predict_the_runs_on_slow_links_that_performance_shows() -> None:
+    rows = earlier()
+    assert len(rows) > 10
+    assert statistics.median(abs(row["difference"]) for row in rows) < 0.05
