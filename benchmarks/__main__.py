@@ -8,6 +8,7 @@ import sys
 
 VERBS = {
     "run": "what ftopt costs, beside what does the same without it",
+    "plan": "what `ftopt plan` predicts, beside what is measured and what is published",
     "codecs": "speed and bytes of the codecs",
     "methods": "every method and codec: held-out loss and bytes",
     "paft": "PAFT and other ways against gradients that go bad",

@@ -101,12 +101,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "__init__", "job/harm", "job/inner", "job/parts", "job/task", "checkpoint", "config", "data", "faults", "net",
         "job/model", "job/objective", "codecs", "methods", "telemetry", "transport", "sync/group",
     },
+    # What a job will reach, before it starts.
+    "planning": {
+        "__init__", "codecs", "config", "fragments", "job", "job/inner", "job/task", "methods", "outer",
+    },
     # Other people's trainers.
     "integrations": {"checkpointing", "data", "optimizer"},
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {
-        "__init__", "job", "checkpoint", "config", "faults", "net", "report", "simulate", "sync/server", "telemetry",
+        "__init__", "job", "checkpoint", "config", "faults", "net", "planning", "report", "simulate", "sync/server",
+        "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

@@ -21,6 +21,7 @@ VERBS = {
     "ls": "list the recipes that ship with ftopt",
     "cp": "copy a recipe to edit it",
     "validate": "check a recipe, its data and factories, and report all errors together",
+    "plan": "forecast utilization, goodput, bytes and loss, and recommend settings",
     "run": "run a whole job on this machine: coordinator and replicas",
     "resume": "go on with a run from its newest checkpoint",
     "coordinator": "run the coordinator alone: it forms quorums and decides outer steps",

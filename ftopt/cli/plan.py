@@ -1,0 +1,220 @@
+"""``ftopt plan RECIPE [key=value ...]``: what a job will reach, and the settings with which it reaches more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftopt.cli.dry_run import size_of
+from ftopt.cli.output import say
+from ftopt.cli.validate import add as add_recipe
+from ftopt.cli.validate import checked
+from ftopt.errors import UserError
+
+if TYPE_CHECKING:
+    from ftopt.config import Recipe
+    from ftopt.planning.calibrate import Measured
+    from ftopt.planning.forecast import Machines
+    from ftopt.planning.recommend import Choice
+
+_GBIT_S, _LATENCY_S, _TARGET = 1.0, 0.001, 0.9
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_recipe(parser)
+    parser.add_argument(
+        "--step-s", metavar="TIME", type=_seconds, help="an inner step's computation, e.g. 0.3 or 300ms"
+    )
+    parser.add_argument("--gbit-s", metavar="RATE", type=_positive, help=f"link of a replica (default: {_GBIT_S:g})")
+    text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
+    parser.add_argument("--latency-s", metavar="TIME", type=_seconds, help=text)
+    text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
+    parser.add_argument("--mtbf", metavar="TIME", type=_seconds, help=text)
+    parser.add_argument("--replicas", metavar="N", type=int, help="how many there are (default: the recipe's)")
+    text = f"goodput to reach with the least loss, 0 to 1 (default: {_TARGET:g})"
+    parser.add_argument("--target", metavar="SHARE", type=_positive, default=_TARGET, help=text)
+    text = (
+        "measure step, outer step and loopback link on this machine first; an option that is given counts all the same"
+    )
+    parser.add_argument("--calibrate", action="store_true", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the forecast of the recipe as it is, and of the recommendation; raises `UserError`."""
+    if arguments.step_s is None and not arguments.calibrate:
+        raise UserError(
+            "--step-s is missing; give the seconds of one inner step (`ftopt status` and the report of a run show "
+            "them), or --calibrate, which measures them on this machine"
+        )
+    if arguments.target > 1:
+        raise UserError(f"--target={arguments.target:g}; must be above 0 and at most 1")
+    from ftopt.config.loader import load
+    from ftopt.planning.recommend import Planner
+
+    source = arguments.recipe
+    given = [*arguments.overrides, *([f"replicas={arguments.replicas}"] if arguments.replicas is not None else [])]
+    recipe, found = checked(source, given)
+    assert found.model is not None and found.inner is not None
+    measured, machines = _machines(arguments, recipe)
+    planner = Planner(lambda more: load(source, [*given, *more]), found.model, found.inner, machines)
+    now, best = planner.as_it_is(), planner.recommended(arguments.target)
+    if arguments.json:
+        report = {"as_it_is": _plain(now), "recommended": _plain(best) if best else None, "refused": planner.refused}
+        told = {"recipe": source, "machines": vars(machines), "measured": vars(measured) if measured else None}
+        say(json.dumps({**told, **report, "command": _command(source, given, best) if best else None}, indent=1))
+        return 0
+    for line in [*_assumed(arguments, now, machines, measured), "", *_table(now, best), ""]:
+        say(line)
+    for line in _advice(source, given, now, best, planner.refused, arguments.target):
+        say(line)
+    return 0
+
+
+def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured | None, Machines]:
+    """What is given, else what is measured, else the defaults."""
+    from ftopt.planning.forecast import Machines
+
+    measured = None
+    known: dict[str, Any] = {"step_s": arguments.step_s, "gbit_s": _GBIT_S, "latency_s": _LATENCY_S}
+    if arguments.calibrate:
+        from ftopt.planning.calibrate import calibrate
+
+        measured = calibrate(recipe)
+        known = {
+            "step_s": measured.step_s,
+            "round_s": measured.round_s,
+            "element_s": measured.element_s,
+            "codec_s": measured.codec_s,
+            "gbit_s": measured.loopback_gbit_s,
+            "latency_s": measured.loopback_latency_s,
+        }
+    asked = {"step_s": arguments.step_s, "gbit_s": arguments.gbit_s, "latency_s": arguments.latency_s}
+    known |= {key: value for key, value in asked.items() if value is not None}
+    return measured, Machines(**known, mtbf_s=arguments.mtbf)
+
+
+def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None) -> list[str]:
+    recipe, plan = now.recipe, now.plan
+    failures = "no failures" if machines.mtbf_s is None else f"a failure of each every {_time(machines.mtbf_s)}"
+    link = f"{machines.gbit_s:.3g} Gbit/s, {_time(machines.latency_s)} a round trip"
+    if measured is not None and arguments.gbit_s is None:
+        link += " (loopback: give --gbit-s and --latency-s of your network)"
+    own = f"{_time(machines.round_s)} and {1e9 * machines.element_s:.3g} ns a parameter"
+    own += " (measured)" if measured else " (two CPU cores, docs/performance.md; --calibrate measures yours)"
+    lines = [
+        f"{arguments.recipe}: {plan.parameters:,} parameters, {recipe.replicas} replicas, {plan.inner_steps:,} steps",
+        f"computation of a step: {_time(machines.step_s)} ({'given' if arguments.step_s else 'measured'})",
+        f"link: {link}",
+        f"outer step without the network: {own}",
+        f"failures: {failures}",
+    ]
+    if measured is not None:
+        lines.append(f"memory: {measured.memory_gb_s:.3g} GB/s (a copy)")
+    return lines
+
+
+def _table(now: Choice, best: Choice | None) -> list[str]:
+    rows = [("", "as it is", "recommended")]
+    columns = [_column(now), _column(best) if best else {}]
+    rows += [(what, text, columns[1].get(what, "")) for what, text in columns[0].items()]
+    widths = [max(len(row[place]) for row in rows) for place in range(2)]
+    return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
+
+
+def _column(choice: Choice) -> dict[str, str]:
+    recipe, reached, parts = choice.recipe, choice.reached, choice.plan.fragments
+    loss = "no figure" if choice.loss.percent is None else f"{choice.loss.percent:+.2g} %"
+    return {
+        "method": recipe.method.name,
+        "H, inner steps between outer steps": str(parts[-1].every),
+        "fragments": str(sum(part.what == "parameters" for part in parts)),
+        "delay, inner steps": str(recipe.method.overlap.delay),
+        "results come later than that by": f"{reached.late_steps} steps",
+        "codec": recipe.sync.codec_name,
+        "dead_after_s, grace_s": f"{recipe.sync.dead_after_s:g}, {recipe.sync.grace_s:g}",
+        "compute utilization": f"{reached.utilization:.1%}",
+        "goodput": f"{reached.goodput:.1%}",
+        "sent in an outer step, at most": size_of(reached.sync_bytes),
+        "sent on average": f"{8e-6 * reached.bytes_s:.3g} Mbit/s",
+        "memory per replica": size_of(reached.memory_bytes),
+        "a failure takes with it": f"{_time(reached.pending_s)} of work",
+        "and keeps the others waiting": _time(reached.stall_s),
+        "overwritten by design": f"{reached.discarded:.1%} of the steps",
+        "loss, beside exchanging every step": loss,
+    }
+
+
+def _advice(
+    source: str, given: Sequence[str], now: Choice, best: Choice | None, refused: dict[str, str], target: float
+) -> list[str]:
+    lines = [f"loss as it is: {now.loss.source}"]
+    if best is None:
+        return [*lines, "no recommendation: the recipe can have none of the methods that are tried", *_why(refused)]
+    lines.append(f"loss as recommended: {best.loss.source}")
+    if best.reached.goodput < target:
+        lines.append(f"nothing that was tried reaches a goodput of {target:.0%}")
+    if not best.overrides:
+        lines.append("the recipe needs no change")
+    return [*lines, *_why(refused), "", _command(source, given, best)]
+
+
+def _why(refused: dict[str, str]) -> list[str]:
+    return [f"not tried: {method}: {reason}" for method, reason in refused.items()]
+
+
+def _command(source: str, given: Sequence[str], best: Choice) -> str:
+    return shlex.join(["ftopt", "run", source, *given, *best.overrides])
+
+
+def _plain(choice: Choice) -> dict[str, Any]:
+    return {
+        "overrides": list(choice.overrides),
+        "method": choice.recipe.method.name,
+        "sync_every": choice.plan.fragments[-1].every,
+        "fragments": sum(part.what == "parameters" for part in choice.plan.fragments),
+        "delay": choice.recipe.method.overlap.delay,
+        "codec": choice.recipe.sync.codec_name,
+        "dead_after_s": choice.recipe.sync.dead_after_s,
+        "grace_s": choice.recipe.sync.grace_s,
+        **vars(choice.reached),
+        "loss_percent": choice.loss.percent,
+        "loss_source": choice.loss.source,
+    }
+
+
+def _time(seconds: float) -> str:
+    for unit in ("d", "h", "min", "s"):
+        if seconds >= _UNITS[unit]:
+            return f"{seconds / _UNITS[unit]:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _seconds(text: str) -> float:
+    """``6h``, ``90s``, ``0.3``."""
+    found = re.fullmatch(r"([0-9.eE+-]+?) ?(ms|s|min|h|d)?", text.strip())
+    try:
+        value = float(found[1]) * _UNITS[found[2] or "s"] if found else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; must be a time above 0, in seconds or as in 300ms, 90s, 10min, 6h, 2d"
+        )
+    return value
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; must be a number above 0")
+    return value

@@ -1,0 +1,221 @@
+"""Which settings are tried for a recipe, and which of them is recommended.
+
+Of all that reach the goodput that is asked for, the one that costs the least loss; of equal ones, the one with the
+fewest parts: no codec before one, no delay before one, few fragments before many. If none reaches it: of those within
+0.01 of the best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ftopt.config.choices import class_of
+from ftopt.config.schema import Recipe
+from ftopt.errors import UserError
+from ftopt.fragments import Balanced
+from ftopt.job.check import parameters_of
+from ftopt.job.plan import Plan, plan_of
+from ftopt.outer import SGD
+from ftopt.planning.forecast import Forecast, Machines, forecast, link_seconds
+from ftopt.planning.losses import Penalty, penalty
+
+PERIODS = (2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000)
+FRAGMENTS = (2, 3, 4, 8)
+DELAYS = (1, 2, 5, 10, 20, 50)
+CODECS = ("fp32", "bf16", "int8", "fp4")
+LEAST_OUTER_STEPS = 12
+"""Of a run: the outer optimizer's momentum needs them (``docs/choosing.md``)."""
+SLACK = 0.01
+_PIECE_BYTES = 4 << 20
+_DEPTH = 4
+"""Pieces of a payload that are on the link together (`ftopt.transport.gloo`)."""
+
+
+FEW_OUTER_STEPS, CALM = 50, SGD(lr=0.7, momentum=0.5, nesterov=True)
+"""With fewer outer steps a momentum of 0.5 does better than 0.9."""
+
+Build = Callable[[Sequence[str]], Recipe]
+"""The recipe with more overrides; raises UserError."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe, and what it will reach.
+
+    Args:
+        recipe: with its settings.
+        plan: its outer steps and memory.
+        reached: on the machines.
+        loss: what it costs in loss.
+        overrides: what makes it of the recipe as it was, ``key=value``.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    reached: Forecast
+    loss: Penalty
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that are tried.
+
+    Args:
+        method: its name.
+        settings: of the method.
+        codec: its name.
+    """
+
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    codec: str = "fp32"
+
+    def of(self, recipe: Recipe) -> Recipe:
+        """The recipe with them. As on the command line, the method keeps the settings that it has in common with the
+        recipe's.
+
+        Raises:
+            UserError: the recipe cannot have them.
+        """
+        cls = class_of("method", self.method)
+        own = {f.name for f in dataclasses.fields(cls)}
+        kept = {f.name: getattr(recipe.method, f.name) for f in dataclasses.fields(recipe.method) if f.name in own}
+        made = replace(recipe, method=cls(**kept | self.settings), sync=replace(recipe.sync, codec=self.codec))
+        if problems := made.problems():
+            raise UserError("; ".join(problems))
+        return made
+
+    def overrides(self) -> list[str]:
+        """As on the command line."""
+        given = [f"method.{key}={_shown(value)}" for key, value in self.settings.items()]
+        return [f"method.name={self.method}", *given, f"sync.codec={self.codec}"]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Balanced):
+        return f"{{name: balanced, n: {value.n}}}"
+    if isinstance(value, SGD):
+        return f"{{name: sgd, lr: {value.lr:g}, momentum: {value.momentum:g}, nesterov: {str(value.nesterov).lower()}}}"
+    return str(value)
+
+
+class Planner:
+    """Forecasts of one recipe, as it is and with other settings.
+
+    Args:
+        build: the recipe with overrides.
+        model, inner: what its sections have made; the sizes alone count.
+        machines: what it runs on.
+    """
+
+    def __init__(self, build: Build, model: nn.Module, inner: Sequence[Optimizer], machines: Machines) -> None:
+        self._build = build
+        self._model = model
+        self._inner = inner
+        self._parameters = parameters_of(model)
+        self._machines = machines
+        self._recipe = build(())
+        self.refused: dict[str, str] = {}
+        """Method -> why the recipe cannot have it."""
+
+    def as_it_is(self) -> Choice:
+        """The recipe without changes."""
+        return self._choice(self._recipe)
+
+    def recommended(self, target: float) -> Choice | None:
+        """The best of all that are tried and of the recipe as it is; None: the recipe can have no other method.
+
+        Args:
+            target: the goodput that is asked for, in (0, 1].
+        """
+        tried = list(self._tried())
+        if not tried:
+            return None
+        tried.append((None, self.as_it_is()))
+        enough = min(target, max(choice.reached.goodput for _, choice in tried) - SLACK)
+        candidate, best = min(
+            ((candidate, choice) for candidate, choice in tried if choice.reached.goodput >= enough),
+            key=lambda pair: _order(pair[1]),
+        )
+        settings = candidate.overrides() if candidate is not None else []
+        overrides = self._needed([*settings, *time_outs(best, self._machines)])
+        return replace(self._choice(self._build(overrides)), overrides=tuple(overrides))
+
+    def _choice(self, recipe: Recipe) -> Choice:
+        plan = plan_of(recipe, self._model, self._inner, recipe.method.partition(self._parameters))
+        reached = forecast(recipe, plan, self._machines)
+        loss = penalty(recipe.method, recipe.sync.codec_name, plan.parameters, late_steps=reached.late_steps)
+        return Choice(recipe, plan, reached, loss)
+
+    def _tried(self) -> Iterator[tuple[Candidate | None, Choice]]:
+        """All candidates whose results are there after their delay."""
+        possible = set[str]()
+        for candidate in candidates(self._recipe):
+            try:
+                choice = self._choice(candidate.of(self._recipe))
+            except UserError as error:  # of Streaming perhaps only as many fragments
+                self.refused.setdefault(candidate.method, str(error))
+                continue
+            possible.add(candidate.method)
+            if not choice.reached.late_steps:
+                yield candidate, choice
+        self.refused = {method: why for method, why in self.refused.items() if method not in possible}
+
+    def _needed(self, overrides: Sequence[str]) -> list[str]:
+        """Those of them that change the recipe."""
+        wanted, kept = self._build(overrides), list(overrides)
+        for each in overrides:
+            fewer = [other for other in kept if other != each]
+            try:
+                kept = fewer if self._build(fewer) == wanted else kept
+            except UserError:
+                continue
+        return kept
+
+
+def candidates(recipe: Recipe) -> Iterator[Candidate]:
+    """All that are tried, for a run as long as the recipe's."""
+    steps = recipe.train.inner_steps
+    yield Candidate("sync_sgd", {"sync_every": 1})
+    for every in (every for every in PERIODS if every * LEAST_OUTER_STEPS <= steps):
+        new = not hasattr(recipe.method, "outer") and steps < FEW_OUTER_STEPS * every
+        common = {"sync_every": every, **({"outer": CALM} if new else {})}
+        for codec in CODECS:
+            yield Candidate("diloco", common, codec)
+        for codec, n, delay in itertools.product(CODECS, FRAGMENTS, DELAYS):
+            if 2 * delay <= every:
+                settings = {**common, "fragments": Balanced(n=n), "delay": delay}
+                yield Candidate("streaming_diloco", settings, codec)
+
+
+def _order(choice: Choice) -> tuple[float, ...]:
+    """The least loss first, then the fewest parts; what has no figure for its loss last."""
+    name = choice.recipe.sync.codec_name
+    codec = CODECS.index(name) if name in CODECS else len(CODECS)
+    loss = 100.0 if choice.loss.percent is None else round(choice.loss.percent, 2)
+    delay = choice.recipe.method.overlap.delay
+    return loss, codec, delay, len(choice.plan.fragments), -choice.reached.goodput
+
+
+def time_outs(choice: Choice, machines: Machines) -> list[str]:
+    """Overrides of the time-outs that the links and steps need; what the recipe says if that is longer.
+
+    ``dead_after_s``: an attempt fails after so long without a reduced piece: three times what `_DEPTH` pieces of 4 MiB
+    take together, and ten round trips. ``grace_s``: two inner steps.
+    """
+    sync = choice.recipe.sync
+    largest = min(choice.reached.sync_bytes, _PIECE_BYTES)
+    dead_after_s = max(sync.dead_after_s, 3 * _DEPTH * link_seconds(largest, machines) + 10 * machines.latency_s)
+    grace_s = max(sync.grace_s, 2 * machines.step_s)
+    found = [f"sync.dead_after_s={dead_after_s:.3g}", f"sync.grace_s={grace_s:.3g}"]
+    if dead_after_s > sync.gone_after_s:
+        found.append(f"sync.gone_after_s={10 * dead_after_s:.3g}")
+    return found

@@ -1,0 +1,115 @@
+"""Compute and transfers on one link: how long a period takes with both.
+
+A replica computes along one line; a position on it is a number of seconds of computation. Transfers begin at one
+position and are needed at another. They go over the link one after the other. Where one is needed that is not there
+yet, the computation waits. The compute utilization is the share of the time that is computation.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_FIRST, _LAST = 2, 4
+"""The periods between whose ends the time is taken: when the pipeline has filled. One more is played."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What is sent once in each period.
+
+    Args:
+        at_s: the position, in [0, period), from which on it may be sent.
+        needed_s: the position at which its result is needed, >= ``at_s``; may lie in a later period.
+        link_s: seconds on the link, which has one transfer at a time.
+        lag_s: seconds after that until the result is there: latency, arithmetic. Default 0.
+        held_s: seconds that the computation stands still for it in any case. Default 0.
+        patience_s: how long the computation waits at ``needed_s``; whatever is later than that is waited for when the
+            same transfer is due again. Default infinity.
+    """
+
+    at_s: float
+    needed_s: float
+    link_s: float
+    lag_s: float = 0.0
+    held_s: float = 0.0
+    patience_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A period when the pipeline has filled.
+
+    Args:
+        wall_s: seconds that it takes, >= its computation.
+        late_s: seconds, at most, that a result comes after the computation has reached the place where it is needed.
+    """
+
+    wall_s: float
+    late_s: float
+
+
+def play(period_s: float, transfers: Sequence[Transfer]) -> Played:
+    """Period after period, with all transfers.
+
+    Args:
+        period_s: its computation.
+        transfers: in each period, in any order.
+    """
+    events: list[tuple[float, int, int, int]] = []  # position, kind, period, which transfer
+    for number in range(_LAST + 1):
+        events += [(number * period_s + x.at_s, _ISSUE, number, index) for index, x in enumerate(transfers)]
+        events.append(((number + 1) * period_s, _END, number, 0))
+    heapq.heapify(events)
+    clock_s = position_s = free_s = late_s = 0.0
+    done_s: dict[tuple[int, int], float] = {}
+    ends_s: list[float] = []
+    while len(ends_s) < _LAST:
+        at_s, kind, number, index = heapq.heappop(events)
+        clock_s += at_s - position_s
+        position_s = at_s
+        if kind == _END:
+            ends_s.append(clock_s)
+            continue
+        x = transfers[index]
+        if kind == _ISSUE:
+            clock_s = max(clock_s, done_s.get((number - 1, index), 0.0))
+            free_s = max(clock_s, free_s) + x.link_s
+            done_s[number, index] = free_s + x.lag_s
+            heapq.heappush(events, (max(at_s, number * period_s + x.needed_s), _NEED, number, index))
+        else:
+            late_s = max(late_s, done_s[number, index] - clock_s)
+            clock_s = max(clock_s, min(done_s[number, index], clock_s + x.patience_s)) + x.held_s
+    return Played((ends_s[_LAST - 1] - ends_s[_FIRST - 1]) / (_LAST - _FIRST), late_s)
+
+
+def wall_s(period_s: float, transfers: Sequence[Transfer]) -> float:
+    """Seconds that a period takes."""
+    return play(period_s, transfers).wall_s
+
+
+_ISSUE, _NEED, _END = 0, 1, 2
+"""Kinds of events; at the same position they come in this order."""
+
+
+def utilization(period_s: float, transfers: Sequence[Transfer]) -> float:
+    """The share of the time that is computation, in (0, 1]."""
+    return period_s / wall_s(period_s, transfers)
+
+
+def least_rate(level: float, reached: Callable[[float], float], *, low: float, high: float) -> float:
+    """The least link rate at which the utilization is ``level``, by bisection to one part in a thousand.
+
+    Args:
+        level: in (0, 1).
+        reached: the utilization at a rate; does not fall when the rate rises.
+        low, high: where to look. Infinity is returned if ``high`` is not enough.
+    """
+    if reached(high) < level:
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if reached(middle) >= level else (middle, high)
+    return high

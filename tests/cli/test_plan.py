@@ -1,0 +1,114 @@
+"""``ftopt plan``: what it shows, what it recommends, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftopt.cli.main import main
+from ftopt.cli.plan import _seconds
+from ftopt.config.loader import load
+from ftopt.config.shipped import shipped
+from ftopt.planning import calibrate
+
+NEED_FILES = {"gpt2_124m"}
+"""Recipes whose data are files of the user's."""
+SLOW = ["--step-s", "30ms", "--gbit-s", "0.05", "--latency-s", "20ms"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["plan", *words, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(set(shipped()) - NEED_FILES))
+def test_each_shipped_recipe_has_a_plan_whose_command_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, name, *SLOW, "--mtbf", "6h")
+    now, best = found["as_it_is"], found["recommended"]
+    assert 0 < now["goodput"] <= now["utilization"] <= 1
+    recipe = load(name, best["overrides"])
+    assert (recipe.method.name, recipe.sync.codec_name) == (best["method"], best["codec"])
+    assert best["goodput"] >= min(0.9, now["goodput"] - 0.01) or found["refused"]
+    assert shlex.split(found["command"])[:3] == ["ftopt", "run", name]
+
+
+def test_a_table_and_a_command_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "diloco_bytes", *SLOW, "--replicas", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 replicas" in shown and "compute utilization" in shown and "docs/choosing.md" in shown
+    assert shown.splitlines()[-1].startswith("ftopt run diloco_bytes replicas=8 method.")
+
+
+def test_a_slow_link_asks_for_more_than_a_fast_one(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = planned(capsys, "diloco_bytes", "--step-s", "1", "--gbit-s", "100")
+    assert fast["recommended"]["method"] == "sync_sgd"
+    assert fast["recommended"]["loss_percent"] == 0
+    slow = planned(capsys, "diloco_bytes", *SLOW)
+    assert slow["recommended"]["method"] == "streaming_diloco"
+    assert slow["recommended"]["goodput"] > slow["as_it_is"]["goodput"]
+    crawl = planned(capsys, "diloco_bytes", "--step-s", "30ms", "--gbit-s", "0.0005")
+    assert crawl["recommended"]["codec"] == "fp4"
+    assert crawl["recommended"]["dead_after_s"] > 3
+
+
+def test_a_target_that_is_lower_costs_less_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    low = planned(capsys, "diloco_bytes", *SLOW, "--target", "0.5")["recommended"]
+    high = planned(capsys, "diloco_bytes", *SLOW, "--target", "0.95")["recommended"]
+    assert low["loss_percent"] < high["loss_percent"] and low["goodput"] < high["goodput"]
+
+
+def test_what_a_recipe_cannot_have_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "globalbatch_bytes", *SLOW]) == 0
+    shown = capsys.readouterr().out
+    assert "not tried: diloco: data.global_batch=64" in shown
+
+
+def test_calibration_measures_what_is_not_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, less in {"_LARGE": 160_000, "_TURNS": 1, "_ROUNDS": 4, "_SENT": 1 << 20, "_COPIED": 1 << 20}.items():
+        monkeypatch.setattr(calibrate, name, less)
+    found = planned(capsys, "digits", "--calibrate", "--gbit-s", "1", "train.inner_steps=40")
+    assert found["machines"]["gbit_s"] == 1.0
+    assert all(found["measured"][key] > 0 for key in ("step_s", "memory_gb_s", "loopback_gbit_s"))
+    assert found["machines"]["step_s"] == found["measured"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "--step-s is missing"),
+        (["--step-s", "1", "--target", "2"], "--target=2; must be above 0 and at most 1"),
+        (["--step-s", "1", "--replicas", "0"], "replicas=0; must be from 1"),
+        (["--step-s", "1", "method.sync_evry=3"], "did you mean method.sync_every?"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "diloco_bytes", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--mtbf", "soon"], ["--step-s", "0"], ["--gbit-s", "-1"], ["--latency-s", "nan"]])
+def test_a_number_that_is_none_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "diloco_bytes", *words])
+    assert ended.value.code == 2
+    assert "must be a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0.3", 0.3), ("300ms", 0.3), ("10min", 600), ("6h", 21600), ("1e-3 s", 1e-3)]
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert _seconds(text) == pytest.approx(seconds)
