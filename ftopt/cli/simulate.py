@@ -1,4 +1,5 @@
-"""``ftopt simulate``: checks every invariant after every event of random histories of faults, in virtual time."""
+"""``ftopt simulate``: checks every invariant after every event of random histories of faults, in virtual time;
+``ftopt simulate goodput``: see `ftopt.cli.goodput`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 import time
 
+from ftopt.cli import goodput
 from ftopt.cli.output import complain, say
 from ftopt.errors import UserError
 from ftopt.simulate.walk import Coverage
@@ -22,10 +24,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "seed of the first history (default: %(default)s)"
     parser.add_argument("--seed", metavar="S", type=int, default=0, help=text)
     parser.add_argument("--replay", metavar="SEED", type=int, help="run this one history and print its trace")
+    text = "how much of the machines' work ends up in the model, by policy, on a trace of failures"
+    subs = parser.add_subparsers(dest="what", metavar="WHAT")
+    goodput.add(subs.add_parser("goodput", help=text, description=f"Computes {text}.", allow_abbrev=False))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the histories and prints what occurred in them; returns 1 if an invariant is violated."""
+    if arguments.what == "goodput":
+        return goodput.run(arguments)
     if arguments.replay is not None:
         return _replay(_natural("--replay", arguments.replay))
     count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)

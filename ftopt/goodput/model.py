@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 
-HAND_IN = ("none", "leave", "now")
+HAND_IN = ("none", "leave", "sync")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,8 @@ class Model:
         batch: samples of one inner step. Default 1.
         notice_s: seconds before its removal at which a machine is told; 0 (default): not at all.
         hand_in: what a replica does then. ``none``: nothing. ``leave``: as ``ftopt`` does on SIGTERM: it offers what is
-            pending, to whatever round comes. ``now``: it calls a round, for its steps, and leaves then.
+            pending, to whatever round comes. ``sync``: it holds a round with the others first, as
+            ``optimizer.sync()`` does.
         hand_in_s: seconds before the removal at which it does so, if the notice is that long. Default 25.
         min_replicas, grace_s, dead_after_s, gone_after_s: as in ``sync``.
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.
@@ -52,7 +53,7 @@ class Model:
     start_s: float = 15.0
     batch: int = 1
     notice_s: float = 0.0
-    hand_in: str = "now"
+    hand_in: str = "sync"
     hand_in_s: float = 25.0
     min_replicas: int = 1
     grace_s: float = 2.0
@@ -73,7 +74,9 @@ class Model:
             check_whole(name, getattr(self, name), 1)
         check_whole("delay", self.delay, 0)
         if self.delay >= self.sync_every:
-            raise UserError(f"delay={self.delay} with sync_every={self.sync_every}; must be less, or a round never ends")
+            raise UserError(
+                f"delay={self.delay} with sync_every={self.sync_every}; must be less, or a round never ends"
+            )
         check_choice("hand_in", self.hand_in, HAND_IN)
 
     @property

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ftopt.goodput.reduction import Group
+from ftopt.goodput.fleet import Fleet, Node
+from ftopt.goodput.reduction import Group, Groups
 from ftopt.goodput.shared import SharedReplica
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica import effects as r
 from ftopt.sync.protocol.replica.fragment import FragmentState
 from ftopt.sync.protocol.replica.identity import Identity
-
-if TYPE_CHECKING:
-    from ftopt.goodput.world import World
 
 _AGAIN_S = 0.5
 
@@ -35,10 +32,10 @@ class Shard:
     offered: int = -1
 
 
-class SimReplica:
+class SimReplica(Node):
     """One machine, from when it is there to when it is gone."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: Fleet, name: str, groups: Groups) -> None:
         self.name, self.alive, self.conn = name, False, 0
         self.machine = SharedReplica(
             Identity(
@@ -53,7 +50,7 @@ class SimReplica:
             lists=world.lists,
         )
         self.serves = 0
-        """How many fetch from it."""
+        self._groups = groups
         self._world, self._model, self._tally = world, world.model, world.tally
         self._shards = [Shard() for _ in range(world.model.fragments)]
         self._group: dict[int, Group] = {}
@@ -120,7 +117,7 @@ class SimReplica:
 
     def _connect(self) -> None:
         if self.alive and not self.conn:
-            self.conn = self._world.server.connect(self)
+            self.conn = self._world.connect(self)
             self.act(self.machine.connect())
 
     def receive(self, message: m.FromCoordinator | None) -> None:
@@ -135,7 +132,7 @@ class SimReplica:
 
     def _hang_up(self) -> None:
         if self.conn:
-            self._world.server.lost(self.conn)
+            self._world.hang_up(self.conn)
             self.receive(None)
 
     def heartbeat(self) -> m.Heartbeat:
@@ -167,12 +164,7 @@ class SimReplica:
             self._poke()
 
     def _reduce(self, start: r.StartReduce) -> None:
-        attempt = start.quorum.attempt
-        group = self._world.groups.get(attempt)
-        if group is None:
-            group = self._world.groups[attempt] = Group(self._world, start)
-        self._group[start.quorum.fragment] = group
-        group.join(self, start)
+        self._group[start.quorum.fragment] = self._groups.join(self, start)
 
     def _stopped(self, fragment: int, attempt: int) -> None:
         if self.alive:
@@ -210,7 +202,7 @@ class SimReplica:
         if self.alive:
             self.act(self.machine.fetch_failed(fragment))
 
-    def _fetched(self, record: m.Record, source: SimReplica) -> None:
+    def _fetched(self, record: m.Record, source: Node) -> None:
         source.serves -= 1
         if not self.alive:
             return
@@ -247,6 +239,9 @@ class SimReplica:
     def _go(self) -> None:
         if self._begun and not self._runs:
             self._tally.stood_s += self._world.now - self._stood_s
+        if not self._begun:
+            for index, shard in enumerate(self._shards):  # fragments take turns
+                shard.marked_step = self._steps - index * self._model.sync_every // len(self._shards)
         self._runs, self._begun, self._since_s, self._carry = True, True, self._world.now, 0.0
 
     def _poke(self) -> None:
@@ -298,7 +293,7 @@ class SimReplica:
                 return
         self._plan()
 
-    def _propose(self, index: int, shard: Shard, f: FragmentState, *, now: bool = False) -> None:
+    def _propose(self, index: int, shard: Shard, f: FragmentState) -> None:
         record = f.record
         if record is None:
             return
@@ -313,7 +308,7 @@ class SimReplica:
             grace=self._model.adaptive_grace,
         )
         before, shard.frozen = shard.frozen, self._steps
-        effects = self.machine.propose(contribution, now=now)
+        effects = self.machine.propose(contribution)
         if not f.outstanding:
             shard.frozen = before
         for effect in effects:
@@ -341,17 +336,17 @@ class SimReplica:
             return
         waits = False
         for index, (shard, f) in enumerate(zip(self._shards, self.machine.fragments, strict=True)):
-            if not f.outstanding and not f.fetching and f.record is not None and self._steps > shard.base_step:
-                if shard.offered != f.record.version:
-                    shard.offered = f.record.version
-                    self._propose(index, shard, f, now=self._mode == "now")
+            rests = not f.outstanding and not f.fetching and self._steps > shard.base_step
+            if rests and f.record is not None and shard.offered != f.record.version:
+                shard.offered = f.record.version
+                self._propose(index, shard, f)
             waits |= f.outstanding or f.fetching
         if not waits or self._world.now >= self._until_s:
             self._say_goodbye()
 
     def _say_goodbye(self) -> None:
-        if self.conn:
-            if self._mode == "now":
+        if self.conn and self._mode != "end":
+            if self._mode == "sync":
                 self._world.send(self.conn, m.Leaving())
             self._world.send(self.conn, m.Bye())
         self._pause()

@@ -166,9 +166,7 @@ def _sizes(path: Path, rows: Iterable[tuple[int, list[str]]], seed: int) -> tupl
     return found, last_s
 
 
-def poisson(
-    replicas: int, *, mtbf_s: float, hours: float, back_s: float, together: int = 1, seed: int = 0
-) -> Trace:
+def poisson(replicas: int, *, mtbf_s: float, hours: float, back_s: float, together: int = 1, seed: int = 0) -> Trace:
     """A fleet of constant size whose machines fail, each at random.
 
     Args:
@@ -184,7 +182,7 @@ def poisson(
     changes = [Change(0.0, ADD, node) for node in here]
     back: list[float] = []
     at_s = draw.expovariate(1 / mtbf_s) if mtbf_s < math.inf else math.inf
-    while min(at_s, *back[:1]) < end_s:
+    while min((at_s, *back[:1])) < end_s:
         if back and back[0] <= at_s:
             here.append(f"node{count}")
             count += 1
@@ -194,5 +192,7 @@ def poisson(
             changes.append(Change(at_s, REMOVE, here.pop(draw.randrange(len(here)))))
             back.append(at_s + back_s)
         at_s += draw.expovariate(1 / mtbf_s)
-    text = f"{replicas} machines, a failure in {mtbf_s:g} s" if mtbf_s < math.inf else f"{replicas} machines, no failure"
+    text = (
+        f"{replicas} machines, a failure in {mtbf_s:g} s" if mtbf_s < math.inf else f"{replicas} machines, no failure"
+    )
     return Trace(text, tuple(changes), end_s)

@@ -1,8 +1,8 @@
 """A virtual fleet: one queue of events on one clock, one coordinator's machine, and a replica's machine a machine.
 
 Unlike `ftopt.simulate`, which looks for broken rules in short histories, this is made for days of thousands of
-replicas: nothing is drawn at single messages, inner steps are no events, and messages that arrive at the same moment are
-one event. The machines, and what they are told, are those of a real job.
+replicas: nothing is drawn at single messages, inner steps are no events, and messages that arrive at the same moment
+are one event. The machines, and what they are told, are those of a real job.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ftopt.goodput.fleet import Fleet, Node
 from ftopt.goodput.model import Model
-from ftopt.goodput.reduction import Group
+from ftopt.goodput.reduction import Groups
 from ftopt.goodput.replica import SimReplica
 from ftopt.goodput.shared import MemberLists
 from ftopt.goodput.tally import Tally
@@ -28,7 +29,7 @@ _LEAVE_S = 40.0
 """So long the last round may take, after the end of the trace."""
 
 
-class World:
+class World(Fleet):
     """The clock, the queue, the coordinator and the replicas of one trace."""
 
     def __init__(self, trace: Trace, model: Model, *, seed: int = 0) -> None:
@@ -39,9 +40,8 @@ class World:
         self.tally = Tally(model.fragments)
         self.conns = itertools.count(1)
         self.lists = MemberLists()
-        self.groups: dict[int, Group] = {}
-        self.nodes: dict[str, SimReplica] = {}
-        """Those that are there; a machine that comes back is another replica of the same name."""
+        self.nodes = {}
+        self._groups = Groups(self)
         self.server = Server(self)
         first = sum(x.kind == ADD and x.at_s <= 0 for x in trace.changes)
         self.settings = model.settings(max(1, first))
@@ -60,7 +60,6 @@ class World:
         heapq.heappush(self._queue, (time_s, next(self._sequence), action, args))
 
     def at(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
-        """Calls ``action(*args)`` after ``delay_s``."""
         self.at_time(self.now + delay_s, action, *args)
 
     def run(self, *, every: int = 20_000) -> Iterator[float]:
@@ -72,13 +71,21 @@ class World:
             action(*args)
             if self.events % every == 0:
                 yield min(1.0, self.now / self.trace.end_s)
-        for replica in list(self.nodes.values()):
+        for replica in self._there():
             replica.end()
+
+    def _there(self) -> list[SimReplica]:
+        return [x for x in self.nodes.values() if isinstance(x, SimReplica)]
 
     # ------------------------------------------------------------ the network
 
+    def connect(self, node: Node) -> int:
+        return self.server.connect(node)
+
+    def hang_up(self, conn: int) -> None:
+        self.server.lost(conn)
+
     def send(self, conn: int, message: m.FromReplica) -> None:
-        """From a replica to the coordinator."""
         due_s = self.now + self.model.latency_s
         if self._up[0] != due_s:
             self._up = (due_s, [])
@@ -96,13 +103,13 @@ class World:
         if self.now <= self.trace.end_s + _LEAVE_S:
             self.at(self.model.heartbeat_s, self._heartbeats)
         for conn, replica in list(self.server.conns.items()):
-            if replica.conn == conn and replica.alive and replica.machine.welcomed:
+            if isinstance(replica, SimReplica) and replica.conn == conn and replica.alive and replica.machine.welcomed:
                 self.server.receive(conn, replica.heartbeat())
 
     # ------------------------------------------------------------ the trace
 
     def _add(self, node: str, gone_s: float) -> None:
-        replica = SimReplica(self, node)
+        replica = SimReplica(self, node, self._groups)
         self.nodes[node] = replica
         self.at(self.model.start_s, replica.start)
         if gone_s < math.inf:
@@ -117,10 +124,10 @@ class World:
             del self.nodes[replica.name]
 
     def _end(self) -> None:
-        """The job ends in good order: all leave, and hand in what they have."""
-        for replica in list(self.nodes.values()):
+        """The job ends with a round: all hand in what they have."""
+        for replica in self._there():
             replica.stop_counting()
-            replica.hand_in("leave", self.now + _LEAVE_S)
+            replica.hand_in("end", self.now + _LEAVE_S)
 
 
 class Server:
@@ -129,11 +136,11 @@ class Server:
     def __init__(self, world: World) -> None:
         self._world, self._tally = world, world.tally
         self.machine = Coordinator("goodput")
-        self.conns: dict[int, SimReplica] = {}
+        self.conns: dict[int, Node] = {}
         self._looks = 0
         self._armed_s = math.inf
 
-    def connect(self, replica: SimReplica) -> int:
+    def connect(self, replica: Node) -> int:
         """A new connection."""
         conn = next(self._world.conns)
         self.conns[conn] = replica
