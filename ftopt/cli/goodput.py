@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from ftopt.cli.output import say

@@ -58,9 +58,8 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]
     """
     told, notice_s = replace(model, notice_s=0.0, delay=0), model.notice_s
     late = replace(told, delay=delay)
-    decoupled = replace(
-        late, fragments=fragments, min_replicas=quorum, adaptive_grace=1.0, grace_s=max(10.0, delay / 2)
-    )
+    grace_s = max(model.grace_s, delay * model.step_s)
+    decoupled = replace(late, fragments=fragments, min_replicas=quorum, adaptive_grace=1.0, grace_s=grace_s)
     blocking = f"DiLoCo, H={model.sync_every}, no notice: a removed machine's steps since its last round are lost"
     found = [
         Ours("ftopt, blocking", blocking, told),
