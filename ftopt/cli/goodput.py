@@ -176,7 +176,18 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
     return 0
 
 
-_HEAD = ("policy", "", "goodput", "survivors' steps kept", "done twice", "taking part", "stall", "rounds", "messages/s")
+_HEAD = (
+    "policy",
+    "",
+    "goodput",
+    "of fault-free",
+    "survivors keep",
+    "twice",
+    "taking part",
+    "stall",
+    "rounds",
+    "messages/s",
+)
 
 
 def _cells(row: Row) -> list[str]:
@@ -185,6 +196,7 @@ def _cells(row: Row) -> list[str]:
         row.policy,
         "S" if row.simulated else "M",
         f"{x.goodput:.2%}",
+        f"{x.goodput / x.fault_free:.1%}",
         f"{x.kept:.1%}",
         f"{x.twice / x.capacity:.2%}" if x.capacity else "",
         "" if x.participation is None else f"{x.participation:.1%}",

@@ -61,6 +61,8 @@ class Discard:
 
     def run(self, trace: Trace, model: Model) -> Outcome:
         stays = trace.stays()
+        round_s = model.sync_every * model.step_s
+        free = round_s / (round_s + model.reduce_s(_usual(trace)))
         now, done, lost, thrown, stood_s = model.start_s, 0.0, 0.0, 0.0, 0.0
         line, rounds, failed = [(0.0, 0.0)], 0, 0
         while now < trace.end_s:
@@ -85,7 +87,7 @@ class Discard:
             line.append((now, done * model.batch))
             if steps == 0:
                 break
-        return _outcome(trace, model, done, lost, thrown, stood_s, line, rounds=rounds, aborted=failed)
+        return _outcome(trace, model, done, lost, thrown, stood_s, line, rounds=rounds, aborted=failed, fault_free=free)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +207,9 @@ class _Run:
         self._thrown += (1 - share) * lost
 
     def outcome(self) -> Outcome:
-        return _outcome(self._trace, self._model, self._done, self._lost, self._thrown, self._stood_s, self._line)
+        free = efficiency(self._model, _usual(self._trace)) / self._p.cost
+        counts = (self._done, self._lost, self._thrown, self._stood_s)
+        return _outcome(self._trace, self._model, *counts, self._line, fault_free=free)
 
 
 def _grouped(trace: Trace, start_s: float) -> Iterator[tuple[float, list[Change]]]:
@@ -223,6 +227,11 @@ def _grouped(trace: Trace, start_s: float) -> Iterator[tuple[float, list[Change]
     yield from ((at_s, found) for at_s, found in moments.items() if at_s < trace.end_s)
 
 
+def _usual(trace: Trace) -> int:
+    """How many machines there are, on average."""
+    return max(1, round(trace.machine_seconds() / trace.end_s))
+
+
 def _outcome(
     trace: Trace,
     model: Model,
@@ -234,6 +243,7 @@ def _outcome(
     *,
     rounds: int | None = None,
     aborted: int | None = None,
+    fault_free: float,
 ) -> Outcome:
     """``lost``: steps of the removed machines; ``thrown``: of others."""
     machine_s = trace.machine_seconds()
@@ -245,6 +255,7 @@ def _outcome(
         computed=(done + lost + thrown) * model.batch,
         twice=(lost + thrown) * model.batch,
         kept=done / (done + thrown) if done + thrown else 1.0,
+        fault_free=fault_free,
         stall=stood_s / machine_s if machine_s else 0.0,
         rounds=rounds,
         aborted=aborted,

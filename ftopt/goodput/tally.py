@@ -92,6 +92,7 @@ class Outcome:
         twice: samples computed whose work is not in the model, and which are due again.
         kept: of the steps of machines that lived on, the share that was not thrown away.
         participation: contributors of a round / connected replicas, on average.
+        fault_free: what the goodput would be without any failure, for all that the network costs; 1 where nothing does.
         stall: share of the machines' time in which a training thread stood still.
         rounds, aborted: committed outer steps; attempts that failed.
         messages_s, busiest_s: that the coordinator received and sent in a second, on average and in the busiest one.
@@ -105,6 +106,7 @@ class Outcome:
     twice: float
     kept: float = 1.0
     participation: float | None = None
+    fault_free: float = 1.0
     stall: float | None = None
     rounds: int | None = None
     aborted: int | None = None
