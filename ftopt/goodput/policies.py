@@ -156,7 +156,7 @@ class _Run:
                 for_s = min(self._every_s - self._since_s, left_s)
                 self._done += for_s * self._rate()
                 self._since_s += for_s
-                if self._since_s >= self._every_s:
+                if self._since_s >= self._every_s - 1e-6:
                     self._save()
             at_s, left_s = at_s + for_s, left_s - for_s
             self._line.append((at_s, self._done * self._model.batch))
