@@ -220,7 +220,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     progress = _Progress()
     make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
     told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
-    model_text = f"{arguments.machines} machines, no notice, delay {model.delay}: goodput of ftopt / torchft's DiLoCo"
+    model_text = f"{arguments.machines} machines, no notice, delay {model.delay}: goodput of ftopt / torchft's DiLoCo, of fault-free"
     cells = list(told)
     progress.clear()
     say(model_text)

@@ -127,7 +127,8 @@ class _Run:
         self._p, self._trace, self._model = policy, trace, model
         self._gap_s = mean_gap_s(trace)
         saves_s = policy.checkpoint_s or 0.0
-        self._every_s = policy.interval_s or (young_daly(saves_s, self._gap_s) if saves_s else math.inf)
+        every_s = max(model.step_s, young_daly(saves_s, self._gap_s)) if saves_s else math.inf
+        self._every_s = policy.interval_s or every_s
         self._active: set[str] = set()
         self._waiting: set[str] = set()
         self._done = self._saved = self._lost = self._thrown = self._stood_s = 0.0

@@ -104,7 +104,8 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Goodput of a period and a failure rate: with survivors' work kept, and discarded."""
+    """Goodput of a period and a failure rate: with survivors' work kept, and discarded, that as a share of what it is
+    without failures: how long the network takes is another matter."""
 
     sync_every: int
     mtbf_s: float
@@ -126,11 +127,11 @@ def sweep(
     seed: int = 0,
     progress: Progress = lambda name, share: None,
 ) -> Iterator[Cell]:
-    """Of each period and failure rate; ``make`` makes a trace of a mean time between failures."""
+    """Of each period and failure rate, without notices; ``make`` makes a trace of a mean time between failures."""
     for mtbf_s in mtbfs_s:
         trace = make(mtbf_s)
         for period in periods:
-            at = replace(model, sync_every=period, delay=min(model.delay, period - 1))
+            at = replace(model, sync_every=period, delay=min(model.delay, period - 1), notice_s=0.0)
             found = Ours(f"H={period}, a failure in {mtbf_s:g} s", "", at).run(trace, seed, progress)
             torchft = next(x for x in others(at) if x.name == "discard, torchft's DiLoCo").run(trace, at)
-            yield Cell(period, mtbf_s, found.goodput, torchft.goodput)
+            yield Cell(period, mtbf_s, found.goodput, torchft.goodput / torchft.fault_free)

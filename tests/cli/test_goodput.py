@@ -44,7 +44,7 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
     [
         (["--trace", "none.csv"], "none.csv cannot be read"),
         (["--machines", "0"], "--machines=0; must be a whole number"),
-        (["--mtbf", "-1"], "--mtbf=-1.0; must be a finite number"),
+        (["--mtbf", "-1"], "--mtbf=-1.0; must be a number of seconds above 0"),
         (["--only", "nothing"], "no policy has that in its name"),
         (["--step", "0"], "step_s=0.0; must be a"),
         (["--codec", "fp3"], "allowed: fp32"),

@@ -16,7 +16,7 @@ from ftopt.goodput.traces import ADD, REMOVE, Change, Trace, poisson
 
 MODEL = Model(step_s=1.0, spread=0.0, sync_every=10, parameters=1e-12, start_s=0.0, latency_s=0.0)
 """The network costs nothing."""
-THREE = Trace("three", (*(Change(0.0, ADD, x) for x in "abc"), Change(25.0, REMOVE, "c"), Change(27.0, ADD, "d")), 60.0)
+THREE = Trace("three", (*(Change(0.0, ADD, x) for x in "abc"), Change(26.0, REMOVE, "c"), Change(27.0, ADD, "d")), 60.0)
 
 
 def test_the_interval_of_young_and_daly() -> None:
@@ -43,13 +43,13 @@ def test_a_layer_that_discards_loses_the_phase_of_all() -> None:
     found = Discard(any_failure=True).run(THREE, MODEL)
     assert found.samples == 3 * 20 + 3 * 25  # of 60 s: 20, 10 lost, 5 of time-out, 25
     assert (found.rounds, found.aborted) == (6, 1)
-    assert found.twice == 2 * 10 + 5 + 3  # survivors', the dead one's, the joiner's before its first sync
+    assert found.twice == 2 * 10 + 6 + 3  # survivors', the dead one's, the joiner's before its first sync
     assert found.kept == pytest.approx(135 / (135 + 23))
 
 
 def test_a_failure_long_before_the_sync_costs_torchft_nothing_but_the_dead_ones_steps() -> None:
     found = Discard(any_failure=False).run(THREE, MODEL)
-    assert found.samples == 135  # 25 s is within the 5 s before the sync at 30 s
+    assert found.samples == 135  # 26 s is within the 5 s before the sync at 30 s
     early = Trace("early", (*(Change(0.0, ADD, x) for x in "abc"), Change(24.0, REMOVE, "c")), 60.0)
     assert Discard(any_failure=False).run(early, MODEL).samples == 3 * 20 + 2 * 40
 
@@ -58,7 +58,7 @@ def test_reused_gradients_save_the_steps_of_survivors() -> None:
     by_name = {x.name: x.run(THREE, MODEL) for x in others(MODEL)}
     plain, reused = by_name["synchronous data-parallel"], by_name["synchronous, gradients reused"]
     assert reused.samples - plain.samples == pytest.approx(0.5 * 2)
-    assert plain.capacity == 60 + 60 + 25 + 33
+    assert plain.capacity == 60 + 60 + 26 + 33
 
 
 def test_gradients_that_take_longer_than_the_backward_pass_slow_every_step() -> None:
