@@ -25,10 +25,10 @@ _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """The options. Times are seconds of virtual time."""
-    parser.set_defaults(what="goodput")
-    trace = parser.add_argument_group("which machines are there")
+def add(parser: argparse.ArgumentParser) -> dict[str, object]:
+    """Adds the options, but for ``--seed``; returns their defaults. Times are seconds of virtual time."""
+    before = {action.dest for action in parser._actions}
+    trace = parser.add_argument_group("goodput: which machines are there")
     text = "a trace: lines `ms,add|remove,node` (Bamboo, Oobleck) or `date, time, machines`"
     trace.add_argument("--trace", metavar="FILE", help=text)
     trace.add_argument("--machines", metavar="N", type=int, default=32, help="without a trace (default: %(default)s)")
@@ -40,9 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--back", metavar="S", type=float, default=120.0, help=text)
     text = "how long; cuts a trace (default: the whole trace, or 24)"
     trace.add_argument("--hours", metavar="H", type=float, help=text)
-    trace.add_argument("--seed", metavar="S", type=int, default=0, help="of all that is drawn (default: %(default)s)")
     usual = Model()
-    model = parser.add_argument_group("what is assumed")
+    model = parser.add_argument_group("goodput: what is assumed")
     for option, default, text in (
         ("step", usual.step_s, "seconds of an inner step"),
         ("spread", usual.spread, "relative standard deviation of the machines' step times"),
@@ -70,13 +69,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     ):
         model.add_argument(f"--{option}", metavar="N", type=int, default=count, help=f"{text} (default: %(default)s)")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
-    what = parser.add_argument_group("what is shown")
+    what = parser.add_argument_group("goodput: what is shown")
     text = "only the policies of ftopt with these words in their names (`--only delay`), and no models of other systems"
     what.add_argument("--only", metavar="TEXT", help=text)
     what.add_argument("--sweep", action="store_true", help="period by failure rate: where keeping steps does not pay")
     what.add_argument("--published", action="store_true", help="models of other systems beside their published figures")
     what.add_argument("--json", metavar="FILE", help="also writes the results there")
     what.add_argument("--picture", metavar="FILE", help="also draws them there, as SVG")
+    return {action.dest: action.default for action in parser._actions if action.dest not in before}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -220,10 +220,10 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     progress = _Progress()
     make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
     told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
-    model_text = f"{arguments.machines} machines, no notice, delay {model.delay}: goodput of ftopt / torchft's DiLoCo, of fault-free"
     cells = list(told)
     progress.clear()
-    say(model_text)
+    say(f"{arguments.machines} machines, no notice, delay {model.delay}. Of what each reaches without failures:")
+    say("goodput of ftopt / of torchft's DiLoCo")
     by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]
     say("\n".join(_table(head, [[_span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))

@@ -56,3 +56,8 @@ def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pyt
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) == 1
+
+
+def test_an_option_of_goodput_without_that_word_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", "x.csv"]) == 2
+    assert "--trace is an option of `ftopt simulate goodput`" in capsys.readouterr().err
