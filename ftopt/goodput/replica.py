@@ -345,9 +345,9 @@ class SimReplica(Node):
             self._say_goodbye()
 
     def _say_goodbye(self) -> None:
+        if self.conn and self._mode != "leave":
+            self._world.send(self.conn, m.Leaving())
         if self.conn and self._mode != "end":
-            if self._mode == "sync":
-                self._world.send(self.conn, m.Leaving())
             self._world.send(self.conn, m.Bye())
         self._pause()
         self.alive = False

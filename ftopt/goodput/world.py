@@ -26,7 +26,7 @@ from ftopt.sync.protocol.coordinator import effects as e
 from ftopt.sync.protocol.coordinator.machine import Coordinator
 
 _LEAVE_S = 40.0
-"""So long the last round may take, after the end of the trace."""
+"""So long the last round may take after the end of the trace, beside the grace and the time-out."""
 
 
 class World(Fleet):
@@ -45,6 +45,7 @@ class World(Fleet):
         self.server = Server(self)
         first = sum(x.kind == ADD and x.at_s <= 0 for x in trace.changes)
         self.settings = model.settings(max(1, first))
+        self._last_s = trace.end_s + _LEAVE_S + 2 * (model.grace_s + model.dead_after_s)
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         self._up: tuple[float, list[tuple[int, m.FromReplica]]] = (-1.0, [])
@@ -64,8 +65,7 @@ class World(Fleet):
 
     def run(self, *, every: int = 20_000) -> Iterator[float]:
         """Lets the trace happen; yields the share of it that is done, now and then."""
-        last_s = self.trace.end_s + _LEAVE_S
-        while self._queue and self._queue[0][0] <= last_s:
+        while self._queue and self._queue[0][0] <= self._last_s:
             self.now, _, action, args = heapq.heappop(self._queue)
             self.events += 1
             action(*args)
@@ -100,7 +100,7 @@ class World(Fleet):
 
     def _heartbeats(self) -> None:
         """Of all replicas, at one moment."""
-        if self.now <= self.trace.end_s + _LEAVE_S:
+        if self.now <= self._last_s:
             self.at(self.model.heartbeat_s, self._heartbeats)
         for conn, replica in list(self.server.conns.items()):
             if isinstance(replica, SimReplica) and replica.conn == conn and replica.alive and replica.machine.welcomed:
@@ -127,7 +127,7 @@ class World(Fleet):
         """The job ends with a round: all hand in what they have."""
         for replica in self._there():
             replica.stop_counting()
-            replica.hand_in("end", self.now + _LEAVE_S)
+            replica.hand_in("end", self._last_s)
 
 
 class Server:
