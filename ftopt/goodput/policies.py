@@ -20,6 +20,9 @@ from ftopt.goodput.traces import ADD, REMOVE, Change, Trace
 HEARTBEAT_S = 5.0
 """torchft's default time-out."""
 
+TIMEOUT_S = 3.0
+"""That of synchronous training with ftopt, by default (``sync.dead_after_s``)."""
+
 
 def young_daly(checkpoint_s: float, mtbf_s: float) -> float:
     """The interval between two checkpoints that loses least: sqrt(2 C M). Source: Young 1974, Daly 2006."""
@@ -312,15 +315,15 @@ def others(model: Model) -> list[Discard | Synchronous]:
         ),
         Synchronous(
             name="synchronous data-parallel",
-            assumes=f"a removal costs the time-out of {model.dead_after_s:g} s and the step of all; a joiner's fetch "
+            assumes=f"a removal costs the time-out of {TIMEOUT_S:g} s and the step of all; a joiner's fetch "
             f"is waited for ({saves_s:.1f} s)",
-            pause_s=model.dead_after_s,
+            pause_s=TIMEOUT_S,
             join_s=saves_s,
         ),
         Synchronous(
             name="synchronous, gradients reused",
             assumes="as above, but survivors keep their gradients: only the dead machine's samples are done again",
-            pause_s=model.dead_after_s,
+            pause_s=TIMEOUT_S,
             join_s=saves_s,
             keeps=True,
         ),
