@@ -28,6 +28,9 @@ from ftopt.sync.protocol.coordinator.machine import Coordinator
 _LEAVE_S = 40.0
 """So long the last round may take after the end of the trace, beside the grace and the time-out."""
 
+_BATCH = 200
+"""Messages that one event delivers at most: progress is shown between two events."""
+
 
 class World(Fleet):
     """The clock, the queue, the coordinator and the replicas of one trace."""
@@ -63,7 +66,7 @@ class World(Fleet):
     def at(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
         self.at_time(self.now + delay_s, action, *args)
 
-    def run(self, *, every: int = 20_000) -> Iterator[float]:
+    def run(self, *, every: int = 200) -> Iterator[float]:
         """Lets the trace happen; yields the share of it that is done, now and then."""
         while self._queue and self._queue[0][0] <= self._last_s:
             self.now, _, action, args = heapq.heappop(self._queue)
@@ -87,7 +90,7 @@ class World(Fleet):
 
     def send(self, conn: int, message: m.FromReplica) -> None:
         due_s = self.now + self.model.latency_s
-        if self._up[0] != due_s:
+        if self._up[0] != due_s or len(self._up[1]) >= _BATCH:
             self._up = (due_s, [])
             self.at_time(due_s, self._arrive, self._up[1])
         self._up[1].append((conn, message))

@@ -129,8 +129,8 @@ def test_progress_is_told() -> None:
     told: list[tuple[str, float]] = []
     trace = poisson(4, mtbf_s=1e6, hours=0.1, back_s=20)
     Ours("x", "", MODEL).run(trace, 0, lambda name, share: told.append((name, share)))
-    assert told == []  # it is short
-    shares = list(World(trace, MODEL).run(every=200))
+    assert {name for name, _ in told} == {"x"}
+    shares = [share for _, share in told]
     assert shares == sorted(shares)
     assert 0 < shares[0] < 1
 
