@@ -111,8 +111,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {
-        "__init__", "job", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning", "report", "simulate",
-        "sync/server", "telemetry",
+        "__init__", "job", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning", "report",
+        "simulate", "sync/server", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip
