@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync/protocol/coordinator": {"sync/protocol", "sync/protocol/ledger"},
     "sync/protocol/replica": {"sync/protocol"},
     "simulate": {"sync/protocol", "sync/protocol/ledger", "sync/protocol/coordinator", "sync/protocol/replica"},
+    "goodput": {"report", "sync/protocol", "sync/protocol/coordinator", "sync/protocol/replica"},
     # The shells around the machines: the coordinator's, and the replica's.
     "sync/server": {"sync/protocol", "sync/protocol/coordinator", "net"},
     "sync/replica/changed": set(),
@@ -110,8 +111,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A launcher: it sets what `connect` reads.
     "ray": {"sync/server", "telemetry"},
     "cli": {
-        "__init__", "job", "checkpoint", "config", "faults", "net", "planning", "report", "simulate", "sync/server",
-        "telemetry",
+        "__init__", "job", "checkpoint", "codecs", "config", "faults", "goodput", "net", "planning", "report",
+        "simulate", "sync/server", "telemetry",
     },
     "__main__": {"cli"},
 }  # fmt: skip

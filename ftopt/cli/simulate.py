@@ -1,4 +1,5 @@
-"""``ftopt simulate``: checks every invariant after every event of random histories of faults, in virtual time."""
+"""``ftopt simulate``: checks every invariant after every event of random histories of faults, in virtual time;
+``ftopt simulate goodput``: see `ftopt.cli.goodput`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import sys
 import time
 
+from ftopt.cli import goodput
 from ftopt.cli.output import complain, say
 from ftopt.errors import UserError
 from ftopt.simulate.walk import Coverage
@@ -19,13 +21,21 @@ _PLAIN_PROGRESS_S = 10.0
 def add(parser: argparse.ArgumentParser) -> None:
     text = "number of histories (default: %(default)s)"
     parser.add_argument("--histories", metavar="N", type=int, default=1000, help=text)
-    text = "seed of the first history (default: %(default)s)"
+    text = "seed of the first history, or of what is drawn (default: %(default)s)"
     parser.add_argument("--seed", metavar="S", type=int, default=0, help=text)
     parser.add_argument("--replay", metavar="SEED", type=int, help="run this one history and print its trace")
+    text = "computes instead how much of the machines' work ends up in the model, by policy, on a trace of failures"
+    parser.add_argument("what", metavar="goodput", nargs="?", choices=("goodput",), help=text)
+    parser.set_defaults(of_goodput=goodput.add(parser))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the histories and prints what occurred in them; returns 1 if an invariant is violated."""
+    if arguments.what == "goodput":
+        return goodput.run(arguments)
+    for option, default in arguments.of_goodput.items():
+        if getattr(arguments, option) != default:
+            raise UserError(f"--{option.replace('_', '-')} is an option of `ftopt simulate goodput`; add that word")
     if arguments.replay is not None:
         return _replay(_natural("--replay", arguments.replay))
     count, seed = _natural("--histories", arguments.histories, least=1), _natural("--seed", arguments.seed)

@@ -1,0 +1,291 @@
+"""``ftopt simulate goodput``: how much of the machines' work ends up in the model, by policy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ftopt.cli.output import say
+from ftopt.errors import UserError, check_number, check_whole
+from ftopt.goodput import traces
+from ftopt.goodput.model import Model
+from ftopt.goodput.picture import draw
+from ftopt.goodput.published import MODELS, ratios
+from ftopt.goodput.run import Cell, Row, compare, ours, sweep
+
+_SHOWN_S = 0.5
+_PLAIN_SHOWN_S = 10.0
+_BYTES_PER_BIT = 1 / 8
+_MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
+_PERIODS = (30, 120, 360, 1200)
+
+
+def add(parser: argparse.ArgumentParser) -> dict[str, object]:
+    """Adds the options, but for ``--seed``; returns their defaults. Times are seconds of virtual time."""
+    before = {action.dest for action in parser._actions}
+    trace = parser.add_argument_group("goodput: which machines are there")
+    text = "a trace: lines `ms,add|remove,node` (Bamboo, Oobleck) or `date, time, machines`"
+    trace.add_argument("--trace", metavar="FILE", help=text)
+    trace.add_argument("--machines", metavar="N", type=int, default=32, help="without a trace (default: %(default)s)")
+    text = "seconds between two failures in the whole fleet; without it there are none"
+    trace.add_argument("--mtbf", metavar="S", type=float, default=math.inf, help=text)
+    text = "machines that go at one moment (default: %(default)s)"
+    trace.add_argument("--together", metavar="N", type=int, default=1, help=text)
+    text = "seconds until a machine is replaced (default: %(default)s)"
+    trace.add_argument("--back", metavar="S", type=float, default=120.0, help=text)
+    text = "how long; cuts a trace (default: the whole trace, or 24)"
+    trace.add_argument("--hours", metavar="H", type=float, help=text)
+    usual = Model()
+    model = parser.add_argument_group("goodput: what is assumed")
+    for option, default, text in (
+        ("step", usual.step_s, "seconds of an inner step"),
+        ("spread", usual.spread, "relative standard deviation of the machines' step times"),
+        ("slow-every", usual.slow_every_s, "seconds between two slowdowns of one machine"),
+        ("slow-factor", usual.slow_factor, "how many times longer its steps take then"),
+        ("slow-for", usual.slow_for_s, "seconds of a slowdown, on average"),
+        ("parameters", usual.parameters, "of the model"),
+        ("link", 1e10, "bits a second of a machine's link"),
+        ("latency", usual.latency_s, "seconds of a message"),
+        ("start", usual.start_s, "seconds until a new machine's process connects"),
+        ("notice", 120.0, "seconds of notice before a removal, for the policies that use it; 0: none"),
+        ("hand-in", usual.hand_in_s, "seconds before the removal at which they use it"),
+        ("grace", usual.grace_s, "sync.grace_s"),
+        ("dead-after", usual.dead_after_s, "sync.dead_after_s; large fleets run faster with more"),
+    ):
+        model.add_argument(
+            f"--{option}", metavar="X", type=float, default=default, help=f"{text} (default: %(default)g)"
+        )
+    for option, count, text in (
+        ("sync-every", usual.sync_every, "inner steps of a round (H)"),
+        ("delay", 10, "inner steps of the policies with delay"),
+        ("quorum", 8, "sync.min_replicas of the decoupled policy"),
+        ("fragments", 4, "of the decoupled policy"),
+        ("batch", usual.batch, "samples of an inner step"),
+    ):
+        model.add_argument(f"--{option}", metavar="N", type=int, default=count, help=f"{text} (default: %(default)s)")
+    model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
+    what = parser.add_argument_group("goodput: what is shown")
+    text = "only the policies of ftopt with these words in their names (`--only delay`), and no models of other systems"
+    what.add_argument("--only", metavar="TEXT", help=text)
+    what.add_argument("--sweep", action="store_true", help="period by failure rate: where keeping steps does not pay")
+    what.add_argument("--published", action="store_true", help="models of other systems beside their published figures")
+    what.add_argument("--json", metavar="FILE", help="also writes the results there")
+    what.add_argument("--picture", metavar="FILE", help="also draws them there, as SVG")
+    return {action.dest: action.default for action in parser._actions if action.dest not in before}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs what is asked for, and prints it."""
+    model = _model(arguments)
+    check_whole("--machines", arguments.machines, 1)
+    check_whole("--together", arguments.together, 1)
+    check_whole("--quorum", arguments.quorum, 1)
+    check_whole("--fragments", arguments.fragments, 1)
+    check_number("--mtbf", min(arguments.mtbf, 1e18), "(0, inf)", of="seconds")
+    check_number("--back", arguments.back, "[0, inf)", of="seconds")
+    if arguments.hours is not None:
+        check_number("--hours", arguments.hours, "(0, inf)")
+    for option in ("json", "picture"):
+        if (path := getattr(arguments, option)) and not Path(path).parent.is_dir():
+            raise UserError(f"--{option}={path}: {Path(path).parent} is no folder; create it, or name another file")
+    if arguments.published:
+        return _published(arguments, model)
+    return _sweep(arguments, model) if arguments.sweep else _compare(arguments, model)
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    payload_bytes = None
+    if arguments.codec != "fp32":
+        from ftopt.codecs.named import codec_named
+
+        payload_bytes = float(codec_named(arguments.codec).encoded_bytes(int(arguments.parameters)))
+    return Model(
+        step_s=arguments.step,
+        spread=arguments.spread,
+        slow_every_s=arguments.slow_every,
+        slow_factor=arguments.slow_factor,
+        slow_for_s=arguments.slow_for,
+        sync_every=arguments.sync_every,
+        delay=arguments.delay,
+        parameters=arguments.parameters,
+        payload_bytes=payload_bytes,
+        link_bytes_s=arguments.link * _BYTES_PER_BIT,
+        latency_s=arguments.latency,
+        start_s=arguments.start,
+        batch=arguments.batch,
+        notice_s=arguments.notice,
+        hand_in_s=arguments.hand_in,
+        grace_s=arguments.grace,
+        dead_after_s=arguments.dead_after,
+        gone_after_s=max(600.0, arguments.dead_after),
+    )
+
+
+def _fleet(arguments: argparse.Namespace, mtbf_s: float) -> traces.Trace:
+    return traces.poisson(
+        arguments.machines,
+        mtbf_s=mtbf_s,
+        hours=arguments.hours or 24.0,
+        back_s=arguments.back,
+        together=arguments.together,
+        seed=arguments.seed,
+    )
+
+
+def _compare(arguments: argparse.Namespace, model: Model) -> int:
+    trace = traces.read(arguments.trace, seed=arguments.seed) if arguments.trace else _fleet(arguments, arguments.mtbf)
+    if arguments.trace and arguments.hours:
+        trace = trace.cut(min(trace.end_s, 3600 * arguments.hours))
+    policies = ours(model, delay=model.delay, quorum=arguments.quorum, fragments=arguments.fragments)
+    if arguments.only:
+        names = ", ".join(x.name for x in policies)
+        policies = [x for x in policies if arguments.only in x.name]
+        if not policies:
+            raise UserError(f"--only={arguments.only}: no policy has that in its name; they are {names}")
+    stays = trace.stays()
+    say(
+        f"{trace.name}: {trace.end_s / 3600:.1f} h, {max(size for _, size in trace.sizes())} machines at most, "
+        f"{trace.machine_seconds() / trace.end_s:.1f} on average, {sum(x.removed for x in stays)} removals at "
+        f"{len(trace.removals())} moments"
+    )
+    say(
+        f"a step {model.step_s:g} s, a round {model.sync_every} steps, {model.parameters:.3g} parameters, "
+        f"{model.link_bytes_s * 8:.3g} bit/s, a process starts in {model.start_s:g} s"
+    )
+    progress, began_s = _Progress(), time.monotonic()
+    rows: list[Row] = []
+    for row in compare(trace, model, policies, seed=arguments.seed, progress=progress):
+        if row.simulated or not arguments.only:
+            rows.append(row)
+    progress.clear()
+    say("\n".join(_table(_HEAD, [_cells(row) for row in rows])))
+    say(f"S: the production protocol, simulated; M: a model. {time.monotonic() - began_s:.0f} s. What is assumed:")
+    for row in rows:
+        say(f"  {row.policy}: {row.assumes}")
+    if arguments.json:
+        told = {"trace": trace.name, "hours": trace.end_s / 3600, "policies": [row.as_json() for row in rows]}
+        Path(arguments.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if arguments.picture:
+        picture = draw(trace, rows, step_s=model.step_s, batch=model.batch)
+        Path(arguments.picture).write_text(picture, encoding="utf-8")
+    return 0
+
+
+_HEAD = (
+    "policy",
+    "",
+    "goodput",
+    "of fault-free",
+    "survivors keep",
+    "twice",
+    "taking part",
+    "stall",
+    "rounds",
+    "messages/s",
+)
+
+
+def _cells(row: Row) -> list[str]:
+    x = row.outcome
+    return [
+        row.policy,
+        "S" if row.simulated else "M",
+        f"{x.goodput:.2%}",
+        f"{x.goodput / x.fault_free:.1%}",
+        f"{x.kept:.1%}",
+        f"{x.twice / x.capacity:.2%}" if x.capacity else "",
+        "" if x.participation is None else f"{x.participation:.1%}",
+        "" if x.stall is None else f"{x.stall:.2%}",
+        "" if x.rounds is None else f"{x.rounds}",
+        "" if x.messages_s is None else f"{x.messages_s:.1f} (max {x.busiest_s})",
+    ]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines; all but the first column are aligned right."""
+    widths = [max(len(row[n]) for row in (head, *rows)) for n in range(len(head))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(x.rjust(width) for x, width in zip(row[1:], widths[1:], strict=True))])
+        for row in (head, *rows)
+    ]
+
+
+def _sweep(arguments: argparse.Namespace, model: Model) -> int:
+    """Periods by failure rates, on fleets of constant size."""
+    progress = _Progress()
+    make: Callable[[float], traces.Trace] = lambda mtbf_s: _fleet(arguments, mtbf_s)  # noqa: E731
+    told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
+    cells = list(told)
+    progress.clear()
+    say(f"{arguments.machines} machines, no notice, delay {model.delay}. Of what each reaches without failures:")
+    say("goodput of ftopt / of torchft's DiLoCo")
+    by = {(x.mtbf_s, x.sync_every): x for x in cells}
+    head = ["a failure in", *(f"H={period}" for period in _PERIODS)]
+    say("\n".join(_table(head, [[_span(x), *(_both(by[x, y]) for y in _PERIODS)] for x in _MTBFS_S])))
+    rest = [x for x in cells if not x.pays]
+    say("keeping survivors' work is worth less than 1 % of the machines' work at: " + (_where(rest) or "none of these"))
+    if arguments.json:
+        rows = [
+            {"sync_every": x.sync_every, "mtbf_s": x.mtbf_s, "kept": x.kept, "discarded": x.discarded} for x in cells
+        ]
+        Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _both(cell: Cell) -> str:
+    return f"{cell.kept:.1%} / {cell.discarded:.1%}"
+
+
+def _where(cells: Sequence[Cell]) -> str:
+    return "; ".join(f"H={x.sync_every}, {_span(x.mtbf_s)}" for x in cells)
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds / 60:g} min"
+
+
+def _published(arguments: argparse.Namespace, model: Model) -> int:
+    """The models on fleets with the failure rates of published tables."""
+    found: dict[tuple[float, str], float] = {}
+    rows = []
+    for system, trained, every_s, ratio in ratios():
+        for gap_s in (every_s, math.inf, 6 * 3600.0):
+            if (gap_s, system) not in found:
+                trace = _fleet(arguments, gap_s)
+                found |= {(gap_s, name): _goodput(trace, model, MODELS[name]) for name in MODELS}
+        against = math.inf if trained == "GPT-3 6.7B" else 6 * 3600.0
+        modelled = found[every_s, system] / found[against, system]
+        to = "no failure" if against == math.inf else "one in 6 h"
+        rows.append([system, trained, _span(every_s), to, f"{ratio:.3f}", f"{modelled:.3f}"])
+    say("\n".join(_table(["system", "model", "a failure in", "ratio to", "published", "modelled here"], rows)))
+    return 0
+
+
+def _goodput(trace: traces.Trace, model: Model, name: str) -> float:
+    from ftopt.goodput.policies import others
+
+    return next(x for x in others(model) if x.name == name).run(trace, model).goodput
+
+
+class _Progress:
+    """A line that is overwritten on a terminal, and now and then a line elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._shown_s = time.monotonic()
+
+    def __call__(self, name: str, share: float) -> None:
+        if time.monotonic() - self._shown_s >= (_SHOWN_S if self._terminal else _PLAIN_SHOWN_S):
+            self._shown_s = time.monotonic()
+            text = f"{name}: {share:.0%}"
+            sys.stderr.write(f"\r\033[K{text}" if self._terminal else f"{text}\n")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\033[K")

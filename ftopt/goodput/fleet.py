@@ -1,0 +1,61 @@
+"""What the parts of a virtual fleet know of it, and of a machine in it."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from ftopt.goodput.model import Model
+from ftopt.goodput.shared import MemberLists, SharedReplica
+from ftopt.goodput.tally import Tally
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica import effects as r
+
+
+class Node(ABC):
+    """A machine with a replica. ``serves``: how many fetch from it."""
+
+    name: str
+    alive: bool
+    conn: int
+    serves: int
+    machine: SharedReplica
+
+    @abstractmethod
+    def act(self, effects: list[r.ReplicaEffect]) -> None:
+        """Does what the replica's machine asks."""
+
+    @abstractmethod
+    def receive(self, message: m.FromCoordinator | None) -> None:
+        """A message has arrived; None: the coordinator has closed the connection."""
+
+
+class Fleet(ABC):
+    """A clock, machines by name, and the way to the coordinator."""
+
+    now: float
+    model: Model
+    tally: Tally
+    random: random.Random
+    lists: MemberLists
+    settings: dict[str, float | int | str | None]
+    nodes: dict[str, Node]
+    """Those that are there; a machine that comes back is another replica of the same name."""
+
+    @abstractmethod
+    def at(self, delay_s: float, action: Callable[..., object], *args: Any) -> None:
+        """Calls ``action(*args)`` after ``delay_s``."""
+
+    @abstractmethod
+    def connect(self, node: Node) -> int:
+        """Opens a connection to the coordinator."""
+
+    @abstractmethod
+    def hang_up(self, conn: int) -> None:
+        """A replica closes its connection."""
+
+    @abstractmethod
+    def send(self, conn: int, message: m.FromReplica) -> None:
+        """From a replica to the coordinator."""

@@ -1,0 +1,137 @@
+"""Policies side by side on one trace: ftopt's, by the production protocol, and models of other systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ftopt.goodput.model import Model
+from ftopt.goodput.policies import others
+from ftopt.goodput.tally import Outcome
+from ftopt.goodput.traces import Trace
+from ftopt.goodput.world import World
+
+Progress = Callable[[str, float], object]
+"""Is told a policy's name, and the share of the trace that is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """One way to use ftopt."""
+
+    name: str
+    assumes: str
+    model: Model
+
+    def run(self, trace: Trace, seed: int, progress: Progress) -> Outcome:
+        """Drives the production protocol through the trace."""
+        world = World(trace, self.model, seed=seed)
+        for share in world.run():
+            progress(self.name, share)
+        return world.tally.result(end_s=trace.end_s, batch=self.model.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy's result. ``simulated``: by the production protocol; else by a model."""
+
+    policy: str
+    assumes: str
+    simulated: bool
+    outcome: Outcome
+
+    def as_json(self) -> dict[str, Any]:
+        """All but the line of the picture."""
+        outcome = asdict(self.outcome)
+        del outcome["line"]
+        return {"policy": self.policy, "simulated": self.simulated, "assumes": self.assumes, **outcome}
+
+
+def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]:
+    """ftopt's policies.
+
+    Args:
+        model: of compute, network and recovery; its ``notice_s`` adds two policies that use a notice.
+        delay: inner steps, of all but the blocking one.
+        quorum, fragments: of the decoupled one.
+    """
+    told, notice_s = replace(model, notice_s=0.0, delay=0), model.notice_s
+    late = replace(told, delay=delay)
+    grace_s = max(model.grace_s, delay * model.step_s)
+    decoupled = replace(late, fragments=fragments, min_replicas=quorum, adaptive_grace=1.0, grace_s=grace_s)
+    blocking = f"DiLoCo, H={model.sync_every}, no notice: a removed machine's steps since its last round are lost"
+    found = [
+        Ours("ftopt, blocking", blocking, told),
+        Ours(f"ftopt, delay {delay}", f"as above; training goes on for {delay} steps beside each round", late),
+        Ours(
+            "ftopt, decoupled",
+            f"as above, {fragments} fragments in turn, quorum {quorum}, adaptive grace, {grace_s:g} s at most",
+            decoupled,
+        ),
+    ]
+    if notice_s:
+        when_s = min(notice_s, model.hand_in_s)
+        found += [
+            Ours(
+                f"ftopt, delay {delay}, close() on notice",
+                f"{when_s:g} s before its removal a replica leaves as on SIGTERM; what no round takes by then is lost",
+                replace(late, notice_s=notice_s, hand_in="leave"),
+            ),
+            Ours(
+                f"ftopt, delay {delay}, sync() on notice",
+                f"{when_s:g} s before its removal a replica calls sync(), which holds a round with all, and leaves",
+                replace(late, notice_s=notice_s, hand_in="sync"),
+            ),
+        ]
+    return found
+
+
+def compare(
+    trace: Trace,
+    model: Model,
+    policies: Sequence[Ours],
+    *,
+    seed: int = 0,
+    progress: Progress = lambda name, share: None,
+) -> Iterator[Row]:
+    """Runs ``policies``, and then the models of other systems."""
+    for policy in policies:
+        yield Row(policy.name, policy.assumes, True, policy.run(trace, seed, progress))
+    for other in others(model):
+        yield Row(other.name, other.assumes, False, other.run(trace, model))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Goodput of a period and a failure rate: with survivors' work kept, and discarded, that as a share of what it is
+    without failures: how long the network takes is another matter."""
+
+    sync_every: int
+    mtbf_s: float
+    kept: float
+    discarded: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether keeping survivors' work is worth a percent of the machines' work."""
+        return self.kept - self.discarded >= 0.01
+
+
+def sweep(
+    model: Model,
+    make: Callable[[float], Trace],
+    *,
+    periods: Sequence[int],
+    mtbfs_s: Sequence[float],
+    seed: int = 0,
+    progress: Progress = lambda name, share: None,
+) -> Iterator[Cell]:
+    """Of each period and failure rate, without notices; ``make`` makes a trace of a mean time between failures."""
+    for mtbf_s in mtbfs_s:
+        trace = make(mtbf_s)
+        for period in periods:
+            at = replace(model, sync_every=period, delay=min(model.delay, period - 1), notice_s=0.0)
+            found = Ours(f"H={period}, a failure in {mtbf_s:g} s", "", at).run(trace, seed, progress)
+            torchft = next(x for x in others(at) if x.name == "discard, torchft's DiLoCo").run(trace, at)
+            yield Cell(period, mtbf_s, found.goodput, torchft.goodput / torchft.fault_free)

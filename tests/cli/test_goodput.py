@@ -1,0 +1,63 @@
+"""``ftopt simulate goodput``: its table, its files, and wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ftopt.cli.main import main
+
+_SMALL = ["simulate", "goodput", "--machines", "4", "--hours", "0.2", "--sync-every", "20", "--dead-after", "6"]
+
+
+def test_policies_stand_side_by_side_with_what_they_assume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "small.csv"
+    trace.write_text("0,add,a\n0,add,b\n200000,add,c\n300000,remove,b\n600000,remove,c\n", encoding="utf-8")
+    files = ["--json", str(tmp_path / "x.json"), "--picture", str(tmp_path / "x.svg")]
+    assert main([*_SMALL, "--trace", str(trace), "--codec", "int8", "--quorum", "1", *files]) == 0
+    said = capsys.readouterr().out
+    assert "small: 0.2 h, 3 machines at most" in said
+    told = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert [x["simulated"] for x in told["policies"]] == [True] * 5 + [False] * 9
+    for policy in told["policies"]:
+        assert f"{policy['policy']}: {policy['assumes']}" in said
+        assert 0 < policy["goodput"] <= 1
+    assert "<svg" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+
+
+def test_a_fleet_without_a_trace_and_one_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--mtbf", "100", "--only", "blocking"]) == 0
+    said = capsys.readouterr().out
+    assert "4 machines, a failure in 100 s" in said
+    assert "Bamboo" not in said
+
+
+def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, "--hours", "2", "--published"]) == 0
+    assert "ReCycle  GPT-3 6.7B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--trace", "none.csv"], "none.csv cannot be read"),
+        (["--machines", "0"], "--machines=0; must be a whole number"),
+        (["--mtbf", "-1"], "--mtbf=-1.0; must be a number of seconds above 0"),
+        (["--only", "nothing"], "no policy has that in its name"),
+        (["--step", "0"], "step_s=0.0; must be a"),
+        (["--codec", "fp3"], "allowed: fp32"),
+        (["--json", "nowhere/x.json"], "nowhere is no folder"),
+    ],
+)
+def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_SMALL, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_option_of_goodput_without_that_word_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", "x.csv"]) == 2
+    assert "--trace is an option of `ftopt simulate goodput`" in capsys.readouterr().err
