@@ -340,6 +340,21 @@ def test_who_waits_for_its_peers_in_a_round_of_any_fragment_is_not_given_up_for_
     assert [x.replica for x in table.events("gone")] == ["a"]
 
 
+def test_who_has_trained_while_an_attempt_was_under_way_has_its_whole_time_when_it_begins_to_wait() -> None:
+    table, a, b = one_unit_left(grace_s=8.0, gone_after_s=5.0)
+    b.do(b.machine.ask())
+    b.take()
+    a.propose(1, fragment=1)
+    b.propose(2, fragment=1)
+    a.reduce()  # b's reducer hangs, and a trains on
+    table.tick(4.0)
+    a.say(m.Heartbeat("training", 2, 0.1))
+    table.tick(6.9)  # tail_s has passed since, and all of it waiting
+    assert not table.events("gone")
+    table.tick(30.0)
+    assert [x.replica for x in table.events("gone")][:1] == ["a"]
+
+
 def test_who_fetches_what_its_peers_have_committed_is_not_given_up_for_what_it_does_not_do_meanwhile() -> None:
     table, a, b = one_unit_left()
     a.cut()

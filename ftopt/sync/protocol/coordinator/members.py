@@ -164,7 +164,7 @@ class Members:
         for r in waits:  # its peers keep it waiting
             if r.attempt is None:
                 return math.inf
-            quiet_since_s = max(quiet_since_s, r.attempt.started_s + sync.gone_after_s)
+            quiet_since_s = max(quiet_since_s, max(r.attempt.started_s, member.moved_s) + sync.gone_after_s)
         if member.conn is None and member.untrained:
             return quiet_since_s + sync.dead_after_s
         tail_s = sync.derived.tail_s * 2.0 ** min(self.assignment.given_up(member.replica), 10)
