@@ -30,9 +30,9 @@ class Model:
         start_s: from when a machine is there to when its process connects (start, imports, device). Default 15.
         batch: samples of one inner step. Default 1.
         notice_s: seconds before its removal at which a machine is told; 0 (default): not at all.
-        hand_in: what a replica does then. ``none``: nothing. ``leave``: as ``ftopt`` does on SIGTERM: it offers what is
-            pending, to whatever round comes. ``sync``: it holds a round with the others first, as
-            ``optimizer.sync()`` does.
+        hand_in: what a replica does then. ``none``: nothing. ``leave``: ``optimizer.close()``, which offers what is
+            pending to the round that others open. ``sync``: it opens one and leaves, as on SIGTERM and as with
+            ``close(early=True)``.
         hand_in_s: seconds before the removal at which it does so, if the notice is that long. Default 25.
         min_replicas, grace_s, dead_after_s, gone_after_s: as in ``sync``.
         adaptive_grace: gamma of the adaptive grace; 0 (default): ``grace_s``.

@@ -75,12 +75,12 @@ def ours(model: Model, *, delay: int, quorum: int, fragments: int) -> list[Ours]
         found += [
             Ours(
                 f"ftopt, delay {delay}, close() on notice",
-                f"{when_s:g} s before its removal a replica leaves as on SIGTERM; what no round takes by then is lost",
+                f"{when_s:g} s before its removal a replica calls close(), which opens no round of its own",
                 replace(late, notice_s=notice_s, hand_in="leave"),
             ),
             Ours(
-                f"ftopt, delay {delay}, sync() on notice",
-                f"{when_s:g} s before its removal a replica calls sync(), which holds a round with all, and leaves",
+                f"ftopt, delay {delay}, SIGTERM on notice",
+                f"{when_s:g} s before its removal a replica gets SIGTERM: it opens a round, and leaves",
                 replace(late, notice_s=notice_s, hand_in="sync"),
             ),
         ]

@@ -186,7 +186,7 @@ class Trainer:
                         self._checkpoints.last()
                         self._checkpoints.close()
                     self._tell_end("done")  # again: others may have made newer versions meanwhile
-            optimizer.close(flush=not done, timeout_s=_LEAVE_S)
+            optimizer.close(flush=not done, timeout_s=_LEAVE_S, early=self._stop)
             if self._checkpoints is not None:
                 self._checkpoints.close()
             if not done:

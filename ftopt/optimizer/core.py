@@ -474,7 +474,7 @@ class Core:
             raise RuntimeError("not started: use `with optimizer:`, or take a first step")
         return self.outer
 
-    def close(self, *, flush: bool, timeout_s: float) -> None:
+    def close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
         """Leaves the job; see `OuterOptimizer.close`."""
         if self.closed or self.group is None:
             return
@@ -492,7 +492,7 @@ class Core:
             tell_not_stepped(self.outer, self.group.replica)
             reason = why_at_once()
             if flush:
-                self.hand_in(deadline)
+                self.hand_in(deadline, early=early)
                 reason = self.group.obstacle() or f"no round has taken them within {timeout_s:g} s"
                 self.before_leaving(max(0.0, deadline - self._clock()))
             else:
@@ -515,16 +515,15 @@ class Core:
             if loaded is not None:
                 loaded()
 
-    def hand_in(self, deadline: float) -> None:
+    def hand_in(self, deadline: float, *, early: bool) -> None:
         """Offers what is pending to round after round, until it is decided, or until ``deadline`` by this clock."""
-        outer = self.started()
         assert self.group is not None
-        outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
-        hand_in(outer, self.group, self.inner.largest_lr, deadline, self._clock)
+        early = early or (self._asked is not None and bool(self._asked.why()))
+        hand_in(self.started(), self.group, self.inner.largest_lr, deadline, self._clock, early=early)
 
-    def hand_in_within(self, timeout_s: float) -> None:
+    def hand_in_within(self, timeout_s: float, *, early: bool) -> None:
         """The same, by seconds from now."""
-        self.hand_in(self._clock() + timeout_s)
+        self.hand_in(self._clock() + timeout_s, early=early)
 
     def announce(self) -> None:
         """Tells the job that this replica leaves: no round waits for it."""

@@ -385,7 +385,7 @@ class IslandCore:
         self._there = False
         self._together("outer_parameters", lambda core, inner: core.exit_outer())
 
-    def close(self, *, flush: bool, timeout_s: float) -> None:
+    def close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
         """Leaves the job; see `OuterOptimizer.close`. Without ``flush`` this rank alone, at once: the others may be in
         other calls, and are told that it is gone."""
         if self.closed:
@@ -399,12 +399,13 @@ class IslandCore:
         def hand_in(core: Core, inner: MirrorInner) -> None:
             if core.outer is not None:
                 inner.refresh(anew=True)
-                core.hand_in_within(timeout_s)
+                core.hand_in_within(timeout_s, early=early or bool(self._leaves))
 
         def lead(core: Core, inner: MirrorInner) -> None:
             if core.outer is not None:
                 inner.refresh(anew=True)
-            core.close(flush=True, timeout_s=max(0.0, deadline - time.monotonic()))
+            left_s = max(0.0, deadline - time.monotonic())
+            core.close(flush=True, timeout_s=left_s, early=early or bool(self._leaves))
 
         try:
             if flush and self._ranks is not None and self.island.broken is None:

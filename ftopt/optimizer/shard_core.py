@@ -298,7 +298,7 @@ class ShardCore(Core):
         at_exit.add(self)
         return fetched
 
-    def close(self, *, flush: bool, timeout_s: float) -> None:
+    def close(self, *, flush: bool, timeout_s: float, early: bool = False) -> None:
         """Leaves the job; see `OuterOptimizer.close`. Without ``flush`` this rank alone, at once."""
         if self.closed:
             return
@@ -306,7 +306,7 @@ class ShardCore(Core):
         try:
             if flush and self.outer is not None and self.island.broken is None:
                 with self._calling("close"):
-                    self._hand_in(self.outer, timeout_s)
+                    self._hand_in(self.outer, timeout_s, early=early)
             else:
                 self.island.part()
         finally:
@@ -316,15 +316,14 @@ class ShardCore(Core):
             if self.outer is not None:
                 self.outer.freezer.thread.end()
 
-    def _hand_in(self, outer: OuterStep, timeout_s: float) -> None:
+    def _hand_in(self, outer: OuterStep, timeout_s: float, *, early: bool) -> None:
         self.exit_outer()
         ranks = self.ranks
         ranks.boundary()
         self._mark()
         self._pull_all()
-        outer.report("leaving")  # first: a leaver's proposal opens no round, and is not waited for
-        deadline = ranks.same(time.monotonic() + timeout_s)
-        hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s)
+        deadline, group = ranks.same(time.monotonic() + timeout_s), cast("ReplicaGroup", ranks)
+        hand_in(outer, group, self.inner.largest_lr, deadline, ranks.now_s, early=early or bool(ranks.why))
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
         ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()))
         if not ranks.closed:

@@ -438,15 +438,18 @@ class OuterOptimizer(Optimizer):
     # Joining and leaving.
 
     @torch.inference_mode(False)
-    def close(self, *, flush: bool = True, timeout_s: float = 30.0) -> None:
+    def close(self, *, flush: bool = True, timeout_s: float = 30.0, early: bool = False) -> None:
         """Leaves the job in good order. Idempotent.
 
         Args:
             flush: propose the pending steps, round after round, until they are decided.
             timeout_s: seconds to wait at most, in all. The log says what is left then, and why.
+            early: this replica ends before the others: its pending steps open a round, which the others take part in
+                with what they have. Default False: they wait for the round that the others open, which may be a period
+                away. After a signal (``leave_on_signals``) it is True.
         """
         check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
-        self._core.close(flush=flush, timeout_s=timeout_s)
+        self._core.close(flush=flush, timeout_s=timeout_s, early=early)
 
     @torch.inference_mode(False)
     def __enter__(self) -> OuterOptimizer:

@@ -204,3 +204,33 @@ def test_a_loop_that_waits_for_samples_is_ended_too() -> None:
 def test_it_is_true_or_false(wrong: Any) -> None:
     with pytest.raises(UserError, match="leave_on_signals"):
         wrapped(ftopt.solo(), leave=wrong)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_who_leaves_early_opens_a_round_for_its_steps(early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The others' next round is 95 steps away."""
+    sync = ftopt.Sync(start_replicas=2, grace_s=0.2, dead_after_s=30.0)
+    groups, left, trains = ftopt.local_groups(2, sync=sync), threading.Event(), threading.Event()
+
+    def leaves() -> tuple[int, int]:
+        optimizer = wrapped(groups[0], leave=False)
+        for _ in range(5):
+            step(optimizer)
+        trains.wait(timeout=30)
+        optimizer.close(timeout_s=30.0 if early else 1.0, early=early)
+        left.set()
+        return optimizer.pending_steps, optimizer.committed.version
+
+    def stays() -> tuple[int, int]:
+        with wrapped(groups[1], leave=False) as optimizer:
+            for _ in range(95):
+                step(optimizer)
+                trains.set()
+                if left.wait(timeout=0.1):
+                    break
+            assert optimizer.local_steps < 95
+        return optimizer.pending_steps, optimizer.committed.version
+
+    (pending, version), (rest, _) = together([leaves, stays])
+    assert (pending, version, rest) == ((0, 1, 0) if early else (5, 0, 0))
+    assert ("has left with 5 inner steps" in caplog.text) is not early
