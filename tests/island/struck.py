@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ftopt
+from ftopt.optimizer.island_core import IslandCore
 
 MORE = 40
 
@@ -62,6 +63,12 @@ def all_end(folder: Path, *, struck: bool, steps: int) -> bool:
     return ends[0]
 
 
+def newest(optimizer: ftopt.OuterOptimizer) -> int:
+    """Rank 0's newest version. By mirror it may come between two calls, and is not in ``versions`` yet."""
+    core = optimizer._core
+    return (core.leader if isinstance(core, IslandCore) and core.leader is not None else core).standing().versions[0]
+
+
 def main(folder: Path, rank: int, point: str) -> None:
     """One rank."""
     dist.init_process_group("gloo")
@@ -86,7 +93,9 @@ def main(folder: Path, rank: int, point: str) -> None:
             optimizer.step()
             checkpoints.step()
             if leads:
-                print(f"step {optimizer.local_steps} {optimizer.versions[0]} {optimizer.anchor_digest()}", flush=True)  # noqa: T201
+                before, digest = newest(optimizer), optimizer.anchor_digest()
+                if newest(optimizer) == before:  # else a commit has come meanwhile
+                    print(f"step {optimizer.local_steps} {before} {digest}", flush=True)  # noqa: T201
             time.sleep(0.02)
         checkpoints.close()
     if leads:
