@@ -156,4 +156,5 @@ def _tell(arguments: argparse.Namespace, result: Result, replica: str, *, saves:
     kept = [override for override in arguments.overrides if not override.startswith("checkpoint.resume=")]
     say(f"to take part again while the job runs: {shlex.join([*words, *kept])}")
     if own:
-        say(f"to resume the job when all replicas have left: {resume_command(words, arguments.overrides, own[-1])}")
+        command = resume_command(words, arguments.overrides, own[-1])
+        say(f"to resume the job when all replicas have left, if no other one has a newer checkpoint: {command}")

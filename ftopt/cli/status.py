@@ -197,9 +197,9 @@ def _ask(url: str, arguments: argparse.Namespace) -> list[Job]:
         hint = "give the job's token: --token-file, or FTOPT_TOKEN" if refused else "is this an ftopt coordinator?"
         raise UserError(f"{url} answers {error.code} {shown(error.reason)}; {hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
+        if isinstance(reason := getattr(error, "reason", error), ssl.SSLError):
             raise UserError(why_not(url, reason)) from error
-        why = shown(str(error).strip())
+        why = shown(str(getattr(reason, "strerror", None) or error).strip())
         todo = "check the address" if arguments.url else "give its address: `ftopt status http://HOST:PORT`"
         raise Unreachable(
             f"no coordinator answers at {url} ({why}); start one with `ftopt coordinator`, or {todo}"

@@ -107,7 +107,7 @@ def _text(record: Line) -> str | None:
         "holds the newest version; training goes on",
         "held_open": f"version {version} waits for {names(data.get('for', ()))} to fetch the state",
         "stalled": f"{who} takes no step; version {version} is made without it",
-        "reset": f"{who} was away for too long and starts again from the job's state",
+        "reset": f"{who} starts again from the job's state: {data.get('reason')}",
         "fork": f"{who} holds a state of another history",
         "mismatch": f"version {version}: results differ",
         "evicted": f"version {version}: {who} disagrees again; it fetches what the others hold",

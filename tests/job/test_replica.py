@@ -144,7 +144,7 @@ def test_ctrl_c_saves_the_model_and_the_command_that_is_shown_resumes_the_job(tm
     assert find(checkpoint).manifest.inner_step == summary["inner_step"] == summary["inner_steps_committed"]
     assert "replica r0 leaves (SIGINT); it hands in its pending steps" in process.said()
     assert "to take part again while the job runs: ftopt replica diloco_bytes" in process.said()
-    command = process.said().split("to resume the job when all replicas have left: ")[1].splitlines()[0]
+    command = process.said().split("if no other one has a newer checkpoint: ")[1].splitlines()[0]
     words = [word for word in shlex.split(command)[1:] if not word.startswith("train.inner_steps")]
     other = coordinator(start, "other")  # which has never heard of the job
     words[words.index("--coordinator") + 1] = other

@@ -59,6 +59,8 @@ class WebSocketLink:
             raise Refused(_tls_message(self.url, error.certificate_error)) from None
         except aiohttp.ClientConnectorSSLError as error:
             raise Refused(_tls_message(self.url, error.os_error)) from None
+        except aiohttp.ClientConnectorError as error:
+            raise ConnectionError(f"{self.url}: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ConnectionError(f"{self.url}: {error or 'no answer'}") from None
         return _WebSocketChannel(socket, receive)

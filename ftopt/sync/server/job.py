@@ -127,6 +127,10 @@ class Job:
                 todo = "a checkpoint can be resumed; who connects without one starts the job anew"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
+            case m.Hello(resumed=True) if self.ended:
+                self._forget(conn)
+                if not self.halted:
+                    self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
             case _:
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
 
@@ -240,6 +244,23 @@ class Job:
             _log.warning("job %s starts anew from the journal", self.name)
             self.history.add_line("the job starts again from the journal", ("anew", self.name))
         self.halted = ""
+
+    def _forget(self, conn: int) -> None:
+        """All replicas have left, and that of ``conn`` resumes a checkpoint. To the machine its incarnation is gone for
+        ever; one that knows nothing takes the job up from what checkpoints hold, as a new coordinator does. Newcomers
+        that wait are to come again."""
+        for other in self._peers.keys() - {conn}:
+            self._peers.pop(other).close()
+        try:
+            self._journal.forget(self.name)
+        except JournalError as error:
+            self._halt(str(error))
+            return
+        epoch = max(int(time.time()), self.machine.epoch + 1)
+        self.machine = Coordinator(self.name, now=time.monotonic(), life=epoch)
+        self._looks = self.machine.looks
+        _log.info("job %s had %s; a checkpoint of it is resumed", self.name, self.ended)
+        self.ended = ""
 
     def _emit(self, x: e.Emit) -> None:
         if x.event in _WARNED:

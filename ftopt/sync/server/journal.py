@@ -89,7 +89,11 @@ class Journal:
         self._anew_from = max(_LARGE_BYTES, self._end)
 
     def _remember(self, job: str, entries: Sequence[e.Journalled]) -> None:
-        """Keeps what `load` needs of all entries."""
+        """Keeps what `load` needs of all entries; none: the job is forgotten."""
+        if not entries:
+            self._entries.pop(job, None)
+            self._fold_at.pop(job, None)
+            return
         known = self._entries.setdefault(job, [])
         known.extend(entries)
         if len(known) >= self._fold_at.get(job, _MANY):
@@ -101,8 +105,12 @@ class Journal:
         entries = self._entries.get(job)
         return e.replay(entries) if entries else None
 
+    def forget(self, job: str) -> None:
+        """``job`` is new again. Raises as `write` does."""
+        self.write(job, ())
+
     def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
-        """Writes ``entries``; they are on disk when it returns.
+        """Writes ``entries``; they are on disk when it returns. A row without any says that the job is forgotten.
 
         Raises:
             JournalError: they could not be written, and `load` finds none of them. In the file all of them may be there

@@ -1,0 +1,54 @@
+"""All replicas have left, the coordinator lives on, and a checkpoint of the job is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.replica.resumed import Held
+from ftopt.sync.server.journal import Journal
+from tests.sync.server.access import coordinator, identity, scripted
+
+ALONE = {"start_replicas": 1, "dead_after_s": 30.0, "gone_after_s": 60.0}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, kept: bool) -> None:
+    journal = tmp_path / "journal" if kept else None
+
+    async def run() -> None:
+        async with coordinator(token=None, journal=journal) as url:
+            async with scripted(url, identity(settings=ALONE), token=None) as replica:
+                await replica.join()
+                for _ in range(3):
+                    await replica.outer_step()
+                machine = replica.machine
+                await replica.send(m.Bye())
+                assert await replica.ended()
+            record = machine.fragments[0].record
+            assert record is not None and record.version == 3
+            held = Held("r0", machine.incarnation, machine.epoch, roster={"r0": 1}, records=(record,))
+            async with (
+                scripted(url, identity(replica="r9", settings=ALONE | {"start_replicas": 2}), token=None) as newcomer,
+                scripted(url, identity(settings=ALONE), token=None) as resumed,
+            ):
+                for effect in newcomer.machine.connect():
+                    await newcomer.send(effect.message)  # type: ignore[union-attr]
+                await newcomer.until(m.Hold)
+                resumed.machine.resume(held)
+                for effect in resumed.machine.connect():
+                    await resumed.send(effect.message)  # type: ignore[union-attr]
+                welcome = await resumed.until(m.Welcome)
+                assert welcome.incarnation == 1
+                assert await newcomer.ended()  # it comes again
+                assert await resumed.outer_step() == 4
+
+    asyncio.run(run())
+    if journal is not None:
+        again = Journal(journal)
+        saved = again.load("job")
+        assert saved is not None and saved.gone == () and saved.decided[-1].version == 4
+        again.close()
