@@ -210,7 +210,10 @@ def test_a_loud_cut_resets_connections_until_it_is_mended(relays: tuple[Relays, 
     for end in (near, far):
         with end, pytest.raises(ConnectionResetError):
             end.recv(1)
-    with socket.create_connection(("127.0.0.1", link.port), timeout=20) as refused, pytest.raises(ConnectionResetError):
+    with (
+        pytest.raises(ConnectionResetError),
+        socket.create_connection(("127.0.0.1", link.port), timeout=20) as refused,
+    ):
         refused.recv(1)
     relays[0].mend(link)
     with socket.create_connection(("127.0.0.1", link.port), timeout=20) as near, relays[1].accept()[0] as far:

@@ -278,8 +278,8 @@ async def _ended(check: Callable[[str], None]) -> None:
                 await late.send(effect.message)  # type: ignore[union-attr]
             hold = await late.until(m.Hold)
             assert hold.text == (
-                "job 'one' has ended at version 1, inner step 5: no replica is left; a checkpoint can be resumed; who "
-                "connects without one starts the job anew"
+                "job 'one' has ended at version 1, inner step 5: no replica is left; a checkpoint can be resumed; a "
+                "replica that connects without one starts it over"
             )
         await asyncio.to_thread(check, url)
 

@@ -124,7 +124,7 @@ class Job:
                 self._send(conn, m.Refuse("final", reason))
                 self._peers.pop(conn).close()
             case m.Hello(incarnation=0, checkpoint=None) if self.ended:
-                todo = "a checkpoint can be resumed; who connects without one starts the job anew"
+                todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
             case m.Hello(resumed=True) if self.ended:
