@@ -526,8 +526,9 @@ class Core:
         self.hand_in(self._clock() + timeout_s, early=early)
 
     def announce(self) -> None:
-        """Tells the job that this replica leaves: no round waits for it."""
-        if self.outer is not None and not self.closed:
+        """Tells the job that this replica leaves: no round waits for it. One that leaves early opens one first."""
+        early = self._asked is not None and bool(self._asked.why())
+        if self.outer is not None and not self.closed and not early:
             self.outer.report("leaving")
 
     @property

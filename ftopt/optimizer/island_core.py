@@ -460,7 +460,7 @@ class IslandCore:
 
     def announce(self) -> None:
         """See `Core.announce`."""
-        if self.leader is not None:
+        if self.leader is not None and not self._leaves:
             self.leader.announce()
 
     @property

@@ -322,8 +322,8 @@ class ShardCore(Core):
         ranks.boundary()
         self._mark()
         self._pull_all()
-        deadline, group = ranks.same(time.monotonic() + timeout_s), cast("ReplicaGroup", ranks)
-        hand_in(outer, group, self.inner.largest_lr, deadline, ranks.now_s, early=early or bool(ranks.why))
+        deadline, early = ranks.same((time.monotonic() + timeout_s, early or bool(ranks.why)))
+        hand_in(outer, cast("ReplicaGroup", ranks), self.inner.largest_lr, deadline, ranks.now_s, early=early)
         reason = ranks.obstacle() or f"no round has taken them within {timeout_s:g} s"
         ranks.leave(timeout_s=max(0.0, deadline - ranks.now_s()))
         if not ranks.closed:

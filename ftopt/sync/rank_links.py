@@ -12,7 +12,6 @@ import pickle
 import queue
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -93,16 +92,17 @@ class RankLinks:
             while len(self._connections) < self.size - 1:
                 try:
                     connection = room.accept()
+                except ConnectionAbortedError:
+                    continue
                 except TimeoutError:  # nobody has come
                     came = ", ".join(map(str, sorted(self._connections))) or "none"
                     text = f"of {self.size - 1} other ranks those that have connected to {host} in time are: {came}"
                     raise FtoptError(f"{text}; do all ranks reach that address? Else: {UNLIKE}") from None
                 try:
-                    _receives_within(connection, _ANSWER_S)
-                    deliver_challenge(connection, secret)
-                    answer_challenge(connection, secret)
-                    rank = pickle.loads(connection.recv_bytes())
-                    _receives_within(connection, 0.0)
+                    with _hung_up_after(connection, _ANSWER_S):
+                        deliver_challenge(connection, secret)
+                        answer_challenge(connection, secret)
+                        rank = pickle.loads(connection.recv_bytes())
                 except (AuthenticationError, EOFError, OSError):  # a stranger, a scanner of ports for example
                     connection.close()
                     continue
@@ -299,7 +299,19 @@ def _hang_up(connection: Connection[Any, Any]) -> None:
         inside.shutdown(socket.SHUT_RDWR)
 
 
-def _receives_within(connection: Connection[Any, Any], seconds: float) -> None:
-    """From now on OSError is raised when the other end sends nothing for so long; 0: never."""
+@contextmanager
+def _hung_up_after(connection: Connection[Any, Any], seconds: float) -> Iterator[None]:
+    """The connection ends when the block takes longer."""
     with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as inside:
-        inside.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), 0))
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                inside.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(seconds, hang_up)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from ftopt.events import Event, OnEvent, guarded
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator import effects as e
+from ftopt.sync.protocol.coordinator.admission import misfit
 from ftopt.sync.protocol.coordinator.machine import Coordinator
+from ftopt.sync.protocol.coordinator.startup import Startup
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.server.history import History
 from ftopt.sync.server.journal import Journal, JournalError
@@ -76,6 +78,8 @@ class Job:
         """Why it has halted; "" while it runs."""
         self.ended = ""
         """Where it has ended, since no replica is left; "" before, and as soon as it starts again."""
+        self._last: e.Decided | None = None
+        """Its last decision, when it has ended."""
         self.machine = Coordinator(name)
         self._start_anew()
 
@@ -127,7 +131,7 @@ class Job:
                 todo = "a checkpoint can be resumed; a replica that connects without one starts it over"
                 self._send(conn, m.Hold(f"job {self.name!r} has {self.ended}; {todo}"))
                 self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
-            case m.Hello(resumed=True) if self.ended:
+            case m.Hello(resumed=True) if self._takes_up(message):
                 self._forget(conn)
                 if not self.halted:
                     self._step(lambda: self.machine.receive(time.monotonic(), conn, message))
@@ -245,19 +249,26 @@ class Job:
             self.history.add_line("the job starts again from the journal", ("anew", self.name))
         self.halted = ""
 
+    def _takes_up(self, hello: m.Hello) -> bool:
+        """Whether it is of a sound replica with a checkpoint of a job that has ended, and nobody else is at it."""
+        sound = hello.incarnation > 0 and len(hello.positions) == hello.fragments
+        alone = bool(self.ended) and not self.machine.roster.members
+        return sound and alone and not misfit(self.name, None, hello, None)
+
     def _forget(self, conn: int) -> None:
         """All replicas have left, and that of ``conn`` resumes a checkpoint. To the machine its incarnation is gone for
-        ever; one that knows nothing takes the job up from what checkpoints hold, as a new coordinator does. Newcomers
-        that wait are to come again."""
+        ever; one that knows no replica takes the job up from what checkpoints hold, as a new coordinator does.
+        Newcomers that wait are to come again."""
         for other in self._peers.keys() - {conn}:
             self._peers.pop(other).close()
         try:
-            self._journal.forget(self.name)
+            self._journal.forget_replicas(self.name)
         except JournalError as error:
             self._halt(str(error))
             return
         epoch = max(int(time.time()), self.machine.epoch + 1)
         self.machine = Coordinator(self.name, now=time.monotonic(), life=epoch)
+        self.machine.startup = Startup(self.machine.roster, lost=self._last)  # RESTORE and END, if it goes again
         self._looks = self.machine.looks
         _log.info("job %s had %s; a checkpoint of it is resumed", self.name, self.ended)
         self.ended = ""
@@ -272,6 +283,7 @@ class Job:
             self.ended = ""
         elif x.event == "rollback" and not self.machine.roster.members and not x.fragment and x.version:
             self.ended = f"ended at version {x.version}, inner step {inner_step}: no replica is left"
+            self._last = self.machine.rounds[0].versions.last
         self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
 
     def _say(self, event: Event) -> None:

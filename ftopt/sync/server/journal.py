@@ -105,9 +105,13 @@ class Journal:
         entries = self._entries.get(job)
         return e.replay(entries) if entries else None
 
-    def forget(self, job: str) -> None:
-        """``job`` is new again. Raises as `write` does."""
+    def forget_replicas(self, job: str) -> None:
+        """Of ``job`` the last decisions are kept, and no replica. Raises as `write` does."""
+        saved = self.load(job)
+        last = {d.fragment: d for d in saved.decided} if saved is not None else {}
         self.write(job, ())
+        if last:
+            self.write(job, list(last.values()))
 
     def write(self, job: str, entries: Sequence[e.Journalled]) -> None:
         """Writes ``entries``; they are on disk when it returns. A row without any says that the job is forgotten.

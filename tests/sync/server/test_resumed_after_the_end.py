@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.sync.server.journal import Journal
-from tests.sync.server.access import coordinator, identity, scripted
+from tests.sync.server.access import coordinator, identity, scripted, status
 
 ALONE = {"start_replicas": 1, "dead_after_s": 30.0, "gone_after_s": 60.0}
 
@@ -52,3 +53,20 @@ def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, kept: bo
         saved = again.load("job")
         assert saved is not None and saved.gone == () and saved.decided[-1].version == 4
         again.close()
+
+
+def test_only_a_sound_replica_takes_it_up(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with coordinator(token=None) as url:
+            async with scripted(url, identity(settings=ALONE), token=None) as replica:
+                await replica.join()
+                await replica.outer_step()
+                await replica.send(m.Bye())
+                assert await replica.ended()
+            async with scripted(url, identity(settings=ALONE), token=None) as other:
+                hello = other.machine.hello()
+                await other.send(replace(hello, incarnation=1, resumed=True))  # and holds nothing
+                assert await other.ended()
+            assert "ended at version 1" in (await status(url))[1]
+
+    asyncio.run(run())
