@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ftopt
+from ftopt.checkpoint.reader import whole
 from tests.integrations.running import needs
+from tests.job.running import until
 from tests.problems import flat
 
 pytest.importorskip("lightning", reason="needs the extra `trainers`")
@@ -198,6 +200,7 @@ def test_a_job_goes_on_from_its_checkpoints_and_its_schedule_too(tmp_path: Path,
 
         def act() -> None:
             if module.optimizer.inner_step == stop:
+                until(lambda: bool(whole(tmp_path / "job")))  # it is written beside the training
                 raise RuntimeError("killed")
 
         module.act = act
