@@ -43,12 +43,12 @@ class Scripted:
         for message in messages:
             await self.socket.send_str(message if isinstance(message, str) else m.encode(message))
 
-    async def receive(self, limit_s: float = 5.0) -> Any:
+    async def receive(self, limit_s: float = 20.0) -> Any:
         """The next message; None once the connection has ended."""
         got = await self.socket.receive(timeout=limit_s)
         return m.decode(got.data) if got.type is aiohttp.WSMsgType.TEXT else None
 
-    async def until(self, kind: type, limit_s: float = 5.0) -> Any:
+    async def until(self, kind: type, limit_s: float = 20.0) -> Any:
         """The next message of that kind; the machine hears all of them."""
         while not isinstance(message := await self.receive(limit_s), kind):
             assert message is not None, f"the connection ended before {kind.__name__}"
@@ -56,7 +56,7 @@ class Scripted:
         self.machine.receive(message)
         return message
 
-    async def ended(self, limit_s: float = 5.0) -> bool:
+    async def ended(self, limit_s: float = 20.0) -> bool:
         """Waits for the end of the connection."""
         while await self.receive(limit_s) is not None:
             pass
@@ -145,7 +145,7 @@ class Touchstone:
 
     async def check(self) -> None:
         """It makes one more outer step, of the next version."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await self._replica.outer_step() == self.version + 1
         self.version += 1
 
