@@ -93,9 +93,19 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("json", "picture"):
         if (path := getattr(arguments, option)) and not Path(path).parent.is_dir():
             raise UserError(f"--{option}={path}: {Path(path).parent} is no folder; create it, or name another file")
+        if path and Path(path).is_dir():
+            raise UserError(f"--{option}={path} is a folder; name a file in it")
     if arguments.published:
         return _published(arguments, model)
     return _sweep(arguments, model) if arguments.sweep else _compare(arguments, model)
+
+
+def _write(option: str, path: str, text: str) -> None:
+    """The results have been printed before: they are not lost with the file."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--{option}={path} cannot be written: {error.strerror}; name another file") from None
 
 
 def _model(arguments: argparse.Namespace) -> Model:
@@ -169,10 +179,10 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
         say(f"  {row.policy}: {row.assumes}")
     if arguments.json:
         told = {"trace": trace.name, "hours": trace.end_s / 3600, "policies": [row.as_json() for row in rows]}
-        Path(arguments.json).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        _write("json", arguments.json, json.dumps(told, indent=1) + "\n")
     if arguments.picture:
         picture = draw(trace, rows, step_s=model.step_s, batch=model.batch)
-        Path(arguments.picture).write_text(picture, encoding="utf-8")
+        _write("picture", arguments.picture, picture)
     return 0
 
 
@@ -233,7 +243,7 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
         rows = [
             {"sync_every": x.sync_every, "mtbf_s": x.mtbf_s, "kept": x.kept, "discarded": x.discarded} for x in cells
         ]
-        Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        _write("json", arguments.json, json.dumps(rows, indent=1) + "\n")
     return 0
 
 

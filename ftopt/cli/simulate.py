@@ -32,6 +32,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the histories and prints what occurred in them; returns 1 if an invariant is violated."""
     if arguments.what == "goodput":
+        if arguments.replay is not None:
+            raise UserError("--replay is an option of `ftopt simulate` without goodput; leave one of them out")
         return goodput.run(arguments)
     for option, default in arguments.of_goodput.items():
         if getattr(arguments, option) != default:

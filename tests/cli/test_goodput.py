@@ -49,6 +49,12 @@ def test_models_stand_beside_published_figures(capsys: pytest.CaptureFixture[str
         (["--step", "0"], "step_s=0.0; must be a"),
         (["--codec", "fp3"], "allowed: fp32"),
         (["--json", "nowhere/x.json"], "nowhere is no folder"),
+        (["--json", "."], "--json=. is a folder; name a file in it"),
+        (
+            ["--machines", "2", "--hours", "0.02", "--only", "blocking", "--json", "/dev/full"],
+            "No space left on device",
+        ),
+        (["--replay", "3"], "--replay is an option of `ftopt simulate` without goodput"),
     ],
 )
 def test_wrong_input_is_one_message(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
