@@ -239,6 +239,10 @@ class Job:
             since_s = now if self.halted else self._reachable_s
             self.machine = Coordinator(self.name, saved=saved, now=now, life=int(time.time()), reachable_s=since_s)
             self._looks = self.machine.looks
+            if saved is not None and saved.gone and not saved.roster:
+                last = next((d for d in reversed(saved.decided) if not d.fragment), None)
+                if last is not None and last.version:
+                    self._has_ended(last, last.inner_step)
             if self.halted:
                 self._journal.write(self.name, [e.Epoch(self.machine.epoch)])
         except JournalError as error:
@@ -282,9 +286,12 @@ class Job:
         if x.event in ("start", "recover"):
             self.ended = ""
         elif x.event == "rollback" and not self.machine.roster.members and not x.fragment and x.version:
-            self.ended = f"ended at version {x.version}, inner step {inner_step}: no replica is left"
-            self._last = self.machine.rounds[0].versions.last
+            self._has_ended(self.machine.rounds[0].versions.last, inner_step)
         self._say(Event(x.event, x.replica, x.incarnation, x.fragment, x.version, x.attempt, inner_step, x.data))
+
+    def _has_ended(self, last: e.Decided, inner_step: int | None) -> None:
+        self.ended = f"ended at version {last.version}, inner step {inner_step}: no replica is left"
+        self._last = last
 
     def _say(self, event: Event) -> None:
         now = time.monotonic()

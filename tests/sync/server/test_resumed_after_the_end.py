@@ -1,8 +1,9 @@
-"""All replicas have left, the coordinator lives on, and a checkpoint of the job is resumed."""
+"""All replicas have left, and a checkpoint of the job is resumed in front of its coordinator, or of the next one."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from tests.sync.server.access import coordinator, identity, scripted, status
 ALONE = {"start_replicas": 1, "dead_after_s": 30.0, "gone_after_s": 60.0}
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, kept: bool) -> None:
-    journal = tmp_path / "journal" if kept else None
+@pytest.mark.parametrize("coordinators", ["without a journal", "with a journal", "started again"])
+def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, coordinators: str) -> None:
+    journal = None if coordinators == "without a journal" else tmp_path / "journal"
 
     async def run() -> None:
-        async with coordinator(token=None, journal=journal) as url:
+        async with AsyncExitStack() as running:
+            url = await running.enter_async_context(coordinator(token=None, journal=journal))
             async with scripted(url, identity(settings=ALONE), token=None) as replica:
                 await replica.join()
                 for _ in range(3):
@@ -31,6 +33,9 @@ def test_the_job_goes_on_from_what_the_checkpoint_holds(tmp_path: Path, kept: bo
                 assert await replica.ended()
             record = machine.fragments[0].record
             assert record is not None and record.version == 3
+            if coordinators == "started again":
+                await running.aclose()
+                url = await running.enter_async_context(coordinator(token=None, journal=journal))
             held = Held("r0", machine.incarnation, machine.epoch, roster={"r0": 1}, records=(record,))
             async with (
                 scripted(url, identity(replica="r9", settings=ALONE | {"start_replicas": 2}), token=None) as newcomer,
