@@ -426,7 +426,7 @@ def test_what_is_said_while_training_is_checked_too() -> None:
             lambda: ftopt.wrap(),
             r"wrap\(\): missing a required argument: 'inner'; call it as in ftopt.wrap\(optimizer, ",
         ),
-        (lambda: ftopt.wrap(1, 2, 3), r"missing a required argument: 'group'; .* group=ftopt.connect\(url\)\)"),
+        (lambda: ftopt.wrap(1, 2, 3), r"missing a required .*argument: 'group'; .* group=ftopt.connect\(url\)\)"),
         (lambda: ftopt.wrap(1, 2, 3, group=4, undoo=True), "got an unexpected keyword argument 'undoo'; call it as in"),
     ],
 )
