@@ -65,13 +65,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer/recovery": {
         "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "methods", "sync/group",
     },
+    "optimizer/in_model": {"optimizer/tensors", "optimizer/outer"},
     "optimizer/island": {
-        "optimizer/inner", "optimizer/tensors", "optimizer/outer", "methods", "codecs", "sync/group",
+        "optimizer/inner", "optimizer/in_model", "optimizer/tensors", "optimizer/outer", "methods", "codecs",
+        "sync/group",
     },
     "optimizer/undo": {"optimizer/tensors", "optimizer/outer", "sync/group"},
     "optimizer": {
-        "optimizer/inner", "optimizer/inner_state", "optimizer/tensors", "optimizer/outer", "optimizer/recovery",
-        "optimizer/island", "optimizer/undo", "methods", "sync/group",
+        "optimizer/inner", "optimizer/inner_state", "optimizer/in_model", "optimizer/tensors", "optimizer/outer",
+        "optimizer/recovery", "optimizer/island", "optimizer/undo", "methods", "sync/group",
     },
     # Samples, checkpoints, recipes.
     "data": {"sync/protocol/samples"},

@@ -12,10 +12,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
@@ -78,9 +79,7 @@ class Loads:
         self._outer, self._before = outer, before
         live = self._live = None if outer.gradients is None else outer.gradients.live
         self._views: list[FlatView] = [f.view for f in outer.fragments] if live is None else [live.view]
-        hook = _Hook(self)
-        modules: list[Any] = list(model.modules())
-        self._handles = [module.register_load_state_dict_pre_hook(hook) for module in modules]
+        self._handles = watch(model, self)
 
     def note(self) -> None:
         """Weights are about to be loaded."""
@@ -110,17 +109,7 @@ class Loads:
         else:
             self._write(self.own)
         self._are_back()
-        dropped = f"; {steps} pending inner steps are dropped" if steps else ""
-        now = (
-            "what is handed in now are the replica's own, and then the loaded ones are in the model again"
-            if closing
-            else "they are again what the replicas have agreed on, and the gradient at hand is not used"
-        )
-        warnings.warn(
-            "weights were loaded into the model after this replica had joined its job, whose parameters are not "
-            f"replaced by loading: {now}{dropped}; {_INSTEAD}",
-            stacklevel=5,
-        )
+        tell_set_back(steps, closing=closing)
 
     def keep(self) -> Callable[[], None] | None:
         """For a replica that leaves with loaded weights: what puts them into the model again, which is the user's own
@@ -141,11 +130,39 @@ class Loads:
             view.restore(each)
 
 
+def tell_set_back(steps: int, *, closing: bool) -> None:
+    """Warns that loaded weights are replaced, and that ``steps`` are dropped."""
+    dropped = f"; {steps} pending inner steps are dropped" if steps else ""
+    now = (
+        "what is handed in now are the replica's own, and then the loaded ones are in the model again"
+        if closing
+        else "they are again what the replicas have agreed on, and the gradient at hand is not used"
+    )
+    warnings.warn(
+        "weights were loaded into the model after this replica had joined its job, whose parameters are not "
+        f"replaced by loading: {now}{dropped}; {_INSTEAD}",
+        stacklevel=6,
+    )
+
+
+class Notes(Protocol):
+    """What is told that weights are about to be loaded."""
+
+    def note(self) -> None:
+        """They are."""
+
+
+def watch(model: nn.Module, loads: Notes) -> list[RemovableHandle]:
+    """Tells ``loads`` of each `load_state_dict` of the model, or of a part of it, before it changes anything."""
+    hook, modules = _Hook(loads), list[Any](model.modules())
+    return [module.register_load_state_dict_pre_hook(hook) for module in modules]
+
+
 class _Hook:
     """A pre-hook of `nn.Module.load_state_dict`. A copy of the model (deepcopy, pickle) is in no job: there it does
     nothing, also where this package is not installed."""
 
-    def __init__(self, loads: Loads) -> None:
+    def __init__(self, loads: Notes) -> None:
         self._loads = weakref.ref(loads)
 
     def __call__(self, *_: Any) -> None:

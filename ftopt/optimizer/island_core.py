@@ -24,8 +24,10 @@ from ftopt.errors import FtoptError, UserError
 from ftopt.methods import Method
 from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import Core, Standing, tell_not_loaded
+from ftopt.optimizer.in_model import tell_set_back
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import MirrorInner, groups_of, set_groups
+from ftopt.optimizer.island.loads import RankLoads
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import BUFFERS, INNER, PARAMS, Mirror, Ranks
 from ftopt.optimizer.leaving import at_exit
@@ -78,8 +80,10 @@ class IslandCore:
         self.before_leaving: Callable[[float], object] | None = None
         self._memory = memory
         self._ranks: Ranks | None = None
+        self._loads: RankLoads | None = None
         self._mirrored: MirrorInner | None = None
         self._standing, self._tokens = Standing(), 0
+        self._back = False  # in this call loaded weights have been replaced
         self._by_eval = self._there = False  # the outer parameters are in the model: by `eval`, or at all
         self._asked, self._leaves = asked, ""
         self._ask_at = -math.inf
@@ -105,6 +109,7 @@ class IslandCore:
             core, inner = self._built()
             inner.follow_groups()
             try:
+                self._put_back(core, inner)
                 result = lead(core, inner)
             finally:
                 if self.island.broken is None:
@@ -113,6 +118,7 @@ class IslandCore:
             self._end(call, None, error)
             raise
         self._end(call, (result,) if tells else None, None)
+        self._watch()
         return result
 
     def _end(self, call: str, result: tuple[Any] | None, error: BaseException | None) -> None:
@@ -160,7 +166,32 @@ class IslandCore:
                 island.part()
         if error is not None:
             raise error
+        self._watch()
         return loss if result is None else result[0]
+
+    # Weights that user code loads into the model.
+
+    def _watch(self) -> None:
+        """From the start on."""
+        if self._loads is None and self._ranks is not None and self._standing.started and not self.closed:
+            self._loads = RankLoads(self.model, self._ranks, lambda: not (self.closed or self._there))
+
+    def _put_back(self, core: Core, inner: MirrorInner) -> None:
+        """Replaces weights that have been loaded, on all ranks, as `Core` does."""
+        self._back = False
+        if self._loads is None or not self._loads.noted:
+            return
+        with self.island.whole():
+            self.island.say((Do.PUT_BACK, None))
+            self._back = any(self.island.gather(self._loads.put_back()))
+        if not self._back:
+            return
+        outer, steps = core.started(), 0
+        if outer.gradients is None:  # else the mirror is as the ranks were
+            inner.refresh(anew=True)
+            steps = outer.drop_loaded()
+        inner.put_back()
+        tell_set_back(steps, closing=self.closed)
 
     def _obey(self, do: Do, what: Any, closure: Callable[[], Any] | None, loss: Any) -> Any:
         inner = self.inner
@@ -175,7 +206,8 @@ class IslandCore:
             return inner.evaluate(closure)
         if do is Do.PULL:
             self._ranks.pull(what, None)
-            self.island.gather((self._taken_tokens(), groups_of(inner)))
+            differs = self._loads is not None and self._loads.differs()
+            self.island.gather((self._taken_tokens(), groups_of(inner), differs))
         elif do is Do.PUSH:
             self._ranks.push(what, None)
         elif do is Do.KEEP_GRADIENTS:
@@ -197,6 +229,8 @@ class IslandCore:
             self.fallback.go_on(what)
         elif do is Do.TELL_INCLUDED:
             self._included()
+        elif do is Do.PUT_BACK:
+            self.island.gather(self._loads is not None and self._loads.put_back())
         elif do is Do.TELL_LOOP:
             self._loops(lambda tensor: tensor.cpu())
         return loss
@@ -239,6 +273,8 @@ class IslandCore:
 
         def lead(core: Core, inner: MirrorInner) -> Any:
             self._begin(core, inner)
+            if self._back and closure is None:
+                return None  # The gradient belongs to the loaded weights.
             inner.in_step = True
             try:
                 found = core.step(closure)
@@ -393,7 +429,7 @@ class IslandCore:
         self.closed, self.island.together = True, None
         at_exit.remove(self)
         self._turn_back()
-
+        loaded = None if self._loads is None else self._loads.keep()
         deadline = time.monotonic() + timeout_s
 
         def hand_in(core: Core, inner: MirrorInner) -> None:
@@ -421,6 +457,8 @@ class IslandCore:
                 self.leader.close(flush=False, timeout_s=0.0)  # unless it has left
             elif self.island.leads:
                 self.group.close()
+            if loaded is not None:
+                loaded()
 
     # Of this rank alone.
 

@@ -26,8 +26,10 @@ from ftopt.optimizer import inner_state
 from ftopt.optimizer.arguments import check_by_shard
 from ftopt.optimizer.asked import Asked, Leave, leave
 from ftopt.optimizer.core import Core
+from ftopt.optimizer.in_model import tell_set_back
 from ftopt.optimizer.inner import Inner
 from ftopt.optimizer.island.inner import check_groups, groups_of
+from ftopt.optimizer.island.loads import RankLoads, check_loaded_alike
 from ftopt.optimizer.island.loops import states_of_ranks, unlike
 from ftopt.optimizer.island.mirror import Ranks
 from ftopt.optimizer.island.rank_group import RankGroup, portable
@@ -79,7 +81,7 @@ class SliceStep(OuterStep):
         return Due(fragment.view.together(due)[0])
 
     def boundary(self, largest_lr: Callable[[], float], turns: Sequence[Sequence[Fragment]] | None = None) -> bool:
-        self._core.ranks.boundary()
+        self._core.boundary()
         acted = super().boundary(largest_lr, turns)
         if acted:
             self._core.publish()
@@ -120,8 +122,10 @@ class ShardCore(Core):
         self._stale: set[int] = set()
         self._seen: dict[int, list[int]] = {}
         self._tokens_told = 0
+        self._leaves = False  # `close` has been called
         self._leaving = asked
         self._saved_inner: list[Tree] | None = None
+        self._loaded: RankLoads | None = None
 
     # Calls.
 
@@ -206,12 +210,37 @@ class ShardCore(Core):
             if self._evaluated.there:
                 found = act()
             else:
-                self.ranks.boundary()
+                self.boundary()
                 self._mark()
                 self._pull_all()
                 found = act()
             self.publish()
             return found
+
+    # Weights that user code loads into the model.
+
+    def boundary(self) -> None:
+        """A step boundary begins. Weights that have been loaded are replaced first; a step that has been taken with
+        them is dropped with the others that are pending."""
+        if self.ranks.boundary():
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Replaces loaded weights, on all ranks."""
+        assert self._loaded is not None
+        if any(self.ranks.links.all(self._loaded.put_back())):
+            self._mark()
+            self._pull_all()
+            steps = self.started().drop_loaded()
+            self._push_all()
+            if self.island.leads:
+                tell_set_back(steps, closing=self._leaves)
+
+    def _push_all(self) -> None:
+        assert self._exchange is not None
+        for fragment in self._seen:
+            self._exchange.push(fragment)
+            self._seen[fragment] = self._versions(fragment)
 
     # The slices and the model.
 
@@ -237,10 +266,12 @@ class ShardCore(Core):
         """The tokens of all ranks are counted; UserError: a rank has other rates than rank 0."""
         counters = self.started().counters if self.outer is not None else None
         own = counters.tokens - self._tokens_told if counters is not None else 0
-        told = self.ranks.links.all((own, groups_of(self.inner)))
-        check_groups([groups for _, groups in told])
+        differs = self._loaded is not None and self._loaded.differs()
+        told = self.ranks.links.all((own, groups_of(self.inner), differs))
+        check_groups([groups for _, groups, _ in told])
+        check_loaded_alike([loaded for *_, loaded in told])
         if counters is not None:
-            counters.add_tokens(sum(tokens for tokens, _ in told) - own)
+            counters.add_tokens(sum(tokens for tokens, *_ in told) - own)
             self._tokens_told = counters.tokens
 
     def publish(self) -> None:
@@ -295,6 +326,8 @@ class ShardCore(Core):
             self.ranks.units.while_waiting(self._leave_if_asked)
         self.island.together = self._for_loader
         outer.report("training")
+        self._loaded = loaded = RankLoads(self.model, self._parts, lambda: not (self.closed or self._evaluated.there))
+        self.ranks.loaded = lambda: loaded.noted
         at_exit.add(self)
         return fetched
 
@@ -303,6 +336,8 @@ class ShardCore(Core):
         if self.closed:
             return
         at_exit.remove(self)
+        loaded = None if self._loaded is None else self._loaded.keep()
+        self._leaves = True
         try:
             if flush and self.outer is not None and self.island.broken is None:
                 with self._calling("close"):
@@ -315,11 +350,13 @@ class ShardCore(Core):
             self.ranks.close()
             if self.outer is not None:
                 self.outer.freezer.thread.end()
+            if loaded is not None:
+                loaded()
 
     def _hand_in(self, outer: OuterStep, timeout_s: float, *, early: bool) -> None:
         self.exit_outer()
         ranks = self.ranks
-        ranks.boundary()
+        self.boundary()
         self._mark()
         self._pull_all()
         deadline, early = ranks.same((time.monotonic() + timeout_s, early or bool(ranks.why)))
@@ -375,7 +412,7 @@ class ShardCore(Core):
         outer = self.started()
         if self.closed or self._evaluated.there:
             return
-        self.ranks.boundary()
+        self.boundary()
         self._mark()
         self._pull_all()
         outer.report("out_of_units")
@@ -430,6 +467,8 @@ class ShardCore(Core):
         """What this rank's slices are; on rank 0 the whole replica."""
         outer, exchange, parts = self.started(), self._exchange, self._parts
         assert exchange is not None and parts is not None and self.model is not None and self.group is not None
+        if self.ranks.same(self.ranks.loaded()):
+            self._put_back()
         self._mark()
         self._pull_all()
         self._join(outer)
@@ -509,7 +548,7 @@ class ShardCore(Core):
         self.inner.load_state_dict(state_dict)
 
     def _set_back(self, *, closing: bool = False) -> bool:
-        return False  # weights that user code loads are not noticed
+        return False  # it is done at step boundaries
 
 
 class _SlicedFallback:

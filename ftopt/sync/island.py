@@ -56,6 +56,7 @@ class Do(enum.IntEnum):
     GO_ON = enum.auto()
     TELL_INCLUDED = enum.auto()
     TELL_LOOP = enum.auto()
+    PUT_BACK = enum.auto()
     END = enum.auto()
 
 

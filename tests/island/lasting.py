@@ -9,8 +9,10 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import pytest
 import torch
@@ -76,10 +78,16 @@ def shared_folder() -> Iterator[Path]:
         dist.barrier()
 
 
-def wrapped(name: str, model: nn.Module, inner: torch.optim.Optimizer, method: ftopt.Method) -> ftopt.OuterOptimizer:
+def wrapped(
+    name: str,
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    method: ftopt.Method,
+    island: Literal["mirror", "shard"] = "mirror",
+) -> ftopt.OuterOptimizer:
     """A job of this island alone."""
     sync = ftopt.Sync(start_replicas=1, grace_s=60.0, dead_after_s=60.0)
-    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync))
+    return ftopt.wrap(inner, model, method, group=ftopt.connect(job=name, sync=sync), island=island)
 
 
 def train(called: nn.Module, optimizer: ftopt.OuterOptimizer, steps: int) -> None:
@@ -202,6 +210,94 @@ def loads_alike() -> None:
             optimizer.load_state_dict(former)
         assert any("the inner optimizer's state is not loaded" in str(each.message) for each in told)
         assert inner.state[next(iter(model.parameters()))]["step"] == 2
+
+
+def far(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights that no training leads to."""
+    return {name: value + 100.0 for name, value in model.state_dict().items()}
+
+
+def size(model: nn.Module) -> float:
+    """Of the largest parameter."""
+    return max(float(value.abs().max()) for value in values(model))
+
+
+@contextmanager
+def told_by_rank_0() -> Iterator[None]:
+    """Of loaded weights that are replaced."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        yield
+    assert sum("weights were loaded" in str(each.message) for each in told) == (dist.get_rank() == 0)
+
+
+def loads_weights(island: Literal["mirror", "shard"], method: ftopt.Method, make: Callable[[], nn.Module]) -> None:
+    """Weights that are loaded after the join are no training, in no call."""
+    model = make()
+    name = f"weights-{island}-{method.name}-{make.__name__}"
+    optimizer = wrapped(name, model, torch.optim.SGD(model.parameters(), lr=0.05), method, island)
+    pending = 0 if method.gradients is not None else 1
+    with optimizer:
+        train(model, optimizer, 5)
+        optimizer.sync()
+        before, own = optimizer.local_steps, copy.deepcopy(model.state_dict())
+        model.load_state_dict(far(model))
+        assert size(model) > 50
+        model.load_state_dict(own)
+        train(model, optimizer, 1)
+        assert optimizer.local_steps == before + 1
+        for call in (lambda: train(model, optimizer, 1), optimizer.sync, optimizer.settle):
+            model.load_state_dict(far(model))
+            with told_by_rank_0():
+                call()
+            assert size(model) < 10
+            assert optimizer.pending_steps == 0
+            train(model, optimizer, 1)
+            assert optimizer.pending_steps == pending
+        model.load_state_dict(far(model))
+        with told_by_rank_0(), optimizer.outer_parameters():
+            assert size(model) < 10
+        assert size(model) < 10
+        train(model, optimizer, 6)
+        optimizer.sync()
+        with optimizer.outer_parameters():
+            assert size(model) < 10
+        model.load_state_dict(far(model))
+        with told_by_rank_0():
+            optimizer.close()
+    assert size(model) > 50
+
+
+def loads_at_any_step(island: Literal["mirror", "shard"], make: Callable[[], nn.Module]) -> None:
+    """Also while a fragment is frozen, or its result is awaited."""
+    model = make()
+    method = ftopt.StreamingDiLoCo(
+        sync_every=4, fragments=ftopt.fragments.Balanced(n=2), delay=2, wait_for_result_s=60.0
+    )
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    with wrapped(f"any-step-{island}-{make.__name__}", model, inner, method, island) as optimizer:
+        for trained in range(1, 8):
+            train(model, optimizer, trained)
+            model.load_state_dict(far(model))
+            with told_by_rank_0():
+                train(model, optimizer, 1)
+            assert size(model) < 10
+        optimizer.sync()
+        with optimizer.outer_parameters():
+            assert size(model) < 10
+
+
+def one_rank_loads(island: Literal["mirror", "shard"]) -> None:
+    """It is said before they reach another replica."""
+    model = three()
+    optimizer = wrapped(
+        f"one-loads-{island}", model, torch.optim.SGD(model.parameters(), lr=0.05), ftopt.DiLoCo(sync_every=4), island
+    )
+    with pytest.raises(UserError, match="rank 1 has loaded weights"), optimizer:
+        train(model, optimizer, 2)
+        if dist.get_rank() == 1:
+            model.load_state_dict(far(model))
+        train(model, optimizer, 4)
 
 
 def groups_differ() -> None:
@@ -329,10 +425,23 @@ def hides_its_state() -> None:
         wrapped("hides", model, inner, ftopt.DiLoCo(sync_every=2))
 
 
+RARE = ftopt.DiLoCo(sync_every=100)
+STREAMING = ftopt.StreamingDiLoCo(
+    sync_every=100, fragments=ftopt.fragments.Balanced(n=2), delay=2, wait_for_result_s=60.0
+)
 CASES: list[Callable[[], None]] = [
     owns_some, skips_empty, lacks_a_gradient, odd_state, hides_its_state,
     evaluates, evaluates_as_trainers_do, stands, loads_alike, groups_differ, sets_up_without_gradient,
     lambda: closure_raises("all"), lambda: closure_raises("0"), lambda: closure_raises("1"),
+    *(
+        partial(loads_weights, island, method, make)
+        for island, method in (
+            ("mirror", RARE), ("mirror", ftopt.SyncSGD()), ("mirror", STREAMING), ("shard", RARE), ("shard", STREAMING),
+        )
+        for make in (sharded, three)
+    ),
+    *(partial(loads_at_any_step, island, make) for island in ("mirror", "shard") for make in (sharded, three)),
+    partial(one_rank_loads, "mirror"), partial(one_rank_loads, "shard"),
 ]  # fmt: skip
 
 

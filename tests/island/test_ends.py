@@ -105,7 +105,7 @@ def test_calls_in_one_island_are_alike_on_all_ranks_and_errors_in_them_end_it(tm
     with coordinator(tmp_path) as url, ExitStack() as ends:
         run = Torchrun(tmp_path, url, "r0", 2, "-m", "tests.island.lasting")
         ends.callback(run.end)
-        assert run.wait(120.0) == 0, run.said()
+        assert run.wait(200.0) == 0, run.said()
 
 
 @pytest.mark.parametrize(

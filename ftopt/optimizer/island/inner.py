@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ftopt.errors import UserError
 from ftopt.optimizer.inner import Inner
+from ftopt.optimizer.island.loads import check_loaded_alike
 from ftopt.optimizer.island.mirror import BUFFERS, GRADS, INNER, NOTHING, PARAMS, Kinds, Mirror, Ranks
 from ftopt.sync.group import Do
 
@@ -69,9 +70,10 @@ class MirrorInner(Inner):
         with self._ranks.island.whole():
             self._all(Do.PULL, kinds)
             self._ranks.pull(kinds, self._mirror)
-            told = self._ranks.island.gather((0, groups_of(self._real)))
-        check_groups([groups for _, groups in told])
-        self._count(sum(tokens for tokens, _ in told))
+            told = self._ranks.island.gather((0, groups_of(self._real), False))
+        check_groups([groups for _, groups, _ in told])
+        check_loaded_alike([loaded for *_, loaded in told])
+        self._count(sum(tokens for tokens, *_ in told))
         self._seen |= {kind: self._mirror.state(kind) for kind in kinds}
         self._stale &= not kinds >= self._kinds
 
@@ -82,6 +84,10 @@ class MirrorInner(Inner):
             if kinds:
                 self._push(kinds)
         self._set_groups()
+
+    def put_back(self) -> None:
+        """The ranks' parameters are as the mirror's, whatever they were."""
+        self._push(PARAMS)
 
     def restored(self) -> None:
         """The inner state and the buffers in the mirror are those of a checkpoint."""

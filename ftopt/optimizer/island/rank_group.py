@@ -47,6 +47,7 @@ class Word:
         call: the call of the user's loop that it is in.
         changes: so many have taken effect when the word is heard.
         why: this island is asked to leave; ``asks``: whether the other ranks are.
+        loaded: user code has loaded weights into the model.
         result: of what rank 0 has waited for; ``error``: what it has raised.
     """
 
@@ -58,6 +59,7 @@ class Word:
     closed: bool = False
     why: str = ""
     asks: bool = False
+    loaded: bool = False
     result: Any = None
     error: BaseException | None = None
 
@@ -73,6 +75,7 @@ class RankGroup:
     Attributes:
         call: the call of the user's loop that this rank is in.
         why: why the island is asked to leave.
+        loaded: whether user code has loaded weights into rank 0's model; asked at step boundaries.
     """
 
     units: Any
@@ -88,6 +91,7 @@ class RankGroup:
         self.units = group.units if self.leads else None
         self.tells_steps = self.leads and group.tells_steps
         self.call = self.why = ""
+        self.loaded: Callable[[], bool] = lambda: False
         self._whole = whole
         assert group.shards is not None, "not an island"
         self._shards = group.shards
@@ -141,11 +145,12 @@ class RankGroup:
         called_in = tuple(group.called_in(i) for i in range(count))
         changes = self._host.word() if self._host is not None else 0
         return Word(
-            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks, result, error
-        )
+            self.call, changes, outstanding, called_in, group.incarnation, group.closed, self.why, asks, self.loaded(),
+            result, error,
+        )  # fmt: skip
 
-    def boundary(self) -> None:
-        """A step boundary begins."""
+    def boundary(self) -> bool:
+        """A step boundary begins; whether weights have been loaded into the model, as rank 0 says."""
         asks = False
         if self.leads:
             now_s = time.monotonic()
@@ -156,6 +161,7 @@ class RankGroup:
         if self._word.asks:  # launchers are of one host: a signal may come to one rank alone
             found = self.links.all(self._asked())
             self.why = next((f"rank {rank}: {each}" for rank, each in enumerate(found) if each), "")
+        return self._word.loaded
 
     # What a `ReplicaGroup` has.
 

@@ -1,0 +1,82 @@
+"""Weights that user code loads into an island's model after the join: see `ftopt.optimizer.in_model`.
+
+Each rank keeps its own parts of the parameters aside when a load begins, and all ranks put them back together, when
+rank 0 says so: before the next step is counted, and before anything is handed in or saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ftopt.errors import UserError
+from ftopt.optimizer.in_model import watch
+from ftopt.optimizer.island.mirror import Ranks
+from ftopt.optimizer.tensors.flat import local
+
+
+class RankLoads:
+    """What user code has loaded into this rank's model since the last call. Training thread.
+
+    Args:
+        counts: whether the parameters in the model are this replica's own.
+
+    Attributes:
+        noted: weights have been loaded, perhaps the ones that were there.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, counts: Callable[[], bool]) -> None:
+        self._ranks, self._counts = ranks, counts
+        self._own: dict[str, Tensor] | None = None
+        self._handles = watch(model, self)
+
+    @property
+    def noted(self) -> bool:
+        return self._own is not None
+
+    def note(self) -> None:
+        """Weights are about to be loaded."""
+        if self._own is None and self._counts():
+            self._own = self._parts()
+
+    def differs(self) -> bool:
+        """Whether the parameters are others than before the load."""
+        if self._own is None:
+            return False
+        self._ranks.reshard()
+        return any(not torch.equal(local(self._ranks.trained[name]), part) for name, part in self._own.items())
+
+    def put_back(self) -> bool:
+        """Puts this rank's own parts back; whether others were there."""
+        differs, own, self._own = self.differs(), self._own, None
+        if differs and own is not None:
+            self._write(own)
+        return differs
+
+    def keep(self) -> Callable[[], None] | None:
+        """For a rank that leaves with loaded weights: what puts them into the model again."""
+        for handle in self._handles:
+            handle.remove()
+        return partial(self._write, self._parts()) if self.differs() else None
+
+    def _parts(self) -> dict[str, Tensor]:
+        self._ranks.reshard()
+        return {name: local(parameter).clone() for name, parameter in self._ranks.trained.items()}
+
+    @torch.no_grad()
+    def _write(self, parts: dict[str, Tensor]) -> None:
+        for name, part in parts.items():
+            local(self._ranks.trained[name]).copy_(part)
+        self._ranks.reshard()
+
+
+def check_loaded_alike(differs: list[bool]) -> None:
+    """UserError: another rank than 0, which has said nothing of it, has loaded weights."""
+    if any(differs):
+        raise UserError(
+            f"rank {differs.index(True)} has loaded weights into the model after its replica had joined the job, and "
+            "rank 0 has not; load them on all ranks alike, before `with optimizer:`"
+        )
