@@ -4,13 +4,17 @@ A job's parameters are not replaced by loading others. What a replica's paramete
 for the work of its pending steps, and loaded weights would be in the next anchor of all replicas. So before the next
 step, and before anything is handed in or saved, a replica that has loaded weights goes back to what the job knows of
 it. Until then they stay in the model: who evaluates other weights and loads the own ones back has changed nothing.
+
+`torch.distributed.checkpoint` reads weights into the tensors of a state dict, which are the model's own, before they
+are loaded: a model that is given its own tensors has been changed already (*in place*). With an overlap, a contribution
+that is being frozen at that moment has been changed, too; it is an outlier, or counts.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ftopt.optimizer.outer.fragment import Fragment
 from ftopt.optimizer.outer.step import OuterStep
-from ftopt.optimizer.tensors.flat import FlatView
+from ftopt.optimizer.tensors.flat import FlatView, local
 from ftopt.optimizer.tensors.live import Live
 from ftopt.streams import used_here
 
@@ -76,23 +80,26 @@ class Loads:
 
     def __init__(self, model: nn.Module, outer: OuterStep, before: Callable[[], bool]) -> None:
         self.own: list[list[Tensor]] | None = None
+        self._in_place = False
         self._outer, self._before = outer, before
         live = self._live = None if outer.gradients is None else outer.gradients.live
         self._views: list[FlatView] = [f.view for f in outer.fragments] if live is None else [live.view]
         self._handles = watch(model, self)
 
-    def note(self) -> None:
-        """Weights are about to be loaded."""
+    def note(self, *, in_place: bool) -> None:
+        """Weights are about to be loaded. Those that are agreed on are compared, and healed, if they are changed in
+        place."""
         if self.own is None and self._before():
             self.own = [view.clones() for view in self._views]
             if self._live is not None:
                 self._live.set_aside(self.own[0])
+        self._in_place |= in_place and self.own is not None and self._outer.gradients is None
 
     def loaded(self) -> bool:
         """Whether the parameters are others than before the load."""
         own = self.own
-        if own is None:
-            return False
+        if own is None or self._in_place:
+            return self._in_place
         if all(view.equals(clones) for view, clones in zip(self._views, own, strict=True)):
             own = None
             self._are_back()
@@ -121,7 +128,7 @@ class Loads:
         return partial(self._write, [view.clones() for view in self._views])
 
     def _are_back(self) -> None:
-        self.own = None
+        self.own, self._in_place = None, False
         if self._live is not None:
             self._live.are_back()
 
@@ -148,8 +155,8 @@ def tell_set_back(steps: int, *, closing: bool) -> None:
 class Notes(Protocol):
     """What is told that weights are about to be loaded."""
 
-    def note(self) -> None:
-        """They are."""
+    def note(self, *, in_place: bool) -> None:
+        """They are; ``in_place``: they are in the model already."""
 
 
 def watch(model: nn.Module, loads: Notes) -> list[RemovableHandle]:
@@ -165,10 +172,19 @@ class _Hook:
     def __init__(self, loads: Notes) -> None:
         self._loads = weakref.ref(loads)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, given: Mapping[str, Any], prefix: str, *_: Any) -> None:
         if (loads := self._loads()) is not None:
             with torch.inference_mode(False), torch.no_grad():
-                loads.note()
+                own = module.named_parameters(recurse=False)
+                loads.note(in_place=any(_one_memory(given.get(prefix + name), parameter) for name, parameter in own))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, ("", "format")  # takes whatever a hook is called with
+
+
+def _one_memory(given: object, parameter: nn.Parameter) -> bool:
+    """Whether what is loaded lies where the parameter does."""
+    if not isinstance(given, Tensor) or not given.numel():
+        return False
+    theirs, own = local(given), local(parameter)
+    return own.numel() > 0 and theirs.data_ptr() == own.data_ptr()

@@ -7,10 +7,12 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor, nn
 
@@ -151,6 +153,30 @@ def test_weights_that_are_looked_at_and_taken_out_again_change_nothing(method: M
             train(plain, unlooked, 1)
         assert optimizer.local_steps == 9
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), unlooked.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # in one process it is
+@pytest.mark.parametrize("method", PARAMETERS, ids=IDS[: len(PARAMETERS)])
+def test_weights_that_a_distributed_checkpoint_reads_into_the_parameters_are_loaded(
+    method: Method, tmp_path: Path
+) -> None:
+    """It writes into the tensors of the state dict, which are the model's, before the model loads them."""
+    optimizer, model = wrapped(method)
+    dcp.save({"model": far(model)}, checkpoint_id=tmp_path, no_dist=True)
+    with optimizer:
+        for _ in range(3):
+            train(optimizer, model, 3)
+            optimizer.settle()  # else a change in place may reach the contribution that is being frozen
+            state = {"model": model.state_dict()}
+            dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+            assert size(model) > 50
+            model.load_state_dict(state["model"])
+            with pytest.warns(UserWarning, match="weights were loaded"):
+                train(optimizer, model, 1)
+            assert size(model) < 2.0
+        optimizer.sync()
+        with optimizer.outer_parameters():
+            assert size(model) < 2.0
 
 
 def test_loaded_before_the_join_they_are_what_the_job_starts_from() -> None:

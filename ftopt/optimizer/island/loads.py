@@ -31,27 +31,29 @@ class RankLoads:
     def __init__(self, model: nn.Module, ranks: Ranks, counts: Callable[[], bool]) -> None:
         self._ranks, self._counts = ranks, counts
         self._own: dict[str, Tensor] | None = None
+        self._in_place = False
         self._handles = watch(model, self)
 
     @property
     def noted(self) -> bool:
         return self._own is not None
 
-    def note(self) -> None:
+    def note(self, *, in_place: bool) -> None:
         """Weights are about to be loaded."""
         if self._own is None and self._counts():
             self._own = self._parts()
+        self._in_place |= in_place and self.noted
 
     def differs(self) -> bool:
         """Whether the parameters are others than before the load."""
-        if self._own is None:
-            return False
+        if self._own is None or self._in_place:
+            return self._in_place
         self._ranks.reshard()
         return any(not torch.equal(local(self._ranks.trained[name]), part) for name, part in self._own.items())
 
     def put_back(self) -> bool:
         """Puts this rank's own parts back; whether others were there."""
-        differs, own, self._own = self.differs(), self._own, None
+        differs, own, self._own, self._in_place = self.differs(), self._own, None, False
         if differs and own is not None:
             self._write(own)
         return differs
