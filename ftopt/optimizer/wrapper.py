@@ -194,15 +194,18 @@ class OuterOptimizer(Optimizer):
             ftopt.errors.FtoptError: another thread of ftopt has failed since the last call; ``__cause__`` is why.
                 `sync`, `settle` and `close` raise it, too. Nothing has been changed; this replica can only be closed.
         """
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.step(closure)
-        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
-            return hooks.step_with(self, self._core.step, closure)
-        return self._core.step(closure)
+        return self._step(closure)
 
     # Torch would wrap it, for the hooks and the profiler, at twice the cost of all that is done here.
     step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self._step(closure)
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            return hooks.step_with(self, self._core.step, closure)
+        return self._core.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters.
@@ -470,5 +473,6 @@ class OuterOptimizer(Optimizer):
 @cache
 def _keep_from_compiler() -> None:
     """A step is not compiled: it talks to other threads. Not at the import of this file, since it imports the compiler,
-    which takes seconds; who has made an inner optimizer has it already."""
-    OuterOptimizer.step = torch.compiler.disable(OuterOptimizer.step)  # type: ignore[method-assign, no-untyped-call]
+    which takes seconds; who has made an inner optimizer has it already. Nor ``step`` itself is kept from it: torch 2.8
+    compiles the function below a disabled method, without its object."""
+    OuterOptimizer._step = torch.compiler.disable(OuterOptimizer._step)  # type: ignore[method-assign, no-untyped-call]

@@ -16,8 +16,7 @@ from ftopt.job.inner import inner_optimizers
 from ftopt.job.model import build_model
 from tests.job.running import TINY, text
 from tests.job.test_task import data_of, trained
-
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+from tests.versions import needs_muon
 
 
 def model() -> nn.Module:

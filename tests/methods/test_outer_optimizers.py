@@ -16,6 +16,7 @@ from ftopt.transport.local import LocalTransport
 from tests.optimizer.running import together, train
 from tests.problems import problem
 from tests.reference.diloco import diloco
+from tests.versions import needs_muon
 
 SCHEDULES = [ConstantRate(), ConstantRate(warmup=4), CosineRate(steps=15, warmup=3, floor=0.2)]
 BUILT_IN: list[tuple[OuterOptimizerRule, str, dict[str, object]]] = [
@@ -223,7 +224,7 @@ def test_wrong_settings_are_refused_with_what_to_use(settings: dict[str, float],
         (lambda: Torch(args={"rate": 1.0}), "unexpected keyword argument 'rate'"),
         (lambda: Torch(args={"lr": torch.tensor(1.0)}), "must be numbers, strings and lists"),
         (lambda: Torch(cls="torch.optim.LBFGS"), "closure"),
-        (lambda: Torch(cls="torch.optim.Muon"), "only supports 2D"),
+        pytest.param(lambda: Torch(cls="torch.optim.Muon"), "only supports 2D", marks=needs_muon),
         (lambda: Torch(cls="torch.optim.Adafactor"), "looks at the whole tensor"),
         (lambda: Torch(cls="torch.optim.SparseAdam"), "dense gradients"),
     ],

@@ -18,6 +18,7 @@ from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import INNER, MODELS, Problem, flat
 from tests.reference.diloco import diloco
 from tests.reference.local_sgd import local_sgd
+from tests.versions import needs_muon
 
 REPLICAS, SYNC_EVERY, STEPS = 2, 5, 20
 Make = Callable[[Iterator[nn.Parameter]], list[Optimizer]]
@@ -125,7 +126,6 @@ def assert_equal(model: Callable[[int], nn.Module], make: Make, method: Method) 
 METHODS = pytest.mark.parametrize(
     "method", [DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)], ids=["diloco", "local_sgd"]
 )
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
 @METHODS
@@ -160,6 +160,7 @@ def test_what_the_loss_does_not_use_and_what_is_frozen_stays_bit_for_bit() -> No
 
 
 def test_eight_bit_states_of_torchao_train_as_in_the_plain_loop_and_recover_from_nan() -> None:
+    pytest.importorskip("torchao.optim", exc_type=ImportError)  # its versions go with those of torch
     make = of("torchao.optim.AdamW8bit", lr=1e-2)
     with torch.compiler.set_stance("force_eager"):  # its step would be compiled with a C++ compiler
         for method in (DiLoCo(sync_every=SYNC_EVERY), LocalSGD(sync_every=SYNC_EVERY)):

@@ -16,6 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import ftopt
 from tests.optimizer.test_loaded_weights import Net, train
+from tests.versions import needs_muon
+
+pytestmark = needs_muon
 
 
 def muon_and_adamw(model: Net) -> list[torch.optim.Optimizer]:

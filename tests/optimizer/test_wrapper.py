@@ -20,6 +20,7 @@ from ftopt.events import Event
 from ftopt.methods import DiLoCo, LocalSGD
 from ftopt.optimizer import OuterOptimizer, wrap
 from tests.problems import flat, problem
+from tests.versions import needs_muon
 
 TASK = problem("mlp", "adamw")
 
@@ -92,6 +93,7 @@ def test_negative_zeros_survive_a_solo_round() -> None:
     ],
     ids=["cosine", "one_cycle", "lambda", "sequential"],
 )
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR of torch 2.8
 def test_schedulers_drive_the_inner_optimizer(make: Callable[[Any], Any]) -> None:
     optimizer, model = _wrapped()
     bare_model = TASK.model(0)
@@ -148,6 +150,7 @@ def test_a_closure_runs_once_and_its_loss_comes_back() -> None:
     assert len(runs) == 1 and loss.item() > 0
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")  # LBFGS of torch 2.8
 def test_lbfgs_with_its_many_closure_calls_works_inside() -> None:
     model = TASK.model(0)
     optimizer = wrap(torch.optim.LBFGS(model.parameters()), model, LocalSGD(sync_every=2), group=solo())
@@ -322,9 +325,6 @@ def test_a_copy_is_detached_works_and_says_so(copied: Callable[[OuterOptimizer],
 
 
 # Several inner optimizers.
-
-
-needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 
 
 def _muon_and_adamw() -> tuple[OuterOptimizer, nn.Module]:

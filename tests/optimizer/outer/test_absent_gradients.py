@@ -23,6 +23,7 @@ from ftopt.sync.group import ReplicaGroup, Sync
 from tests.optimizer.running import together
 from tests.problems import flat
 from tests.reference.codecs import Mean
+from tests.versions import needs_muon
 
 Gradients = Callable[[int, int], Sequence[Tensor | None]]
 """(replica, step) -> the parameters' gradients."""
@@ -129,7 +130,7 @@ def alike(found: list[tuple[nn.Module, list[Optimizer]]]) -> None:
                 assert all(torch.equal(states[0][key][name], value) for name, value in states[1][key].items())
 
 
-@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("inner", [pytest.param(name, marks=needs_muon if name == "muon" else ()) for name in INNERS])
 def test_the_steps_are_those_of_one_model_with_the_mean_and_none_where_nobody_has_one(inner: str) -> None:
     found = train(SyncSGD(), inner=inner)
     alike(found)
@@ -156,6 +157,7 @@ def test_one_that_has_a_gradient_of_exactly_0_and_one_that_has_none_take_the_sam
     assert not torch.equal(found[1][0].p0, Bare().p0), "weight decay moves what has a gradient"  # type: ignore[arg-type]
 
 
+@needs_muon
 def test_what_nobody_has_a_gradient_for_is_not_moved_by_weight_decay_and_momentum() -> None:
     def gradients(replica: int, step: int) -> list[Tensor | None]:
         return [torch.ones(s) if number or not step else None for number, s in enumerate(SHAPES)]
