@@ -187,4 +187,5 @@ def _one_memory(given: object, parameter: nn.Parameter) -> bool:
     if not isinstance(given, Tensor) or not given.numel():
         return False
     theirs, own = local(given), local(parameter)
-    return own.numel() > 0 and theirs.data_ptr() == own.data_ptr()
+    plain = type(theirs) is Tensor is type(own)  # others may have no memory of their own
+    return plain and own.numel() > 0 and theirs.data_ptr() == own.data_ptr()
