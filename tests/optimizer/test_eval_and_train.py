@@ -82,6 +82,7 @@ def test_between_eval_and_train_the_model_has_the_outer_parameters(
     with optimizer:
         for number in range(5):
             step(model, optimizer, number)
+        assert optimizer.settle()  # a round that is decided meanwhile would make them others
         mine, outer = flat(model), outer_of(model, optimizer)
         for _ in range(2):
             with torch.inference_mode():

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_an_exception_leaves_at_once_and_hands_nothing_in(caplog: pytest.LogCapt
 
 
 def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(caplog: pytest.LogCaptureFixture) -> None:
-    groups, models = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2)), [TASK.model(0), TASK.model(0)]
+    groups, models = local_groups(2, sync=replace(PATIENT, min_replicas=2)), [TASK.model(0), TASK.model(0)]
     method = DiLoCo(sync_every=2)
     first, second = (
         wrap(TASK.inner(model.parameters()), model, method, group=group)
@@ -211,7 +212,7 @@ def test_who_leaves_at_once_in_a_round_says_that_it_may_still_count_its_steps(ca
 
 def test_who_leaves_offers_all_fragments_at_once() -> None:
     told = list[Event]()
-    groups, models = local_groups(2, sync=Sync(grace_s=60.0), on_event=told.append), [TASK.model(0), TASK.model(0)]
+    groups, models = local_groups(2, sync=PATIENT, on_event=told.append), [TASK.model(0), TASK.model(0)]
     method = StreamingDiLoCo(sync_every=100, delay=1, fragments=Balanced(n=3))
     first, second = (
         wrap(TASK.inner(model.parameters()), model, method, group=group)
@@ -244,7 +245,7 @@ def test_connections_that_close_slowly_are_no_error(
 
 
 def test_leaving_waits_no_longer_than_it_was_told() -> None:
-    groups = local_groups(2, sync=Sync(grace_s=60.0, min_replicas=2))
+    groups = local_groups(2, sync=replace(PATIENT, min_replicas=2))
     models = [TASK.model(0), TASK.model(0)]
     left = threading.Event()
 
@@ -261,7 +262,7 @@ def test_leaving_waits_no_longer_than_it_was_told() -> None:
         left.set()
         return time.perf_counter() - began
 
-    assert together([lambda m=m: replica(m) for m in range(2)])[0] < 5.0
+    assert together([lambda m=m: replica(m) for m in range(2)])[0] < 25.0, "less than the grace, and than the usual"
 
 
 def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
@@ -285,13 +286,15 @@ def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
 
 
 def test_without_with_a_first_gradient_for_other_parameters_is_not_applied() -> None:
-    groups = local_groups(2)
+    groups = local_groups(2, sync=PATIENT)
     models = [TASK.model(0), TASK.model(1)]
+    both_have_stepped = threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> tuple[int, torch.Tensor]:
         optimizer = wrap(TASK.inner(models[m].parameters()), models[m], LocalSGD(sync_every=1000), group=groups[m])
         _step(optimizer, models[m], 0)
         result = optimizer.local_steps, flat(models[m])
+        both_have_stepped.wait()  # who leaves sooner takes the state away
         optimizer.close(flush=False)
         return result
 
@@ -316,7 +319,7 @@ def test_without_with_a_cold_start_applies_the_first_gradient() -> None:
 
 @pytest.mark.parametrize("outer", [SGD(lr=0.7), Torch(cls="torch.optim.Adam", args={"lr": 0.1})], ids=["sgd", "torch"])
 def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_state(outer: OuterOptimizerRule) -> None:
-    groups = local_groups(2, sync=Sync(start_replicas=1))
+    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1))
     models = [TASK.model(0), TASK.model(1)]
     running, joined = threading.Event(), threading.Event()
     method = DiLoCo(sync_every=5, outer=outer)
@@ -381,7 +384,7 @@ def test_a_closed_optimizer_keeps_no_thread() -> None:
             _step(optimizer, model, step)
         assert any("freezer" in thread.name for thread in {*threading.enumerate()} - before)
     for thread in {*threading.enumerate()} - before:
-        thread.join(10.0)
+        thread.join(60.0)
         assert not thread.is_alive(), thread
 
 
