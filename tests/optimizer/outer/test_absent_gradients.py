@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from torch.optim import Optimizer
 
 import ftopt
 from ftopt.connect import local_groups
+from ftopt.events import Event
 from ftopt.methods import PAFT, Method, SyncSGD
 from ftopt.optimizer import wrap
 from ftopt.optimizer.outer.rebase import Rebase
 from ftopt.optimizer.tensors.gradients import GradientView
-from ftopt.sync.group import ReplicaGroup, Sync
-from tests.optimizer.running import together
+from ftopt.sync.group import ReplicaGroup
+from tests.optimizer.running import PATIENT, together
 from tests.problems import flat
 from tests.reference.codecs import Mean
 from tests.versions import needs_muon
@@ -91,7 +93,7 @@ def train(
     steps: int = STEPS,
     codec: str = "fp32",
 ) -> list[tuple[nn.Module, list[Optimizer]]]:
-    groups = local_groups(replicas, sync=Sync(grace_s=60.0, dead_after_s=60.0, codec=codec))
+    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec))
 
     def replica(m: int) -> tuple[nn.Module, list[Optimizer]]:
         model = Bare()
@@ -213,8 +215,13 @@ def test_what_a_codec_left_out_of_earlier_gradients_is_used_when_nobody_has_a_ne
 
 
 def test_a_joiner_steps_the_same_parameters() -> None:
-    groups = local_groups(2, sync=Sync(grace_s=60.0, dead_after_s=60.0, start_replicas=1))
-    running, joined = threading.Event(), threading.Event()
+    running, proposed = threading.Event(), threading.Event()
+
+    def on_event(event: Event) -> None:
+        if event.event == "gather" and event.replica == "r1":
+            proposed.set()
+
+    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1), on_event=on_event)
 
     def first() -> nn.Module:
         model = Bare()
@@ -223,14 +230,13 @@ def test_a_joiner_steps_the_same_parameters() -> None:
                 take(optimizer, model, mixed(0, step))
                 if optimizer.inner_step >= 5 and not running.is_set():
                     running.set()
-                    assert joined.wait(30)
+                    assert proposed.wait(60)  # newcomers are waited for half a second
         return model
 
     def second() -> nn.Module:
         model = Bare()
-        assert running.wait(30)
+        assert running.wait(60)
         with wrap(adamw(model.parameters()), model, SyncSGD(), group=groups[1]) as optimizer:
-            joined.set()
             for step in range(optimizer.start_step, 60):
                 take(optimizer, model, mixed(1, step))
                 if optimizer.inner_step >= 60:
@@ -244,7 +250,7 @@ def test_a_joiner_steps_the_same_parameters() -> None:
 def test_parameters_without_a_gradient_in_a_whole_global_batch_stay() -> None:
     """Each replica has a gradient for the first parameter in some of its units alone; nobody has one for the second."""
     samples = torch.arange(24.0).view(24, 1)
-    groups = local_groups(2, sync=Sync(grace_s=5.0, heartbeat_s=0.05, dead_after_s=5.0))
+    groups = local_groups(2, sync=replace(PATIENT, heartbeat_s=0.05))
 
     def replica(group: ReplicaGroup) -> nn.Module:
         model = Bare()

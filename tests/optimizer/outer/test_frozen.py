@@ -68,7 +68,7 @@ def test_the_parameters_do_not_change_under_a_reader() -> None:
         thread = threading.Thread(target=thaw)
         thread.start()
         assert not thawed.wait(0.05)
-    thread.join(10.0)
+    thread.join(60.0)
     assert thawed.is_set()
 
 

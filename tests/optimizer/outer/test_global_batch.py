@@ -19,8 +19,9 @@ from ftopt.sync.group import ReplicaGroup, Samples, Sync
 from tests.problems import seeded
 from tests.sync.protocol.batch_table import batch
 
-FAST = Sync(grace_s=5.0, heartbeat_s=0.05, dead_after_s=5.0)
-LIMIT_S = 60.0
+FAST = Sync(grace_s=60.0, heartbeat_s=0.05, dead_after_s=60.0)
+"""Shares are told often, and a replica that is slow keeps its own."""
+LIMIT_S = 100.0
 
 
 class Points:
@@ -219,7 +220,7 @@ def test_one_that_evaluates_meanwhile_loses_its_share_and_catches_up() -> None:
         if event.event == "decide" and event.version == 4:
             ahead.set()
 
-    groups = local_groups(2, sync=Sync(grace_s=0.3, heartbeat_s=0.05, dead_after_s=5.0), on_event=listen)
+    groups = local_groups(2, sync=Sync(grace_s=0.3, heartbeat_s=0.05, dead_after_s=60.0), on_event=listen)
     found: list[nn.Module] = []
 
     def evaluate() -> None:

@@ -25,7 +25,7 @@ def model() -> nn.Linear:
 def test_a_step_that_is_taken_in_another_call_keeps_the_gradients_at_hand(
     method: ftopt.Method, own: float | None, call: str
 ) -> None:
-    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=1, min_replicas=2, grace_s=0.1))
+    groups = ftopt.local_groups(2, sync=ftopt.Sync(start_replicas=1, min_replicas=2, grace_s=0.1, dead_after_s=60.0))
     models = [model(), model()]
     optimizers = [
         ftopt.wrap(torch.optim.SGD(each.parameters(), lr=1.0), each, method, group=group)

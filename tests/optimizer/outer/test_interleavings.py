@@ -219,7 +219,7 @@ def test_a_sync_that_stays_undecided_waits_once_and_what_it_offered_counts_once(
     reduce, goes_on = Reduction.reduce, threading.Event()
 
     def reduces_late(self: Reduction, attempt: AttemptView, collective: Collective) -> str:
-        assert goes_on.wait(10.0)
+        assert goes_on.wait(60.0)
         return reduce(self, attempt, collective)
 
     monkeypatch.setattr(Reduction, "reduce", reduces_late)
@@ -293,17 +293,25 @@ def test_an_interrupted_join_forgets_nothing(monkeypatch: pytest.MonkeyPatch) ->
     freezer, done, goes_on = FreezeThread("r0"), list[str](), threading.Event()
 
     def work() -> Callable[[], None]:
-        assert goes_on.wait(10.0)
+        assert goes_on.wait(60.0)
         return lambda: done.append("the rest")
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    trains = threading.get_ident()
+
+    def interrupt(patch: pytest.MonkeyPatch, kind: type, name: str) -> None:
+        there = getattr(kind, name)
+
+        def interrupted(self: object, *arguments: object) -> object:
+            if threading.get_ident() == trains:
+                raise KeyboardInterrupt
+            return there(self, *arguments)  # the freezer's own thread may only begin to wait
+
+        patch.setattr(kind, name, interrupted)
 
     freezer.begin(torch.device("cpu"), work)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(threading.Condition, "wait", interrupted)
-        patch.setattr(threading.Event, "wait", interrupted)
-        patch.setattr(Future, "result", interrupted)
+        for kind, name in ((threading.Condition, "wait"), (threading.Event, "wait"), (Future, "result")):
+            interrupt(patch, kind, name)
         freezer.join()
     goes_on.set()
     freezer.join()
