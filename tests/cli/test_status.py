@@ -131,7 +131,7 @@ def somebody(answer: bytes) -> Iterator[str]:
         thread = threading.Thread(target=serve)
         thread.start()
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
-        thread.join(10)
+        thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ class Terminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         os.close(self._master)
 
 
@@ -362,6 +362,6 @@ def test_on_a_terminal_watch_redraws_in_place_and_ends_cleanly_on_ctrl_c() -> No
             terminal.until("\x1b[1A")  # up again
             terminal.process.send_signal(signal.SIGINT)
             terminal.until("\x1b[?25h")  # the cursor is back
-            assert terminal.process.wait(20) == 0
+            assert terminal.process.wait(60) == 0
         finally:
             terminal.close()

@@ -16,7 +16,7 @@ from tests.data.units import Numbers
 from tests.notes import Notes
 from tests.optimizer.running import together
 
-FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=1.0)
+FAST = Sync(grace_s=0.2, heartbeat_s=0.05, dead_after_s=60.0)
 
 
 def train(group: ftopt.ReplicaGroup, seen: list[list[int]], method: Any, **loading: Any) -> None:

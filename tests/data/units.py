@@ -38,7 +38,7 @@ class Granted:
                 if timeout_s == 0:
                     raise TimeoutError
                 self.waits += 1
-                assert self._changed.wait_for(lambda: self._queue or self._ended, 20), "nothing is granted"
+                assert self._changed.wait_for(lambda: self._queue or self._ended, 60), "nothing is granted"
             if not self._queue:
                 return None
             self.taken.append(self._queue[0])

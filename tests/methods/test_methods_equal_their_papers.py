@@ -65,7 +65,7 @@ def _averager_processes(url: str) -> list[list[torch.Tensor]]:
         worker.start()
     results = dict(queue.get() for _ in workers)
     for worker in workers:
-        worker.join(30)
+        worker.join(100)
         assert worker.exitcode == 0
     return [[torch.tensor(values) for values in results[rank]] for rank in range(2)]
 

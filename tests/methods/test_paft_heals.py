@@ -12,16 +12,15 @@ from torch import nn
 import ftopt
 from ftopt.connect import local_groups
 from tests.optimizer.outer.test_alike import flip
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
 from tests.problems import flat, problem
 
-SYNC = ftopt.Sync(grace_s=1.0, dead_after_s=30.0)
 Strike = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
 def run(strike: Strike, *, replicas: int, delay: int, steps: int = 68) -> list[torch.Tensor]:
     """An average every tenth step; r1 is struck after step 43."""
-    task, groups = problem("mlp", "adamw"), local_groups(replicas, sync=SYNC)
+    task, groups = problem("mlp", "adamw"), local_groups(replicas, sync=PATIENT)
 
     def replica(m: int) -> torch.Tensor:
         model = task.model(0)

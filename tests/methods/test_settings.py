@@ -133,7 +133,7 @@ def test_replicas_of_unlike_pace_meet_with_what_they_have() -> None:
         if event.event == "decide":
             decided.append({member[0]: member[2] for member in event.data["members"]})
 
-    groups = local_groups(2, sync=Sync(grace_s=0.05), on_event=on_event)
+    groups = local_groups(2, sync=Sync(grace_s=0.05, dead_after_s=60.0), on_event=on_event)
     paces = (DiLoCo(sync_every=4), DiLoCo(sync_every=20))
     models = [problem().model(0) for _ in paces]
 

@@ -253,7 +253,7 @@ def test_leaving_waits_no_longer_than_it_was_told() -> None:
         optimizer = wrap(TASK.inner(models[m].parameters()), models[m], LocalSGD(sync_every=100), group=groups[m])
         optimizer.__enter__()
         if m == 1:  # Never hands anything in while the other wants to leave.
-            assert left.wait(30)
+            assert left.wait(60)
             optimizer.close(flush=False)
             return 0.0
         _step(optimizer, models[m], 0)
@@ -335,11 +335,11 @@ def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_s
         with wrap(TASK.inner(models[0].parameters()), models[0], method, group=groups[0]) as optimizer:
             train(0, optimizer, range(10))
             running.set()
-            assert joined.wait(30)
+            assert joined.wait(60)
             train(0, optimizer, range(10, 30))
 
     def second() -> None:
-        assert running.wait(30)
+        assert running.wait(60)
         with wrap(TASK.inner(models[1].parameters()), models[1], method, group=groups[1]) as optimizer:
             assert (optimizer.start_step, optimizer.inner_step, optimizer.versions) == (10, 10, (2,))
             assert torch.equal(flat(models[1]), optimizer._core.started().fragments[0].state.anchor)

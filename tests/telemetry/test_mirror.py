@@ -21,7 +21,7 @@ from ftopt.telemetry.mirror import Mirror
 from ftopt.telemetry.mirror_process import Growth
 from tests.telemetry.sinks import Dies, Hangs, RaisesAtOnce, RaisesLater, Written, mirror, read
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 
 
 def step(number: int, **data: object) -> Event:
@@ -88,11 +88,11 @@ def test_one_that_hangs_holds_up_nobody_and_is_ended(
     began = time.monotonic()
     for number in range(2, 5000):
         made(step(number))
-    assert time.monotonic() - began < 10.0, "5000 events"
+    assert time.monotonic() - began < 60.0, "5000 events: it hangs for 10 min"
     assert made._runs["r0"]._lines.qsize() <= 50
     began = time.monotonic()
     made.close(timeout_s=0.5)
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 60.0
     assert not Path(f"/proc/{pid}").exists()
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2 and "50 points wait" in told[0] and "within 0.5 s" in told[1]

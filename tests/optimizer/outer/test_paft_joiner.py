@@ -17,7 +17,7 @@ from ftopt.events import Event
 from tests.optimizer.running import together
 from tests.problems import problem
 
-SYNC = ftopt.Sync(start_replicas=3, grace_s=0.5, dead_after_s=2.0, heartbeat_s=0.1)
+SYNC = ftopt.Sync(start_replicas=3, grace_s=0.5, dead_after_s=60.0, heartbeat_s=0.1)
 Held = dict[int, list[Tensor]]
 """Version of the gradients -> the parameters and the moments after its step."""
 

@@ -218,7 +218,7 @@ def test_a_closures_loss_counts_and_none_at_all_is_told() -> None:
 def test_a_newcomer_knows_what_was_agreed_on_before_it_came() -> None:
     task = problem("linear", "sgd")
     method = LocalSGD(sync_every=16, trigger=AdaComm(initial=4))
-    groups = local_groups(2, sync=Sync(start_replicas=1))
+    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1))
     models = [task.model(0), task.model(0)]
     first = wrap(task.inner(models[0].parameters()), models[0], method, group=groups[0])
     with first:
@@ -283,20 +283,22 @@ def test_what_is_agreed_on_leaves_the_anchor_as_it_is(trigger: Any, method: type
 # ---------------------------------------------------------------- together
 
 
-def _race(method: Method, *, rates: list[float], steps: int, heartbeat_s: float = 0.02) -> list[dict[str, Any]]:
-    """Trains replicas that walk at their own pace until each has taken ``steps``; returns what happened, in order.
+def _race(method: Method, *, rates: list[float], steps: int) -> list[dict[str, Any]]:
+    """Trains replicas that walk at their own pace, until each has taken ``steps`` and all have met in a round with
+    some; returns what happened, in order.
 
-    Each walks at random, at its own rate.
+    Each walks at random, at its own rate. The grace is longer than anybody waits here.
     """
     events: list[dict[str, Any]] = []
-    lock = threading.Lock()
+    lock, have_met = threading.Lock(), threading.Event()
 
     def on_event(event: Event) -> None:
         with lock:
             events.append({"event": event.event, "replica": event.replica, "version": event.version, **event.data})
+        if event.event == "decide" and [member[2] > 0 for member in event.data["members"]] == [True] * len(rates):
+            have_met.set()
 
-    sync = Sync(heartbeat_s=heartbeat_s, dead_after_s=60.0, grace_s=30.0, start_replicas=len(rates))
-    groups = local_groups(len(rates), sync=sync, on_event=on_event)
+    groups = local_groups(len(rates), sync=Sync(heartbeat_s=0.02, dead_after_s=600.0, grace_s=600.0), on_event=on_event)
 
     def replica(m: int) -> None:
         model = nn.Linear(50, 1, bias=False)
@@ -304,7 +306,7 @@ def _race(method: Method, *, rates: list[float], steps: int, heartbeat_s: float 
         inner = torch.optim.SGD(model.parameters(), lr=rates[m])
         generator = torch.Generator().manual_seed(m)
         with wrap(inner, model, method, group=groups[m]) as optimizer:
-            for _ in range(steps):
+            while optimizer.local_steps < steps or not have_met.is_set():
                 model.weight.grad = torch.randn(1, 50, generator=generator)
                 optimizer.step()
                 time.sleep(0.003)  # a step of some length, so that heartbeats come between
@@ -314,14 +316,9 @@ def _race(method: Method, *, rates: list[float], steps: int, heartbeat_s: float 
 
 
 def test_the_replica_that_diverges_calls_the_others_to_the_round() -> None:
-    """With a grace of half a minute: only its trigger can have brought them."""
+    """Only its trigger can have brought them."""
     method = LocalSGD(sync_every=10_000, trigger=LocalCondition(1.0, check_every=1))
-    began_s = time.monotonic()
     events = _race(method, rates=[0.005, 0.005, 0.1], steps=60)
-    assert time.monotonic() - began_s < 25
-    decided = [e for e in events if e["event"] == "decide"]
-    met = [e for e in decided if len(e["members"]) == 3 and all(member[2] > 0 for member in e["members"])]
-    assert met, "all three, with what they had"
     assert {e["replica"] for e in events if e["event"] == "hurry"} == {"r2"}
     called = {e["replica"] for e in events if e["event"] == "call_in"}
     assert called == {"r0", "r1"}
@@ -332,7 +329,6 @@ def test_the_means_of_all_bring_a_linear_fda_job_together() -> None:
     trigger = LinearFDA(2.0, check_every=1)
     events = _race(LocalSGD(sync_every=10_000, trigger=trigger), rates=[0.03] * 3, steps=150)
     decided = [e for e in events if e["event"] == "decide" and len(e["members"]) == 3]
-    assert decided
     assert [e for e in events if e["event"] == "hurry"]
     # 50 elements, rate 0.03: |u|^2 grows by 0.045 a step, and so does the divergence: 44 steps to the threshold.
     steps = [member[2] for member in decided[0]["members"]]

@@ -126,7 +126,7 @@ def with_a_death(
         dead.set()
 
     def second_life() -> None:
-        assert dead.wait(30)
+        assert dead.wait(60)
 
         def at(step: int) -> None:
             if step == again:
@@ -137,7 +137,7 @@ def with_a_death(
     def survivor(group: ReplicaGroup) -> None:
         def at(step: int) -> None:
             if step == dies_at:
-                assert caught_up.wait(30)
+                assert caught_up.wait(60)
 
         job.run(group, rounds, at)
 
@@ -254,13 +254,13 @@ def test_a_copy_is_void_when_a_later_contribution_is_in_a_commit() -> None:
         dead.set()
 
     def second_life() -> None:
-        assert dead.wait(30)
+        assert dead.wait(60)
         job.run(groups[3], 4)
 
     def survivor(group: ReplicaGroup) -> None:
         def at(step: int) -> None:
             if step == 2 * ROUND + 1:
-                assert dead.wait(30)
+                assert dead.wait(60)
                 until(lambda: bool([e for e in job.told("join") if e.incarnation == 2]))
 
         job.run(group, 4, at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import abc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +19,7 @@ from ftopt.methods import DiLoCo, LocalSGD, Method, StreamingDiLoCo
 from ftopt.optimizer import OuterOptimizer, wrap
 from ftopt.optimizer.tensors.buffers import averaged, keep_possible, shared_out
 from ftopt.outer import SGD
-from ftopt.sync.protocol.settings import Sync
-from tests.optimizer.running import anchor, together
+from tests.optimizer.running import PATIENT, anchor, together
 from tests.problems import INNER, Problem
 from tests.reference.buffers import average_buffers
 from tests.reference.codecs import Mean
@@ -53,8 +53,8 @@ def ran(
 ) -> list[tuple[list[Tensor], nn.Module, str]]:
     """Each replica's anchor after the last round, its model then, and its digest."""
     models = [problem.model(0) for _ in range(replicas)]
-    groups = local_groups(replicas, sync=Sync(codec=codec))
-    all_there = threading.Barrier(replicas, timeout=30)
+    groups = local_groups(replicas, sync=replace(PATIENT, codec=codec))
+    all_there = threading.Barrier(replicas, timeout=60)
 
     def replica(m: int) -> tuple[list[Tensor], nn.Module, str]:
         with wrap(problem.inner(models[m].parameters()), models[m], method, group=groups[m]) as optimizer:
@@ -128,7 +128,7 @@ def test_a_codec_that_rounds_does_not_see_buffers(method: Any) -> None:
 def test_fragments_average_the_buffers_of_their_modules(delay: int) -> None:
     halves = Sequential(n=2)
     method = StreamingDiLoCo(
-        sync_every=SYNC_EVERY, fragments=halves, delay=delay, buffers="mean", wait_for_result_s=10.0
+        sync_every=SYNC_EVERY, fragments=halves, delay=delay, buffers="mean", wait_for_result_s=60.0
     )
     (_, one, digest), (_, other, same), _ = ran(task(), method)
     assert digest == same
@@ -166,7 +166,7 @@ def test_the_outer_parameters_have_the_committed_buffers() -> None:
 
 @pytest.mark.parametrize("buffers", ["local", "mean"])
 def test_a_newcomer_gets_the_buffers(buffers: str) -> None:
-    groups = local_groups(2, sync=Sync(start_replicas=1))
+    groups = local_groups(2, sync=replace(PATIENT, start_replicas=1))
     method = DiLoCo(sync_every=5, outer=SGD(lr=0.7), buffers=buffers)
     models, problem = [normed(0), normed(1)], task()
     running, joined = threading.Event(), threading.Event()
@@ -178,10 +178,10 @@ def test_a_newcomer_gets_the_buffers(buffers: str) -> None:
                 step(problem, optimizer, models[0], 0, number)
             committed.append(floats(models[0]))
             running.set()
-            assert joined.wait(30)
+            assert joined.wait(60)
 
     def second() -> None:
-        assert running.wait(30)
+        assert running.wait(60)
         with wrap(problem.inner(models[1].parameters()), models[1], method, group=groups[1]):
             committed.append(floats(models[1]))
             joined.set()
