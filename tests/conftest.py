@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import sys
 
 import pytest
 
@@ -37,7 +38,10 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What needs a CUDA device is skipped where there is none, also when it is asked for."""
+    """What torch draws does not depend on the tests before. What needs a CUDA device is skipped where there is none,
+    also when it is asked for."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     if item.get_closest_marker("gpu") is not None:
         import torch
 

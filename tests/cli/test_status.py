@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import os
 import pty
@@ -333,7 +334,7 @@ class Terminal:
             command, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
         )
         os.close(slave)
-        self.text = ""
+        self.text, self._decoder = "", codecs.getincrementaldecoder("utf-8")()
         os.set_blocking(self._master, False)
 
     def until(self, words: str, limit_s: float = 60.0) -> None:
@@ -342,7 +343,7 @@ class Terminal:
         while words not in self.text:
             assert time.monotonic() < end_s, f"no {words!r} in {self.text!r}"
             try:
-                self.text += os.read(self._master, 1 << 16).decode()
+                self.text += self._decoder.decode(os.read(self._master, 1 << 16))
             except BlockingIOError:
                 time.sleep(0.02)
         self.text = self.text.partition(words)[2]

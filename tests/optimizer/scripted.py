@@ -7,6 +7,7 @@ steps it counts, and how often.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,6 +85,7 @@ class Scripted:
         self._host: Host | None = None
         self._outstanding: Contribution | None = None
         self._hooked = False
+        self._deciding = threading.Lock()  # a freezer proposes while the training thread plays the network
 
     # The network side.
 
@@ -123,8 +125,9 @@ class Scripted:
         if reduced is None or mine is None or self._host is None:
             return
         self._count(mine)
-        last = mine.last_step
-        self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + mine.steps, last)
+        with self._deciding:
+            inner_step = self.committed.inner_step + mine.steps
+            self.committed = Committed(0, self.committed.version + 1, inner_step, mine.last_step)
         self._host.commit(reduced[0], self.committed)
         self._outstanding = None
         self._tally("commit")
@@ -173,7 +176,8 @@ class Scripted:
 
     def _install(self, *, counted: int, reset: bool = False) -> None:
         assert self._host is not None
-        self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
+        with self._deciding:
+            self.committed = Committed(0, self.committed.version + 1, self.committed.inner_step + 1, counted)
         tensors = {"anchor": self.anchor.to(torch.float32, copy=True), f"outer.{USUAL}": Usual().tensor()}
         self._host.install(self.committed, digest(tensors), tensors, reset=reset)
         self._outstanding = None
@@ -189,9 +193,12 @@ class Scripted:
 
     def propose(self, contribution: Contribution, *, now: bool = False) -> None:
         self.maybe()
-        assert self._outstanding is None, "two contributions outstanding (FREEZE)"
-        if contribution.version == self.committed.version:
-            self._outstanding = contribution
+        with self._deciding:
+            assert self._outstanding is None, "two contributions outstanding (FREEZE)"
+            in_time = contribution.version == self.committed.version
+            if in_time:
+                self._outstanding = contribution
+        if in_time:
             self._tally("propose")
         else:
             self._tally("propose too late")

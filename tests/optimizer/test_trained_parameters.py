@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -47,10 +47,21 @@ def inner(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
+_started: list[OuterOptimizer] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    yield
+    while _started:
+        _started.pop().close(flush=False)
+
+
 def started(method: Method) -> tuple[OuterOptimizer, Net]:
     model = Net()
     optimizer = wrap(inner(model), model, method, group=solo())
     optimizer.__enter__()
+    _started.append(optimizer)
     train(optimizer, model, 2)
     return optimizer, model
 

@@ -46,7 +46,7 @@ def test_what_it_is_told_arrives_in_order_and_the_process_is_gone_afterwards(tmp
         made(step(number))
     made.log({"mine": 5})
     made(Event("stepped", "another", 1, inner_step=9))
-    made.close()
+    made.close(timeout_s=WAIT_S)
     first, *points, last = read(tmp_path / "to")
     assert first["options"] == {"to": str(tmp_path / "to"), "job": "job", "replica": "r0", "life": 1}
     assert [(p["at"], p["values"].get("inner/loss"), p["values"].get("mine")) for p in points] == [
@@ -71,7 +71,7 @@ def test_a_failure_is_one_line_of_the_log(
     wait_for(lambda: made._runs["r0"]._over)
     for number in range(2, 100):
         made(step(number))
-    made.close()
+    made.close(timeout_s=WAIT_S)
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     text = record.getMessage()
     assert said in text and "replica r0" in text and "nothing is copied" in text

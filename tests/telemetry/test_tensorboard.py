@@ -24,7 +24,7 @@ def test_the_same_metrics_are_in_its_files_and_a_next_life_adds_to_them(tmp_path
             made(Event("stepped", "r0", life, inner_step=step, data=data))
         made(Event("commit", "r0", life, 0, version=life, data={"joined": ["r1"], "absent": []}))
         made(Event("apply", "r0", life, 0, version=life, inner_step=steps[-1]))
-        made.close()
+        made.close(timeout_s=100.0)  # on a busy machine its process takes long to start
     read = EventAccumulator(str(tmp_path / "r0"))
     read.Reload()
     assert sorted((s.step, s.value) for s in read.Scalars("inner/loss")) == [(10, 11), (20, 21), (20, 22), (30, 32)]

@@ -132,8 +132,10 @@ def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
     wait_for(lambda: len(losses(tmp_path)) > 5)
     killed = descendants(trainer.pid)
     assert len(killed) >= 2
-    for pid in [trainer.pid, *killed]:
-        os.kill(pid, signal.SIGKILL)
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none of them sees that another one is gone
+        for pid in [trainer.pid, *killed]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
     trainer.wait()
     wait_for(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in killed))
     dead = runs(tmp_path)[-1]
@@ -154,6 +156,8 @@ def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
 def test_the_pages_script_runs(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "wandb.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block.endswith("wandb.close()\n")
+    block = block.replace("wandb.close()", f"wandb.close(timeout_s={WAIT_S})")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "WANDB_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", block], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
@@ -185,7 +189,7 @@ def test_a_later_life_says_nothing_of_the_run_that_it_continues(
     made.attend("job", "r0")
     made(Event("stepped", "r0", 2, inner_step=7, data={"lr": 0.1}))
     made(Event("discarded", "r0", 2, inner_step=7, data={"steps": 3, "reason": "nonfinite"}))
-    made.close()
+    made.close(timeout_s=WAIT_S)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
     (run,) = runs(tmp_path)
     (alert,) = run.alerts
@@ -199,7 +203,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, caplog: pytest
     made = ftopt.Wandb(mode="offline", dir=tmp_path / "file" / "below")
     made.attend("job", "r0")
     made(Event("stepped", "r0", 1, inner_step=1, data={"lr": 0.1}))
-    made.close()
+    made.close(timeout_s=WAIT_S)
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "NotADirectoryError" in record.getMessage() and "training goes on" in record.getMessage()
 

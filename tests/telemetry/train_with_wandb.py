@@ -34,3 +34,4 @@ with optimizer:
             sys.stdout.flush()
         if steps > 100:
             time.sleep(0.01)
+wandb.close(timeout_s=180.0)

@@ -61,6 +61,11 @@ class _Trainer:
         self.undone += 1
         return True
 
+    def end(self) -> None:
+        """It leaves: or the process would, at its end, for each of them."""
+        self.group.quiet = True
+        self.optimizer.close(flush=False)
+
     def params(self) -> Tensor:
         return self.model.weight.detach().double().reshape(-1)
 
@@ -109,6 +114,7 @@ def test_whatever_happens_between_threads_each_step_is_counted_once(
             group.quiet = True
             _check(trainer, group, 1e-5)
             group.quiet = False
+        trainer.end()
         for what, times in group.happened.items():
             happened[what] = happened.get(what, 0) + times
     print(happened)  # noqa: T201
@@ -135,6 +141,7 @@ def test_steps_that_are_undone_are_counted_nowhere(method: Method) -> None:
             group.quiet = True
             _check(trainer, group, 1e-5)
             group.quiet = False
+        trainer.end()
     assert undone >= 25, undone
     assert refused >= 25, refused
 
@@ -165,6 +172,7 @@ def test_an_interrupted_apply_goes_on_before_the_next_step(
         trainer.step()
     assert group.dropped == [] and trainer.optimizer.pending_steps == 6
     _check(trainer, group, 1e-5)
+    trainer.end()
 
 
 class _Threaded(Scripted):
@@ -208,6 +216,7 @@ def test_real_threads_count_each_step_once_too() -> None:
         group.thread.join()
         sys.setswitchinterval(interval_s)
     _check(trainer, group, 1e-3)
+    trainer.end()
 
 
 @pytest.mark.parametrize("reason", ["nan", "inf"])
@@ -227,6 +236,7 @@ def test_nonfinite_work_is_dropped_and_training_goes_on(reason: str) -> None:
     trainer.step()
     assert trainer.optimizer.pending_steps == 1
     torch.testing.assert_close(trainer.params(), group.work[4].double())
+    trainer.end()
 
 
 def test_who_was_given_up_reads_in_the_log_how_many_steps_that_has_cost(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,3 +247,4 @@ def test_who_was_given_up_reads_in_the_log_how_many_steps_that_has_cost(caplog: 
     group.reset()
     _check(trainer, group, 1e-5)
     assert "replica r0: 3 steps dropped: it was given up meanwhile, and goes on from the job's state" in caplog.text
+    trainer.end()

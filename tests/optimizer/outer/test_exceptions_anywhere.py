@@ -143,6 +143,7 @@ def play(name: str, dtype: torch.dtype, armed: Callable[[], AbstractContextManag
     _check(trainer, group, 1e-5)
     if name != "reset":
         assert group.dropped == [], "nothing is lost"
+    trainer.end()
     return raised
 
 
