@@ -7,9 +7,14 @@ import multiprocessing
 import os
 import sys
 
+import hypothesis
 import pytest
 
 from tests.forkserver import CONTEXT
+
+# An example may take long, and so may drawing it: the machine is busy.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
