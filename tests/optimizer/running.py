@@ -105,6 +105,13 @@ def train_and_look(
     return together([lambda m=m: replica(m) for m in range(replicas)])
 
 
+def note_digest(digests: dict[int, str], optimizer: OuterOptimizer) -> None:
+    """The digest of the version that it holds, unless that changes meanwhile."""
+    version, digest = optimizer.versions[0], optimizer.anchor_digest()
+    if optimizer.versions[0] == version:
+        digests[version] = digest
+
+
 def anchor(optimizer: OuterOptimizer, model: nn.Module) -> list[Tensor]:
     """The committed anchor, fp32, of each parameter that trains."""
     found = {}

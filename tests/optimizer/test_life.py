@@ -22,7 +22,7 @@ from ftopt.outer import SGD, OuterOptimizerRule, Torch
 from ftopt.sync.group import ReplicaGroup
 from ftopt.sync.protocol.settings import Sync
 from ftopt.sync.replica.session import Session
-from tests.optimizer.running import PATIENT, together
+from tests.optimizer.running import PATIENT, note_digest, together
 from tests.problems import flat, problem
 
 TASK = problem("mlp", "adamw")
@@ -276,7 +276,7 @@ def test_a_replica_whose_parameters_differ_starts_from_the_jobs() -> None:
             both_are_there.wait()  # or the other one starts from a later version
             for step in range(10):
                 _step(optimizer, models[m], step, m)
-                digests[optimizer.versions[0]] = optimizer.anchor_digest()
+                note_digest(digests, optimizer)
             return start, digests
 
     (start, digests), (other_start, other_digests) = together([lambda m=m: replica(m) for m in range(2)])
@@ -329,7 +329,7 @@ def test_a_newcomer_starts_at_the_jobs_step_with_the_jobs_parameters_and_outer_s
     def train(m: int, optimizer: OuterOptimizer, steps: range) -> None:
         for step in steps:
             _step(optimizer, models[m], step, m)
-            digests[m][optimizer.versions[0]] = optimizer.anchor_digest()
+            note_digest(digests[m], optimizer)
 
     def first() -> None:
         with wrap(TASK.inner(models[0].parameters()), models[0], method, group=groups[0]) as optimizer:

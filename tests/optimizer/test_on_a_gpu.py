@@ -36,7 +36,7 @@ from ftopt.sync.replica.loop import LoopThread
 from ftopt.sync.replica.session import Session
 from ftopt.transport.gloo import GlooTransport
 from ftopt.transport.http_state import HttpState
-from tests.optimizer.running import PATIENT, together
+from tests.optimizer.running import PATIENT, note_digest, together
 from tests.problems import MODELS, flat, pulled
 from tests.test_checkpointing import BIT_EQUAL, run, whole
 
@@ -190,18 +190,18 @@ def test_a_newcomer_fetches_the_state_and_goes_on_alike(device: str, method: Met
             task.backward(models[m], m, step)
             late(device)
             optimizer.step()
-            digests[m][optimizer.versions[0]] = optimizer.anchor_digest()
+            note_digest(digests[m], optimizer)
 
     def first() -> None:
         with busy(device, False), wrap(inner(models[0].parameters()), models[0], method, group=groups[0]) as optimizer:
             steps(0, optimizer, range(10))
             running.set()
-            assert joined.wait(30)
+            assert joined.wait(60)
             steps(0, optimizer, range(10, 30))
             all_have_looked.wait()
 
     def second() -> None:
-        assert running.wait(30)
+        assert running.wait(60)
         with busy(device, False), wrap(inner(models[1].parameters()), models[1], method, group=groups[1]) as optimizer:
             assert optimizer.start_step == 10
             joined.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 import ftopt
 from ftopt.connect import local_groups
 from ftopt.events import Event
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
 from tests.problems import problem
 
 SYNC = ftopt.Sync(start_replicas=3, grace_s=0.5, dead_after_s=60.0, heartbeat_s=0.1)
@@ -112,7 +111,7 @@ def test_one_that_was_cut_off_has_them_when_it_is_back(every: int, delay: int) -
 
 def test_a_gradient_that_is_used_up_is_no_part_of_the_anchor_digest() -> None:
     """One that fetches a model behind its step has not seen the gradient that made it."""
-    task, groups = problem("mlp", "sgd"), local_groups(2, sync=replace(SYNC, start_replicas=2))
+    task, groups = problem("mlp", "sgd"), local_groups(2, sync=PATIENT)
     digests, gradients, barrier = list[str](), list[Tensor](), threading.Barrier(2, timeout=60.0)
 
     def replica(m: int) -> None:
