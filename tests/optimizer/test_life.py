@@ -169,7 +169,7 @@ def test_leaving_hands_the_pending_steps_in() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_who_leaves_while_a_round_is_under_way_hands_in_to_the_next_one(seed: int) -> None:
     """Each leaves when it likes, as at the end of a job: rounds of three fragments are under way."""
-    chance, groups = random.Random(seed), local_groups(4)
+    chance, groups = random.Random(seed), local_groups(4, sync=Sync(dead_after_s=60.0))
     method = StreamingDiLoCo(sync_every=12, delay=1, fragments=Balanced(n=3))
 
     def replica(group: ReplicaGroup, steps: int) -> tuple[int, ...]:

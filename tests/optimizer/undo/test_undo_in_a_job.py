@@ -98,7 +98,7 @@ def test_the_samples_of_an_undone_step_are_in_no_contribution_until_a_step_uses_
     units = group.keep_ledger(Samples(samples=12, batch_size=1, epochs=1))
     with wrap(TASK.inner(model.parameters()), model, LocalSGD(sync_every=4), group=group, undo=True) as optimizer:
         for step in range(12):
-            unit = units.take(timeout_s=10)
+            unit = units.take(timeout_s=60)
             assert unit is not None
             assert units.draw(unit)
             _step(optimizer, model, step)
