@@ -24,10 +24,15 @@ SLOW = ["--step-s", "30ms", "--gbit-s", "0.05", "--latency-s", "20ms"]
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Another folder; what recipes bring along is not imported for the tests after these."""
+    """Another folder; what recipes bring along is not imported before these tests, nor for those after them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    _forget()
     yield
+    _forget()
+
+
+def _forget() -> None:
     for name in [name for name in sys.modules if name.startswith("own_")]:
         del sys.modules[name]
 

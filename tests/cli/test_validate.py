@@ -51,8 +51,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "their_parts.py").write_text(CODE, encoding="utf-8")
     (tmp_path / "own.yaml").write_text(RECIPE, encoding="utf-8")
+    _forget()  # what another test has imported of a recipe that is copied here
     yield tmp_path
-    sys.modules.pop("their_parts", None)
+    _forget()
+
+
+def _forget() -> None:
+    for name in [name for name in sys.modules if name.startswith(("own_", "their_parts"))]:
+        del sys.modules[name]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -125,6 +125,19 @@ def losses(folder: Path) -> list[float]:
         return []
 
 
+def ended(folder: Path) -> list[Offline]:
+    """All runs, once the newest one's file has its end: wandb's service writes on when our process has ended."""
+
+    def has_its_end() -> bool:
+        try:
+            return bool(runs(folder)[-1].exit_codes)
+        except (IndexError, StopIteration, AssertionError):
+            return False
+
+    wait_for(has_its_end)
+    return runs(folder)
+
+
 def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
     trainer: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -145,7 +158,7 @@ def test_a_killed_lifes_curve_survives_and_the_next_life_continues_its_run(
         out, _ = second.communicate(timeout=WAIT_S)
     assert second.returncode == 0, out
     assert "there was a run local-r0 already" in out, "a first life of a job that has this run: said, not silent"
-    first, run = runs(tmp_path)
+    first, run = ended(tmp_path)
     assert first.run.run_id == run.run.run_id == "local-r0"
     assert (run.run.run_group, run.run.project, run.run.display_name) == ("local", "tried", "r0")
     assert list(run.run.tags) == ["a", "b"] and run.config["lr"] == 0.1 and run.config["path"] == "/x"
@@ -163,7 +176,7 @@ def test_the_pages_script_runs(tmp_path: Path) -> None:
         [sys.executable, "-c", block], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
     )
     assert (done.returncode, done.stderr) == (0, "")
-    (run,) = runs(tmp_path)
+    (run,) = ended(tmp_path)
     assert len(run.curve("inner/loss")) == 10 and len(run.curve("weight")) == 2 and len(run.curve("outer/steps")) == 5
     assert (run.run.project, list(run.run.tags), run.config["lr"]) == ("my-project", ["baseline"], 1e-3)
 
@@ -191,7 +204,7 @@ def test_a_later_life_says_nothing_of_the_run_that_it_continues(
     made(Event("discarded", "r0", 2, inner_step=7, data={"steps": 3, "reason": "nonfinite"}))
     made.close(timeout_s=WAIT_S)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
-    (run,) = runs(tmp_path)
+    (run,) = ended(tmp_path)
     (alert,) = run.alerts
     assert (alert.title, alert.text, alert.level) == ("r0: discarded", "3 inner steps dropped: nonfinite", "WARN")
     ((_, *row),) = run.table
@@ -246,4 +259,4 @@ def test_without_its_server_an_online_run_is_kept_offline(
     made.close(timeout_s=60.0)
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "it is kept offline: later, wandb sync" in record.getMessage()
-    assert runs(tmp_path)[-1].curve("inner/lr") == [0.1]
+    assert ended(tmp_path)[-1].curve("inner/lr") == [0.1]
