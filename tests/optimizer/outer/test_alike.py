@@ -18,7 +18,7 @@ from tests.optimizer.running import together
 from tests.problems import problem
 
 EVERY = 5
-SYNC = ftopt.Sync(grace_s=10.0, dead_after_s=60.0)
+SYNC = ftopt.Sync(grace_s=4.0, dead_after_s=60.0)
 
 Interfere = Callable[[int, int, nn.Module, torch.optim.Optimizer], None]
 """(replica, steps taken, model, inner optimizer): between two steps."""
