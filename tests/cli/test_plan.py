@@ -33,7 +33,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 def _forget() -> None:
-    for name in [name for name in sys.modules if name.startswith("own_")]:
+    for name in [name for name in [*sys.modules] if name.startswith("own_")]:
         del sys.modules[name]
 
 

@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _forget() -> None:
-    for name in [name for name in sys.modules if name.startswith(("own_", "their_parts"))]:
+    for name in [name for name in [*sys.modules] if name.startswith(("own_", "their_parts"))]:
         del sys.modules[name]
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("their_own.py", "ihr_größe.py"):
         (tmp_path / name).write_text(CODE, encoding="utf-8")
     yield tmp_path
-    theirs = [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", ""))]
+    theirs = [name for name, module in [*sys.modules.items()] if str(tmp_path) in str(getattr(module, "__file__", ""))]
     for name in theirs:  # of these alone: ftopt's, imported a second time, would have other classes
         del sys.modules[name]
 
