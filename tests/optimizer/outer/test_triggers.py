@@ -290,7 +290,7 @@ def _race(method: Method, *, rates: list[float], steps: int) -> list[dict[str, A
     Each walks at random, at its own rate. The grace is longer than anybody waits here.
     """
     events: list[dict[str, Any]] = []
-    lock, have_met = threading.Lock(), threading.Event()
+    lock, have_met, most = threading.Lock(), threading.Event(), 5_000
 
     def on_event(event: Event) -> None:
         with lock:
@@ -306,7 +306,7 @@ def _race(method: Method, *, rates: list[float], steps: int) -> list[dict[str, A
         inner = torch.optim.SGD(model.parameters(), lr=rates[m])
         generator = torch.Generator().manual_seed(m)
         with wrap(inner, model, method, group=groups[m]) as optimizer:
-            while optimizer.local_steps < steps or not have_met.is_set():
+            while optimizer.local_steps < steps or not (have_met.is_set() or optimizer.local_steps == most):
                 model.weight.grad = torch.randn(1, 50, generator=generator)
                 optimizer.step()
                 time.sleep(0.003)  # a step of some length, so that heartbeats come between
@@ -319,6 +319,9 @@ def test_the_replica_that_diverges_calls_the_others_to_the_round() -> None:
     """Only its trigger can have brought them."""
     method = LocalSGD(sync_every=10_000, trigger=LocalCondition(1.0, check_every=1))
     events = _race(method, rates=[0.005, 0.005, 0.1], steps=60)
+    decided = [e for e in events if e["event"] == "decide"]
+    met = [e for e in decided if len(e["members"]) == 3 and all(member[2] > 0 for member in e["members"])]
+    assert met, "all three, with what they had"
     assert {e["replica"] for e in events if e["event"] == "hurry"} == {"r2"}
     called = {e["replica"] for e in events if e["event"] == "call_in"}
     assert called == {"r0", "r1"}
@@ -329,6 +332,7 @@ def test_the_means_of_all_bring_a_linear_fda_job_together() -> None:
     trigger = LinearFDA(2.0, check_every=1)
     events = _race(LocalSGD(sync_every=10_000, trigger=trigger), rates=[0.03] * 3, steps=150)
     decided = [e for e in events if e["event"] == "decide" and len(e["members"]) == 3]
+    assert decided
     assert [e for e in events if e["event"] == "hurry"]
     # 50 elements, rate 0.03: |u|^2 grows by 0.045 a step, and so does the divergence: 44 steps to the threshold.
     steps = [member[2] for member in decided[0]["members"]]
