@@ -231,7 +231,7 @@ def test_connections_that_close_slowly_are_no_error(
     told, end = threading.Event(), Session.end
 
     async def slow(session: Session) -> None:
-        await asyncio.to_thread(told.wait, 30)
+        await asyncio.to_thread(told.wait, 3)
         await end(session)
 
     monkeypatch.setattr(Session, "end", slow)
