@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ftopt.events import Event, OnEvent
@@ -142,7 +143,7 @@ class FaultInjector:
 
 
 def stop_for(seconds: float) -> None:
-    """Stops this whole process; a helper process continues it after ``seconds``."""
+    """Stops this whole process; a helper process continues it after ``seconds``, if nobody has done so before."""
     waker = subprocess.Popen(
         ["/bin/sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"],
         stdin=subprocess.DEVNULL,
@@ -151,6 +152,8 @@ def stop_for(seconds: float) -> None:
         start_new_session=True,
     )
     os.kill(os.getpid(), signal.SIGSTOP)
+    with suppress(ProcessLookupError):
+        os.killpg(waker.pid, signal.SIGKILL)
     waker.wait()
 
 

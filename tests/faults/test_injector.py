@@ -57,6 +57,15 @@ def test_a_stopped_process_goes_on_by_itself() -> None:
     assert out.decode().split() == ["0", "1", "fault", "2", "3", "4"]
 
 
+def test_a_stopped_process_that_somebody_else_continues_goes_on_at_once() -> None:
+    child = process("Fault(point='propose', at_step=2, do='stop', for_s=600)")
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    os.kill(child.pid, signal.SIGCONT)
+    out, _ = child.communicate(timeout=60)
+    assert out.decode().split() == ["0", "1", "fault", "2", "3", "4"]
+
+
 def test_a_hang_on_the_training_thread_sleeps_right_there_and_once() -> None:
     struck = Struck(Fault(point="propose", at_step=3, do="hang", for_s=8.0))
     for step in range(6):

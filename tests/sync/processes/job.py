@@ -45,6 +45,9 @@ _ORDERED = 1
 FAST = ftopt.Sync(
     grace_s=1.0, heartbeat_s=0.1, dead_after_s=1.0, start_s=30.0, recovery_s=5.0, gone_after_s=60.0, start_replicas=3
 )
+"""For tests of what a busy machine may do as well: a replica is called in, or silent, and comes back."""
+CALM = replace(FAST, grace_s=30.0, dead_after_s=20.0, recovery_s=30.0)
+"""Nobody is called in, silent or given up, however busy the machine is. A process that dies is missed at once."""
 
 
 def assert_nothing_lost(summary: Mapping[str, Any]) -> None:
@@ -386,6 +389,16 @@ class TinyJob:
 
         self.wait_until(lambda: len(found()) >= count, f"{event} of {replica or 'anybody'}")
         return found()[count - 1]
+
+    def heal(self, name: str) -> None:
+        """Ends a partition of a replica's."""
+        self.order(name, Fault(point=NOW, do="partition", for_s=0.001))
+
+    def wake(self, name: str) -> None:
+        """A process that a fault has stopped goes on."""
+        pid = self.processes[name].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGCONT)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and the death on record."""
