@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from ftopt.faults.spec import Fault
-from tests.sync.processes.job import FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
-
-PATIENT = replace(FAST, dead_after_s=4.0, heartbeat_s=0.2, grace_s=2.0)
+from tests.sync.processes.job import CALM, FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
 
 
 def contributes_again(job: TinyJob, since: dict[str, Any], *names: str) -> None:
@@ -24,26 +22,29 @@ def contributes_again(job: TinyJob, since: dict[str, Any], *names: str) -> None:
     job.wait_until(do, f"{names} contribute again")
 
 
-def decided_without(job: TinyJob, replica: str, *, away_s: float) -> dict[str, Any]:
-    """``replica`` is cut off when it has prepared, and the others decide; returns the decision that counts it."""
+def decided_without(job: TinyJob, replica: str) -> dict[str, Any]:
+    """``replica`` is cut off when it has prepared, and the others decide; returns the decision that counts it. The
+    replica stays away until it is healed."""
     frozen = job.until("fault", "r2")  # r2 keeps the attempt open
     job.wait_until(
         lambda: any(e["attempt"] == frozen["attempt"] for e in job.events("prepare", replica)), "it has prepared"
     )
-    job.order(replica, Fault(point=NOW, do="partition", for_s=away_s))
+    job.order(replica, Fault(point=NOW, do="partition", for_s=100.0))
     lost = job.until("lost", replica)
+    job.wake("r2")
     decided = job.after(lost, "decide")
     assert decided["attempt"] == frozen["attempt"]
     return decided
 
 
-HOLD_IT_OPEN = {"r2": [Fault(point="prepare", do="stop", for_s=1.5, at_step=40)]}
+HOLD_IT_OPEN = {"r2": [Fault(point="prepare", do="stop", for_s=100.0, at_step=40)]}
 
 
 def test_cut_off_between_prepare_and_commit_it_learns_the_decision(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, sync=PATIENT, faults=HOLD_IT_OPEN, steps=None) as job:
+    with tiny_job(tmp_path, sync=CALM, faults=HOLD_IT_OPEN, steps=None) as job:
         job.start_all()
-        decided = decided_without(job, "r1", away_s=2.5)
+        decided = decided_without(job, "r1")
+        job.heal("r1")
         back = job.after(decided, "return", "r1")
         contributes_again(job, back, "r0", "r1", "r2")
         job.enough()
@@ -57,11 +58,12 @@ def test_cut_off_between_prepare_and_commit_it_learns_the_decision(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("journal", ["journal.sqlite", ""])
 def test_so_it_does_from_a_coordinator_that_has_been_replaced_meanwhile(tmp_path: Path, journal: str) -> None:
-    with tiny_job(tmp_path, sync=PATIENT, faults=HOLD_IT_OPEN, steps=None, journal=journal) as job:
+    with tiny_job(tmp_path, sync=CALM, faults=HOLD_IT_OPEN, steps=None, journal=journal) as job:
         job.start_all()
-        decided = decided_without(job, "r1", away_s=4.0)
+        decided = decided_without(job, "r1")
         job.kill("coordinator")
         job.start_coordinator()
+        job.heal("r1")
         recovered = job.until("recover")
         contributes_again(job, recovered, "r0", "r1", "r2")
         job.enough()

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from ftopt.faults.spec import Fault
-from tests.sync.processes.job import FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
+from tests.sync.processes.job import CALM, FAST, NOW, TinyJob, assert_nothing_lost, tiny_job
 
 
 def restart_before(job: TinyJob, *newcomers: str) -> dict[str, Any]:
     """The coordinator comes back while all who live are cut off; the newcomers are there first. Returns the `hold` of
-    the last one."""
+    the last one; the living are to be healed."""
     job.until("decide", at_step=60)
     for name in job.names:
-        job.order(name, Fault(point=NOW, do="partition", for_s=6.0))
+        job.order(name, Fault(point=NOW, do="partition", for_s=100.0))
     before = [job.until("fault", name) for name in job.names][-1]
     job.kill("coordinator")
     job.start_coordinator()
@@ -30,10 +30,13 @@ def restart_before(job: TinyJob, *newcomers: str) -> dict[str, Any]:
 def test_newcomers_that_are_there_before_the_living_do_not_start_the_job_anew(
     tmp_path: Path, start_replicas: int
 ) -> None:
-    sync = replace(FAST, start_replicas=start_replicas, recovery_s=20.0)
+    sync = replace(CALM, start_replicas=start_replicas)
     with tiny_job(tmp_path, steps=None, sync=sync) as job:
         job.start_all()
+        living = list(job.names)
         restart_before(job, "r3", "r4")
+        for name in living:
+            job.heal(name)
         job.names += ["r3", "r4"]
         recovered = job.until("recover")
         for name in job.names:
@@ -54,9 +57,12 @@ def test_a_second_process_of_an_id_does_not_take_the_place_of_the_living_one(tmp
         job.start_all()
         living = job.until("join", "r1")
         job.until("decide", at_step=60)
-        first = job.processes["r1"]
+        first, living_orders = job.processes["r1"], dict(job.orders)
         restarted = restart_before(job, "r1")
         second, job.processes["r1"] = job.processes["r1"], first
+        for name, orders in living_orders.items():
+            job.orders[name] = orders
+            job.heal(name)
         refused = job.until("refused", "r1")
         second.join(60)
         job.after(restarted, "commit", "r1", count=2)

@@ -12,12 +12,12 @@ import pytest
 
 import ftopt
 from ftopt.faults.spec import Fault
-from tests.sync.processes.job import FAST, assert_nothing_lost, tiny_job
+from tests.sync.processes.job import CALM, FAST, LIMIT_S, assert_nothing_lost, tiny_job
 
 
 @pytest.mark.parametrize("method", [ftopt.DiLoCo(sync_every=20), ftopt.LocalSGD(sync_every=20)])
 def test_three_replicas_train_to_one_anchor(tmp_path: Path, method: Any) -> None:
-    with tiny_job(tmp_path, method=method) as job:
+    with tiny_job(tmp_path, method=method, sync=CALM) as job:
         job.start_all()
         summary = job.end()
     assert_nothing_lost(summary)
@@ -31,7 +31,8 @@ def test_three_replicas_train_to_one_anchor(tmp_path: Path, method: Any) -> None
     "point", ["inner", "propose", "gather", "reduce", "reduce.after", "prepare", "commit", "apply"]
 )
 def test_a_replica_is_killed_at_any_point_and_comes_back(tmp_path: Path, point: str) -> None:
-    with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=40, do="kill")]}, steps=None) as job:
+    faults = {"r1": [Fault(point=point, at_step=40, do="kill")]}
+    with tiny_job(tmp_path, sync=CALM, faults=faults, steps=None) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -47,7 +48,7 @@ def test_a_replica_is_killed_at_any_point_and_comes_back(tmp_path: Path, point: 
 
 
 def test_an_aborted_attempt_is_retried_with_the_same_contributions(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, faults={"r1": [Fault(point="reduce", at_step=40, do="kill")]}) as job:
+    with tiny_job(tmp_path, sync=CALM, faults={"r1": [Fault(point="reduce", at_step=40, do="kill")]}) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -85,8 +86,10 @@ def test_the_successor_is_killed_in_its_fetch_and_the_next_one_takes_part(tmp_pa
 
 @pytest.mark.parametrize("point", ["reduce", *(pytest.param(p, marks=pytest.mark.slow) for p in ("inner", "commit"))])
 def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) -> None:
-    with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="stop", for_s=2.0)]}, steps=None) as job:
+    with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="stop", for_s=50.0)]}, steps=None) as job:
         job.start_all()
+        job.until("lost", "r1")
+        job.wake("r1")
         back = job.until("return", "r1")
         job.until("decide", at_step=back["inner_step"] + 40)
         job.enough()
@@ -98,7 +101,8 @@ def test_a_stopped_replica_comes_back_with_its_work(tmp_path: Path, point: str) 
 
 @pytest.mark.parametrize("point", ["inner", pytest.param("reduce", marks=pytest.mark.slow)])
 def test_a_hung_training_thread_holds_nobody_up_for_long(tmp_path: Path, point: str) -> None:
-    with tiny_job(tmp_path, faults={"r1": [Fault(point=point, at_step=50, do="hang", for_s=3.0)]}, steps=None) as job:
+    faults = {"r1": [Fault(point=point, at_step=50, do="hang", for_s=6.0)]}
+    with tiny_job(tmp_path, sync=replace(FAST, dead_after_s=4.0), faults=faults, steps=None) as job:
         job.start_all()
         hung = job.until("fault", "r1")
         job.until("decide", at_step=hung["inner_step"] + 200)
@@ -115,7 +119,7 @@ def test_a_hung_training_thread_holds_nobody_up_for_long(tmp_path: Path, point: 
 def test_the_coordinator_is_killed_and_goes_on_from_its_journal_or_what_the_replicas_say(
     tmp_path: Path, journal: str
 ) -> None:
-    with tiny_job(tmp_path, steps=None, journal=journal) as job:
+    with tiny_job(tmp_path, sync=CALM, steps=None, journal=journal) as job:
         job.start_all()
         applied = job.until("apply", at_step=60)
         job.kill("coordinator")
@@ -132,7 +136,7 @@ def test_the_coordinator_is_killed_and_goes_on_from_its_journal_or_what_the_repl
 @pytest.mark.parametrize("point", ["decide", "quorum"])
 def test_the_coordinator_dies_at_a_decision(tmp_path: Path, point: str) -> None:
     fault = Fault(replica="coordinator", point=point, at_step=60, do="kill", rejoin_s=0.1)
-    with tiny_job(tmp_path, steps=None, faults={"coordinator": [fault]}) as job:
+    with tiny_job(tmp_path, sync=CALM, steps=None, faults={"coordinator": [fault]}) as job:
         job.start_all()
         job.until("fault", "coordinator")
         job.died("coordinator")
@@ -144,7 +148,7 @@ def test_the_coordinator_dies_at_a_decision(tmp_path: Path, point: str) -> None:
 
 
 def test_a_replica_that_gets_sigterm_hands_its_steps_over_and_leaves(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None) as job:
+    with tiny_job(tmp_path, sync=CALM, steps=None) as job:
         job.start_all()
         job.until("decide", at_step=40)
         pid = job.processes["r1"].pid
@@ -161,17 +165,19 @@ def test_a_replica_that_gets_sigterm_hands_its_steps_over_and_leaves(tmp_path: P
 
 
 def test_a_slow_replica_takes_part_in_every_round_with_the_steps_it_has(tmp_path: Path) -> None:
-    sync = replace(FAST, grace_s=0.2)
-    with tiny_job(tmp_path, step_s={"r0": 0.005, "r1": 0.005, "r2": 0.02}, sync=sync) as job:
+    """Its rounds would take 3 s; the others call it in after one."""
+    sync = replace(CALM, grace_s=1.0)
+    with tiny_job(tmp_path, step_s={"r0": 0.005, "r1": 0.005, "r2": 0.15}, sync=sync, steps=60) as job:
         job.start_all()
         summary = job.end()
         members = [e["data"]["members"] for e in job.events("decide")]
+        assert job.events("call_in", "r2")
     assert_nothing_lost(summary)
     assert all(len(m) == 3 and all(row[2] > 0 for row in m) for m in members)
 
 
 def test_a_newcomer_joins_a_running_job_at_its_inner_step(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None) as job:
+    with tiny_job(tmp_path, sync=CALM, steps=None) as job:
         job.start_all()
         job.until("decide", at_step=60)
         job.names.append("r3")
@@ -190,7 +196,7 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
         job.start_all()
         job.until("decide")
         stranger = job.start("r9", method=ftopt.DiLoCo(sync_every=20, outer=ftopt.outer.SGD(lr=0.3)))
-        stranger.join(30)
+        stranger.join(LIMIT_S)
         refused = job.events("refused", "r9")[0]["data"]["text"]
         del job.processes["r9"]
         job.enough()
@@ -201,12 +207,13 @@ def test_a_replica_with_another_method_is_refused_and_the_others_train_on(tmp_pa
 
 
 def test_a_second_process_of_the_same_name_is_refused(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None) as job:
+    """It is told when the first one has been heard for ``dead_after_s`` beside it."""
+    with tiny_job(tmp_path, sync=replace(CALM, dead_after_s=4.0), steps=None) as job:
         job.start_all()
         job.until("decide")
         first = job.processes["r1"]
         second = job.start("r1")
-        second.join(30)
+        second.join(LIMIT_S)
         refused = job.events("refused", "r1")[0]["data"]["text"]
         job.processes["r1"] = first
         job.enough()
@@ -221,7 +228,7 @@ def test_a_coordinator_that_is_not_there_is_named(tmp_path: Path) -> None:
     with tiny_job(tmp_path) as job:
         job.kill("coordinator")
         lonely = job.start("r0")
-        lonely.join(30)
+        lonely.join(LIMIT_S)
         text = job.events("refused", "r0")[0]["data"]["text"]
     assert lonely.exitcode == 2
     assert "no coordinator answers" in text
@@ -257,7 +264,7 @@ def test_a_kill_while_a_delayed_fragment_is_reduced_stops_nobody(tmp_path: Path)
 )
 def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point: str) -> None:
     faults = {"r1": [Fault(point=point, at_step=20, do="kill")]}
-    with tiny_job(tmp_path, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
+    with tiny_job(tmp_path, sync=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
@@ -269,10 +276,13 @@ def test_gradients_are_averaged_through_a_kill_and_a_join(tmp_path: Path, point:
 
 
 def test_gradients_of_one_that_was_cut_off_go_into_the_next_round(tmp_path: Path) -> None:
-    faults = {"r1": [Fault(point="propose", at_step=20, do="partition", for_s=0.6)]}
-    with tiny_job(tmp_path, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
+    faults = {"r1": [Fault(point="propose", at_step=20, do="partition", for_s=50.0)]}
+    with tiny_job(tmp_path, sync=CALM, steps=None, step_s=0.01, method=ftopt.SyncSGD(), faults=faults) as job:
         job.start_all()
-        job.until("fault", "r1")
+        lost = job.until("lost", "r1")
+        job.after(lost, "decide")
+        job.wait_until(lambda: len(job.trained("r1", since=lost)) > 2, "r1 trains alone")
+        job.heal("r1")
         job.until("return", "r1")
         job.enough(more=40)
         summary = job.end()
