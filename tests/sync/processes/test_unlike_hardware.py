@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import ftopt
-from tests.sync.processes.job import FAST, assert_nothing_lost, tiny_job
+from tests.sync.processes.job import CALM, assert_nothing_lost, tiny_job
 
 
 def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_path: Path) -> None:
@@ -18,7 +17,7 @@ def test_two_kernel_levels_and_different_thread_counts_hold_the_same_bits(tmp_pa
         threads={"r0": 1, "r1": 1, "r2": 2},
         width=4000,  # enough elements for a second thread to get some
         step_s=0.001,
-        sync=replace(FAST, grace_s=20.0),  # nobody is called in early
+        sync=CALM,
     ) as job:
         job.start_all()
         summary = job.end()
@@ -39,7 +38,7 @@ def test_replicas_that_take_each_step_alike_are_told_apart_at_the_start_and_made
         environ={"r1": {"ATEN_CPU_CAPABILITY": "default"}},
         width=4000,
         steps=90,
-        sync=replace(FAST, grace_s=20.0),
+        sync=CALM,
     ) as job:
         job.start_all()
         job.end()
