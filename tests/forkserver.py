@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -29,6 +30,27 @@ CONTEXT.set_forkserver_preload(
         "encodings.idna",
     ]
 )
+
+
+class Flag:
+    """An event between processes of which any may be killed while it waits. `multiprocessing.Event.set` would wait for
+    that one for ever, and whoever is killed as it reads a `multiprocessing.Value` keeps its lock."""
+
+    def __init__(self) -> None:
+        self._value = CONTEXT.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self._value.value)
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it is set, within ``limit_s``."""
+        deadline = time.monotonic() + limit_s
+        while not self.is_set() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self.is_set()
 
 
 def die_with_parent() -> None:

@@ -34,7 +34,7 @@ from ftopt.sync.server.coordinator import CoordinatorServer, parse_address
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import EventLog, JsonLines, Tail, read_lines
 from ftopt.telemetry.summary import summarize
-from tests.forkserver import CONTEXT, die_with_parent
+from tests.forkserver import CONTEXT, Flag, die_with_parent
 from tests.ledger import with_ledger
 
 LIMIT_S = 60.0
@@ -233,7 +233,11 @@ def _train_together(
     injectors: Sequence[FaultInjector],
     trains: threading.Event,
 ) -> None:
-    """A global batch of ``samples`` is shared out; an event has each step's gradient."""
+    """A global batch of ``samples`` is shared out; an event has each step's gradient.
+
+    With the option ``hold``, a number and an event, it waits for the event after so many micro-batches.
+    """
+    computed, (hold_at, go_on) = 0, options.get("hold", (-1, None))
     samples, at_once = options["samples"], options.get("at_once", 1)
     method = options["method"] if options["method"].gradients is not None else ftopt.SyncSGD()
     model = tiny_model(options.get("width", 16))
@@ -250,6 +254,9 @@ def _train_together(
         trains.set()
         for micro_batches in loader.global_batches():
             for x in micro_batches:
+                if computed == hold_at:
+                    go_on.wait(LIMIT_S)
+                computed += 1
                 time.sleep(options["step_s"])  # a micro-batch of known length
                 together_loss(model, x).backward()
             optimizer.step()
@@ -309,8 +316,8 @@ class TinyJob:
         }
         self.faults = dict(faults or {})
         self.journal = journal
-        self.target = CONTEXT.Value("q", 1 << 40 if steps is None else steps)
-        self.finish = CONTEXT.Event()
+        self.target = CONTEXT.RawValue("q", 1 << 40 if steps is None else steps)  # no lock that the killed would keep
+        self.finish = Flag()
         self.processes: dict[str, BaseProcess] = {}
         self._all: list[BaseProcess] = []
         self._lives = 0

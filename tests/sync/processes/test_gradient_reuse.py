@@ -12,6 +12,7 @@ import ftopt
 from ftopt.data.batches import Batches
 from ftopt.faults.spec import Fault
 from ftopt.sync.group import Samples, Sync
+from tests.forkserver import Flag
 from tests.sync.processes.job import Points, TinyJob, assert_nothing_lost, tiny_job, tiny_model, together_loss
 from tests.sync.protocol.batch_table import batch
 
@@ -105,15 +106,17 @@ def test_four_micro_batches_over_three_replicas_one_of_which_is_killed_and_comes
 
 @pytest.mark.parametrize("method", [ftopt.SyncSGD(), ftopt.PAFT(sync_every=2, delay=1)], ids=["sync_sgd", "paft"])
 def test_one_that_computes_a_dead_one_s_share_dies_too(tmp_path: Path, method: ftopt.Method) -> None:
-    """The last one has all of the batch; what it had before both deaths it keeps."""
-    faults = {"r1": [Fault(point="inner", at_step=AT, do="kill")]}
-    options = {"faults": faults, "method": method, "step_s": 0.3}
+    """The last one has all of the batch; what it had before both deaths it keeps. Nobody computes another one's share
+    before both are dead."""
+    faults, both = {"r1": [Fault(point="inner", at_step=AT, do="kill")]}, Flag()
+    options = {"faults": faults, "method": method, "hold": (2, both)}
     with tiny_job(tmp_path, steps=STEPS, sync=PATIENT, samples=THREE_TIMES_EIGHT, **options) as job:
         job.start_all()
         job.until("fault", "r1")
         job.died("r1")
         job.until("plan", count=2)  # the others have its share
         job.kill("r2")
+        both.set()
         summary = job.end()
         assert computed(job, AT)["r0"] == 24
         assert_full_batches(job, THREE_TIMES_EIGHT)
@@ -131,9 +134,11 @@ def test_one_that_was_stopped_for_long_comes_back_with_its_share_and_nothing_is_
     with tiny_job(tmp_path, steps=None, sync=sync, samples=THREE_TIMES_EIGHT, step_s=0.05) as job:
         job.start_all()
         job.until(point, "r1", count=3)
-        job.order("r1", Fault(point="inner", do="stop", for_s=5.0))
+        job.order("r1", Fault(point="inner", do="stop", for_s=100.0))
         job.until("fault", "r1")
         lost = job.until("lost", "r1")
+        job.until("decide", at_step=4)
+        job.wake("r1")
         back = job.after(lost, "return", "r1")
         job.after(back, "gradient", "r1", count=3)
         job.enough(more=3)
