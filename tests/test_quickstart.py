@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Event
 
 import torch
 
 from ftopt.sync.server.coordinator import CoordinatorServer
-from tests.forkserver import CONTEXT, die_with_parent
+from tests.forkserver import Flag, die_with_parent
 from tests.pages import PAGES, programs
 from tests.test_examples import LIMIT_S, heard, started
 
@@ -22,7 +21,7 @@ def _coordinator(tells: Connection) -> None:
     CoordinatorServer("127.0.0.1", 0, new=True).run(ready=tells.send)
 
 
-def _train(tells: Connection, replica: str, url: str, back: Event) -> None:
+def _train(tells: Connection, replica: str, url: str, back: Flag) -> None:
     """The program, at another address, with fewer steps, and without breaks: from step 400 on it waits until the killed
     replica is back. It tells what it prints."""
     die_with_parent()
@@ -47,12 +46,12 @@ def _train(tells: Connection, replica: str, url: str, back: Event) -> None:
 def test_three_train_one_is_killed_and_comes_back_where_the_job_is() -> None:
     with started((_coordinator,)) as ((_, tells_url),):
         url = heard(tells_url)
-        back = CONTEXT.Event()
+        back = Flag()
         with started(*((_train, name, url, back) for name in ("r0", "r1", "r2"))) as ((_, r0), (killed, r1), (_, r2)):
             assert heard(r1).startswith("r1: step 0,")
             assert heard(r1).startswith("r1: step ")
             killed.kill()
-            back_again = CONTEXT.Event()
+            back_again = Flag()
             back_again.set()
             with started((_train, "r1", url, back_again)) as ((_, again),):
                 first = heard(again)
