@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ftopt.sync.replica import alone
 from ftopt.sync.replica.alone import Alone
-from tests.sync.processes.job import tiny_job
+from tests.sync.processes.job import CALM, tiny_job
 
 
 def test_the_log_says_once_that_it_trains_alone_and_once_that_it_is_back(
@@ -57,7 +58,8 @@ def test_a_process_that_was_stopped_says_so_when_it_goes_on(
 
 
 def test_replicas_of_a_dead_coordinator_say_so(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None, logs=True) as job:
+    sync = replace(CALM, dead_after_s=5.0)  # after so long they say it
+    with tiny_job(tmp_path, sync=sync, steps=None, logs=True) as job:
         job.start_all()
         job.until("decide", count=2)
         job.kill("coordinator")

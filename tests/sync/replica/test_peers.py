@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftopt.sync.replica.peers import Peers
-from tests.sync.processes.job import tiny_job
+from tests.sync.processes.job import CALM, tiny_job
 
 
 def rounds(caplog: pytest.LogCaptureFixture, *members: str, fragments: int = 1) -> list[tuple[int, str]]:
@@ -45,7 +45,7 @@ def test_of_many_the_log_names_eight(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_survivors_of_a_killed_replica_say_so(tmp_path: Path) -> None:
-    with tiny_job(tmp_path, steps=None, logs=True) as job:
+    with tiny_job(tmp_path, sync=CALM, steps=None, logs=True) as job:
         job.start_all()
         job.until("decide", count=2)
         job.kill("r1")

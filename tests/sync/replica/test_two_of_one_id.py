@@ -11,7 +11,8 @@ import ftopt
 from ftopt.errors import FtoptError
 from ftopt.events import Event
 
-SYNC = ftopt.Sync(start_replicas=2, dead_after_s=0.6, heartbeat_s=0.1, start_s=30.0)
+SYNC = ftopt.Sync(start_replicas=2, dead_after_s=4.0, heartbeat_s=0.1, start_s=30.0)
+"""The second one is refused when the first one has been heard for ``dead_after_s`` beside it."""
 
 
 def test_before_the_job_starts_the_second_one_waits_and_then_is_refused() -> None:
