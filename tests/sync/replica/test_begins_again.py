@@ -13,8 +13,7 @@ from ftopt.sync.protocol import messages as m
 
 def test_the_optimizer_holds_the_version_that_its_protocol_holds() -> None:
     """Else its contributions would be to a version that nobody knows: dropped, without a word."""
-    quiet = ftopt.Sync(dead_after_s=300.0, heartbeat_s=100.0)  # the coordinator does not hear of it
-    (group,) = ftopt.local_groups(1, sync=quiet)
+    (group,) = ftopt.local_groups(1)
     model = nn.Linear(2, 1)
     optimizer = ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, ftopt.DiLoCo(sync_every=2), group=group)
     session = group.session  # type: ignore[attr-defined]

@@ -21,7 +21,6 @@ import pytest
 
 from ftopt.net.token import authorization
 from ftopt.sync.protocol import messages as m
-from ftopt.sync.server.limits import Limits
 
 from .access import TOKEN, coordinator, no_errors_logged, scripted, touchstone
 from .fuzzing import a_conversation, a_frame, a_request, an_input
@@ -79,8 +78,10 @@ def test_the_parser_with_a_million_inputs(chance: random.Random) -> None:
 # ---------------------------------------------------------------- HTTP
 
 
-async def shout(url: str, data: bytes, chance: random.Random, *, stops: float = 0.3) -> bytes:
-    """Sends the bytes, in one piece or two, and returns what came back by the end of the connection, or in time.
+async def shout(
+    url: str, data: bytes, chance: random.Random, *, stops: float = 0.3, limit_s: float = 0.6
+) -> bytes:
+    """Sends the bytes, in one piece or two, and returns what came back by the end of the connection, or in ``limit_s``.
 
     ``stops``: how likely it closes its end when all is sent; a server need not answer then.
     """
@@ -95,7 +96,7 @@ async def shout(url: str, data: bytes, chance: random.Random, *, stops: float = 
             await asyncio.sleep(0)
         if closes:
             writer.write_eof()
-        async with asyncio.timeout(0.6):
+        async with asyncio.timeout(limit_s):
             while piece := await reader.read(1 << 16):
                 got += piece
     writer.close()
@@ -108,7 +109,7 @@ async def shout_all(url: str, inputs: list[bytes], chance: random.Random) -> lis
 
 
 async def _http(count: int, chance: random.Random) -> None:
-    async with coordinator(limits=Limits(patience_s=0.5)) as url, touchstone(url) as stone:
+    async with coordinator() as url, touchstone(url) as stone:
         for _ in range(count // CROWD):
             inputs = [a_request(chance) for _ in range(CROWD)]
             for data, got in zip(inputs, await shout_all(url, inputs, chance), strict=True):
@@ -128,7 +129,7 @@ def test_a_request_without_a_path_is_answered(chance: random.Random) -> None:
 
     async def ask() -> bytes:
         async with coordinator() as url:
-            return await shout(url, b"CONNECT   \r\nHost: x\r\n\r\n", chance, stops=0)
+            return await shout(url, b"CONNECT   \r\nHost: x\r\n\r\n", chance, stops=0, limit_s=30.0)
 
     with no_errors_logged():
         assert b" 401 " in asyncio.run(ask())
@@ -149,7 +150,7 @@ async def _frames(count: int, chance: random.Random) -> None:
         f"GET /connect HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nUpgrade: websocket\r\n"
         "Connection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
     ).encode()
-    async with coordinator(limits=Limits(patience_s=0.3)) as url, touchstone(url) as stone:
+    async with coordinator() as url, touchstone(url) as stone:
         for _ in range(count // CROWD):
             inputs = [
                 upgrade + b"".join(a_frame(chance) for _ in range(chance.choice((1, 2, 8)))) for _ in range(CROWD)

@@ -231,7 +231,7 @@ async def _propose(replica: Scripted) -> None:
 
 async def _doing(url: str, *words: str) -> Any:
     """Waits until the round of ``/status`` does what ``words`` say, one after another; returns the fragment."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             (shown,) = json.loads((await status(url))[1])["jobs"]
             if shown["fragments"] and shown["fragments"][0]["doing"] in words:
@@ -293,7 +293,7 @@ async def _sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     async with coordinator() as url, scripted(url) as replica:
         await replica.join()
         await replica.send(m.Heartbeat("training", 3, 0.5))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while [row[1:7] for row in (await _asked(url))["job"]["rows"][-2:]] != [[0.0, 1, 0, 0, 0, 0]] * 2:
                 await asyncio.sleep(0.02)
 

@@ -84,7 +84,7 @@ async def _a_job(journal: Path) -> None:
         assert at(samples, "ftopt_job_halted", **job) == 0
         assert at(samples, "ftopt_fragment_version", **one) == 2
         assert at(samples, "ftopt_job_inner_step", **job) == 10
-        assert 0 <= at(samples, "ftopt_fragment_round_age_seconds", **one) < 5
+        assert 0 <= at(samples, "ftopt_fragment_round_age_seconds", **one) < 60
         assert at(samples, "ftopt_replica_connected", **job, replica="r0") == 1
         for event, count in {"join": 1, "decide": 2, "quorum": 2, "abort": 0, "lost": 0}.items():
             assert at(samples, "ftopt_events_total", **job, event=event) == count
@@ -93,7 +93,7 @@ async def _a_job(journal: Path) -> None:
         on_disk = sum(path.stat().st_size for path in journal.parent.glob("journal*"))
         assert at(samples, "ftopt_journal_bytes") == on_disk > 0
         assert at(samples, "ftopt_resident_memory_bytes") > 1e7
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while at(samples, "ftopt_replica_connected", **job, replica="r0"):
                 samples = await _metrics(url)
         assert at(samples, "ftopt_replicas", **job, state="away") == 1
@@ -111,7 +111,7 @@ def test_a_jobs_numbers(tmp_path: Path) -> None:
 
 
 async def _refusals() -> None:
-    limits = Limits(connections=2, patience_s=0.2, byte_burst=10_000, bytes_per_s=1.0)
+    limits = Limits(connections=2, patience_s=2.0, byte_burst=10_000, bytes_per_s=1.0)
     async with coordinator(limits=limits) as url, touchstone(url), aiohttp.ClientSession() as session:
         for _ in range(3):
             assert (await status(url, None, "/metrics"))[0] == 401

@@ -185,11 +185,11 @@ def test_the_coordinator_prints_where_its_page_is() -> None:
         with process.stdout as said:
             found = re.search(r"http://127\.0\.0\.1:\d+", said.readline())
             assert found is not None
-            with urllib.request.urlopen(found[0], timeout=10) as answer:
+            with urllib.request.urlopen(found[0], timeout=60) as answer:
                 assert answer.read() == static_page()[0]
     finally:
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 class _Elements(HTMLParser):
