@@ -176,7 +176,7 @@ def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(cap
 
 def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """As a script that was killed and started again: its schedule begins at `start_step`."""
-    first, second, other = ftopt.local_groups(3, names=["r0", "r0", "r1"], sync=ftopt.Sync(start_replicas=2))
+    first, second, other = ftopt.local_groups(3, names=["r0", "r0", "r1"], sync=TOGETHER)
     begun: list[int] = []
 
     def survivor() -> None:

@@ -223,7 +223,7 @@ def test_who_says_resume_at_each_start_is_a_newcomer_where_others_live(tmp_path:
 def test_who_resumes_under_the_id_of_a_living_replica_is_refused_and_costs_it_nothing(tmp_path: Path) -> None:
     """A supervisor has started a second process of it, whose script says resume."""
     events = list[Event]()
-    sync = replace(PATIENT, start_replicas=1, dead_after_s=0.6, heartbeat_s=0.1)
+    sync = replace(PATIENT, start_replicas=1, dead_after_s=4.0, heartbeat_s=0.1)
     groups = local_groups(2, sync=sync, names=["a", "a"], on_event=events.append)
     saved, refused = threading.Event(), threading.Event()
 

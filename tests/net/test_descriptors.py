@@ -20,7 +20,7 @@ from ftopt.transport.gloo import GlooTransport
 from tests.transport.helpers import DictOps
 
 told = []
-transports, ops = [GlooTransport("127.0.0.1", 2.0) for _ in range(3)], DictOps()
+transports, ops = [GlooTransport("127.0.0.1", 5.0) for _ in range(3)], DictOps()
 
 def meet(key):
     def one(rank):
@@ -84,7 +84,7 @@ def test_a_coordinator_without_descriptors_says_so_once_and_recovers(tmp_path: P
             port = int(url.rpartition(":")[2])
             with ExitStack() as held:
                 for _ in range(3 * LIMIT):
-                    stranger = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+                    stranger = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
                     stranger.sendall(b"GET /status HTTP/1.1\r\nHost: h\r\n\r\n")  # admitted, and kept open
                 _until(lambda: b"no connection can be accepted" in log.read_bytes())
                 _until(lambda: len(list(Path(f"/proc/{server.pid}/fd").iterdir())) >= LIMIT - 1)
@@ -99,7 +99,7 @@ def test_a_coordinator_without_descriptors_says_so_once_and_recovers(tmp_path: P
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as answer:
+        with urllib.request.urlopen(url, timeout=20) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

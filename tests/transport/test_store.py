@@ -37,7 +37,7 @@ def test_a_lost_link_ends_a_get_at_once() -> None:
     before_s = time.monotonic()
     with pytest.raises(ConnectionError):
         RendezvousStore(ops, "a", timeout_s=60.0).get("0/0")
-    assert time.monotonic() - before_s < 10.0
+    assert time.monotonic() - before_s < 30.0
 
 
 def test_a_stopped_store_does_nothing_more() -> None:

@@ -26,7 +26,7 @@ from ftopt.sync.server.coordinator import CoordinatorServer
 
 from .access import TOKEN, Certificates, coordinator_thread, identity, no_errors_logged, scripted, touchstone
 
-FAST = ftopt.Sync(grace_s=1.0, heartbeat_s=0.1, dead_after_s=2.0, start_s=30.0, start_replicas=1)
+CALM = ftopt.Sync(grace_s=30.0, heartbeat_s=0.1, dead_after_s=20.0, start_s=30.0, start_replicas=1)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def _train(
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     group = ftopt.connect(
-        url, name, token=TOKEN, ca=files.ca, cert=files.cert, key=files.key, sync=FAST, on_event=on_event
+        url, name, token=TOKEN, ca=files.ca, cert=files.cert, key=files.key, sync=CALM, on_event=on_event
     )
     method = ftopt.DiLoCo(sync_every=5)
     with ftopt.wrap(torch.optim.SGD(model.parameters(), lr=0.01), model, method, group=group) as optimizer:
@@ -106,7 +106,7 @@ def _train(
             optimizer.step()
             optimizer.zero_grad()
         with optimizer.busy():
-            go_on.wait(30)
+            go_on.wait(60)
 
 
 def test_a_job_under_tls_hands_its_state_over_tls(files: Tls) -> None:
