@@ -89,6 +89,8 @@ def live(
             checkpoints.include(watched=watched)
             state = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
             began = Began(optimizer.start_step, optimizer.pending_by_fragment, max(state, default=0.0), watched.passes)
+            if dies_at == 10_000:
+                all_have_joined.wait()  # else a fast one has left before a late one comes
             ends_at = 40 + sum(began.pending) if group.units is None else 10_000
             while optimizer.local_steps < min(dies_at, ends_at):
                 if group.units is not None:
@@ -109,6 +111,7 @@ def live(
             return began
 
     models = [TASK.model(0) for _ in groups]
+    all_have_joined = threading.Barrier(len(groups), timeout=60.0)
     tasks = [lambda i=i: replica(groups[i], folders[i]) for i in range(len(groups))]
     if dies_at == 10_000:
         return together(tasks)
