@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def run(
         with optimizer:
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)
             checkpoints.include(loader=loader, scheduler=scheduler)
+            all_have_joined.wait()  # else a fast one has left before a late one comes
             for micro_batches in loader.global_batches():
                 for x, y in micro_batches:
                     nn.functional.mse_loss(module(x), y).backward()
@@ -62,7 +64,7 @@ def run(
             checkpoints.close()
         return module
 
-    models = [model() for _ in groups]
+    models, all_have_joined = [model() for _ in groups], threading.Barrier(len(groups), timeout=60.0)
     tasks = [lambda i=i: replica(groups[i], models[i]) for i in range(len(groups))]
     if dies_at == 1000:
         return together(tasks)

@@ -33,6 +33,9 @@ TINY = (
     "log.dir=runs",
 )
 
+CALM = ("sync.grace_s=60", "sync.dead_after_s=20")
+"""Nobody is called in and nobody is lost, however busy the machine is. A process that dies is missed at once."""
+
 
 def text(folder: Path) -> str:
     """A text to train on; its override."""
@@ -53,7 +56,7 @@ class Run:
         self._process = CONTEXT.Process(target=_run, args=(folder, self._files, [recipe, *overrides], fresh))
         self._process.start()
 
-    def wait(self, timeout_s: float = 100.0) -> tuple[int, str]:
+    def wait(self, timeout_s: float = 200.0) -> tuple[int, str]:
         """Waits for its end; exit status, and what it said on standard error."""
         self._process.join(timeout_s)
         assert self._process.exitcode is not None, "the run did not end"
@@ -120,7 +123,7 @@ def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(folder_of(folder).events) if event["event"] == name]
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Waits for a condition; AssertionError when it does not come."""
     deadline = time.monotonic() + timeout_s
     while not condition():

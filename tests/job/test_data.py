@@ -18,7 +18,7 @@ from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
 from tests.job.running import TINY, text
 from tests.notes import Notes
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
 
 
 def trained(recipe: Recipe, replicas: int) -> Notes:
@@ -26,7 +26,7 @@ def trained(recipe: Recipe, replicas: int) -> Notes:
     notes = Notes()
     trainers = [
         Trainer(recipe, group, notes, record=CurrentStep(), evaluates=False)
-        for group in local_groups(replicas, on_event=notes)
+        for group in local_groups(replicas, sync=PATIENT, on_event=notes)
     ]
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
     return notes

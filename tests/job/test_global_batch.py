@@ -9,7 +9,7 @@ import pytest
 
 from ftopt.config.loader import load
 from ftopt.errors import UserError
-from tests.job.running import Start, events_of, summary_of, until
+from tests.job.running import CALM, Start, events_of, summary_of, until
 
 TOGETHER = ("data.global_batch=24", "data.split=2", "train.clip_norm=null")
 SYNC_SGD = "method={name: sync_sgd, sync_every: 1}"
@@ -19,7 +19,7 @@ SYNC_SGD = "method={name: sync_sgd, sync_every: 1}"
 def test_a_killed_replica_costs_its_own_micro_batches(tmp_path: Path, start: Start, method: str) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
     fault = "{replica: 1, at_step: 10, point: inner, do: kill, rejoin_s: 0}"
-    settings = (f"method={method}", "train.inner_steps=30", "sync.min_replicas=3", f"faults=[{fault}]", *TOGETHER)
+    settings = (f"method={method}", "train.inner_steps=30", "sync.min_replicas=3", f"faults=[{fault}]", *TOGETHER, *CALM)
     status, error = start(tmp_path, *settings, leave_out="method.").wait()
     assert status == 0, error
     got = summary_of(tmp_path)
@@ -54,7 +54,7 @@ def test_the_data_end_and_all_say_so(tmp_path: Path, start: Start) -> None:
 
 
 def test_an_interrupted_run_leaves_in_good_order(tmp_path: Path, start: Start) -> None:
-    settings = (SYNC_SGD, "train.inner_steps=100000", *TOGETHER)
+    settings = (SYNC_SGD, "train.inner_steps=100000", *TOGETHER, *CALM)
     run = start(tmp_path, *settings, leave_out="method.")
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 2)
     run.signal(signal.SIGINT)

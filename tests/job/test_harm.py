@@ -13,6 +13,7 @@ from ftopt.events import Event
 from ftopt.faults.injector import FaultInjector
 from ftopt.faults.spec import Fault
 from ftopt.job.harm import corrupt, flip_bit, harm
+from tests.optimizer.running import PATIENT
 from tests.problems import seeded
 
 
@@ -113,7 +114,7 @@ def test_a_bit_flips_wherever_a_replica_has_numbers(
         if event.replica == "r0":
             injector(event)
 
-    groups = ftopt.local_groups(2, on_event=on_event)
+    groups = ftopt.local_groups(2, sync=PATIENT, on_event=on_event)
 
     def replica(group: ftopt.ReplicaGroup) -> None:
         with seeded():

@@ -10,7 +10,7 @@ from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.job.running import Start, alive, events_of, folder_of, until
 
-_SOON_S = 25.0
+_SOON_S = 60.0
 """Of which a replica has 10 s; the rest is for a busy machine."""
 
 

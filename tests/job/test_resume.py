@@ -19,7 +19,7 @@ from ftopt.sync.protocol.intervals import union
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.jsonl import read_lines
 from tests.job.recount import NEAR, loss_around, losses, that_stand, times
-from tests.job.running import Run, Start, alive, events_of, summary_of, until
+from tests.job.running import CALM, Run, Start, alive, events_of, summary_of, until
 
 SEED = 5
 _PATIENCE_S = 200.0
@@ -163,7 +163,7 @@ def test_when_all_replicas_have_died_the_run_says_how_to_go_on(tmp_path: Path, s
 
 def test_fewer_replicas_than_a_checkpoint_has_go_on_from_it(tmp_path: Path, start: Start) -> None:
     store = tmp_path / "store"
-    short = ("method.sync_every=10", f"checkpoint.dir={store}", "checkpoint.every=1")
+    short = ("method.sync_every=10", f"checkpoint.dir={store}", "checkpoint.every=1", *CALM)
     status, error = start(tmp_path, *short, "train.inner_steps=20").wait(_PATIENCE_S)
     assert status == 0, error
     assert verified(store).replicas == ["r0", "r1", "r2"]

@@ -18,16 +18,15 @@ from ftopt.config.loader import load
 from ftopt.job.runner import Runner
 from ftopt.telemetry.folder import RunFolder
 from ftopt.telemetry.progress import Display
-from tests.job.running import Start, alive, events_of, folder_of, summary_of, until
+from tests.job.running import CALM, Start, alive, events_of, folder_of, summary_of, until
 
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_replica_comes_back_and_no_survivor_loses_a_step(tmp_path: Path, start: Start, fresh: bool) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
     fault = "{replica: 1, at_step: 100, point: reduce, do: kill, rejoin_s: 0}"
-    status, error = start(
-        tmp_path, "sync.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]", fresh=fresh
-    ).wait()
+    settings = (*CALM, "sync.min_replicas=3", "train.inner_steps=200", f"faults=[{fault}]")
+    status, error = start(tmp_path, *settings, fresh=fresh).wait()
     assert status == 0, error
     got = summary_of(tmp_path)
     assert got["survivor_inner_steps_lost"] == 0
@@ -71,7 +70,7 @@ def test_a_killed_coordinator_comes_back_with_its_journal_and_nothing_is_lost(tm
 def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
     tmp_path: Path, start: Start, number: int, status: int
 ) -> None:
-    run = start(tmp_path, "replicas=2", "train.inner_steps=100000", "checkpoint.every=1000000")
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000", "checkpoint.every=1000000", *CALM)
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 2)
     run.signal(number)
     ended, error = run.wait()
@@ -118,7 +117,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -
 
 
 def test_a_run_whose_replicas_are_told_to_leave_has_not_come_to_its_end(tmp_path: Path, start: Start) -> None:
-    run = start(tmp_path, "replicas=2", "train.inner_steps=100000")
+    run = start(tmp_path, "replicas=2", "train.inner_steps=100000", *CALM)
     until(lambda: any(tmp_path.glob("runs/*")) and len(events_of(tmp_path, "decide")) > 0)
     for event in events_of(tmp_path, "spawn"):
         if event["replica"] != "coordinator":

@@ -23,14 +23,14 @@ from ftopt.job.task import task_of
 from ftopt.job.train import Trainer
 from ftopt.methods import LocalSGD
 from tests.job.running import TINY, text
-from tests.optimizer.running import together
+from tests.optimizer.running import PATIENT, together
 
 
 def trained(recipe: Recipe, replicas: int) -> dict[str, list[Event]]:
     """Trains in threads; what each replica has told."""
     told: dict[str, list[Event]] = {}
     trainers = []
-    for group in local_groups(replicas):
+    for group in local_groups(replicas, sync=PATIENT):
         events = told.setdefault(group.replica, [])
         trainers.append(Trainer(recipe, group, events.append, record=CurrentStep(), evaluates=group.replica == "r0"))
     assert together([trainer.run for trainer in trainers]) == [True] * replicas
