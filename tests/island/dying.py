@@ -1,6 +1,7 @@
 """An island's rank for tests of its ends: trains DiLoCo on FSDP2, slowly enough to be killed; run by torchrun.
 
 ``python -m tests.island.dying STEPS HOW``; it prints a line a step on rank 0. ``HOW``: what goes wrong, see `main`.
+With ``GATE`` in the environment it waits at half of its steps until there is a file of that name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,9 @@ def main(steps: int, how: str) -> None:
         start = optimizer.start_step
         print(f"rank {rank} pid {os.getpid()} starts at {start}", flush=True)  # noqa: T201
         for step in range(start, steps):
+            if step == steps // 2 and "GATE" in os.environ:
+                while not Path(os.environ["GATE"]).exists():
+                    time.sleep(0.05)
             x = torch.randn(8, 7)
             optimizer.zero_grad()
             called(x).square().mean().backward()

@@ -102,7 +102,7 @@ def leaves_nothing() -> None:
             step(model, optimizer)
     for thread in threading.enumerate():
         if thread.name.startswith(("ftopt-rank", "ftopt-slice", "ftopt-lane", "ftopt-relay", "ftopt-reducer")):
-            thread.join(10.0)
+            thread.join(60.0)
             assert not thread.is_alive(), thread.name
 
 

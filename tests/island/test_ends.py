@@ -49,13 +49,16 @@ def committed(folder: Path, replica: str) -> int:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_dies_and_the_island_comes_back(tmp_path: Path, rank: int) -> None:
+def test_a_rank_dies_and_the_island_comes_back(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = tmp_path / "gate"  # else a fast survivor has left before the other island is back
+    monkeypatch.setenv("GATE", str(gate))
     with two(tmp_path, 400, "", restarts=2) as (first, second):
         until(lambda: "step 10 " in first.said())
         pid = re.search(rf"rank {rank} pid (\d+)", first.said())
         assert pid is not None
         os.kill(int(pid[1]), signal.SIGKILL)
         until(lambda: first.said().count("rank 0 pid") == 2)
+        gate.touch()
         assert (first.wait(), second.wait()) == (0, 0), first.said()
         starts = [int(start) for start in re.findall(r"rank 0 pid \d+ starts at (\d+)", first.said())]
         assert starts[0] == 0

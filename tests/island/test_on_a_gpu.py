@@ -32,5 +32,5 @@ def test_fsdp2_of_one_rank_is_a_replica(tmp_path: Path, device: str) -> None:
 def test_fsdp2_of_one_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """The inner state is of DTensors, as the parameters are."""
     command = [sys.executable, "-m", "tests.island.one_rank", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.split() == ["sync_sgd", "True", "diloco", "True", "slowmo", "True"], done.stderr

@@ -19,7 +19,8 @@ SYNC_SGD = "method={name: sync_sgd, sync_every: 1}"
 def test_a_killed_replica_costs_its_own_micro_batches(tmp_path: Path, start: Start, method: str) -> None:
     """With ``min_replicas=3`` the job's end waits for the one that comes back, however slow this machine is."""
     fault = "{replica: 1, at_step: 10, point: inner, do: kill, rejoin_s: 0}"
-    settings = (f"method={method}", "train.inner_steps=30", "sync.min_replicas=3", f"faults=[{fault}]", *TOGETHER, *CALM)
+    calm = (*CALM, "sync.min_replicas=3")
+    settings = (f"method={method}", "train.inner_steps=30", f"faults=[{fault}]", *TOGETHER, *calm)
     status, error = start(tmp_path, *settings, leave_out="method.").wait()
     assert status == 0, error
     got = summary_of(tmp_path)

@@ -15,7 +15,7 @@ from tests.oracle.oracle import Trace, due
 from tests.oracle.problems import INNER, PROBLEMS, noise, set_rate, tokens
 from tests.oracle.scenario import Change, Outer, Scenario, Spec
 
-LONG_S = 30.0
+LONG_S = 60.0
 """Nobody is called in, cut off or left behind by a clock."""
 
 PARTITIONS: dict[str, Any] = {

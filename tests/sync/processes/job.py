@@ -37,7 +37,7 @@ from ftopt.telemetry.summary import summarize
 from tests.forkserver import CONTEXT, Flag, die_with_parent
 from tests.ledger import with_ledger
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 NOW = "inner"
 """The point of an ordered fault that does not wait for its event."""
 _ORDERED = 1
@@ -157,7 +157,7 @@ def _train(
         job=options.get("job"),
         sync=options["sync"],
         on_event=on_event,
-        connect_s=5.0,
+        connect_s=20.0,
     )
     with_ledger([group], options.get("samples"))
     optimizer = ftopt.wrap(
@@ -198,7 +198,7 @@ def _train(
                 finish.wait(LIMIT_S)
                 optimizer.settle()
                 _tell_end(optimizer, group, on_event, "done")
-        optimizer.close(flush=not done, timeout_s=10.0)
+        optimizer.close(flush=not done, timeout_s=30.0)
         if not done:
             _tell_end(optimizer, group, on_event, "left")
 
@@ -241,7 +241,7 @@ def _train_together(
     samples, at_once = options["samples"], options.get("at_once", 1)
     method = options["method"] if options["method"].gradients is not None else ftopt.SyncSGD()
     model = tiny_model(options.get("width", 16))
-    group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=5.0)
+    group = ftopt.connect(url, replica, sync=options["sync"], on_event=on_event, connect_s=20.0)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = ftopt.wrap(inner, model, method, group=group)
     for injector in injectors:

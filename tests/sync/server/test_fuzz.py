@@ -78,9 +78,7 @@ def test_the_parser_with_a_million_inputs(chance: random.Random) -> None:
 # ---------------------------------------------------------------- HTTP
 
 
-async def shout(
-    url: str, data: bytes, chance: random.Random, *, stops: float = 0.3, limit_s: float = 0.6
-) -> bytes:
+async def shout(url: str, data: bytes, chance: random.Random, *, stops: float = 0.3, limit_s: float = 0.6) -> bytes:
     """Sends the bytes, in one piece or two, and returns what came back by the end of the connection, or in ``limit_s``.
 
     ``stops``: how likely it closes its end when all is sent; a server need not answer then.
