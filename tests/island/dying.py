@@ -6,6 +6,7 @@ With ``GATE`` in the environment it waits at half of its steps until there is a 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -74,6 +75,10 @@ def main(steps: int, how: str) -> None:
         dist.all_gather(alike, next(model.parameters()).detach())
         print(f"alike {torch.equal(*alike)}", flush=True)  # noqa: T201
     print(f"rank {rank} ends at {optimizer.inner_step}", flush=True)  # noqa: T201
+    # DDP goes before the process group: its reducer would drop it with the GIL held and wait for Gloo's threads, one of
+    # which may wait for the GIL, to let go of the tensors of the last call above (torch 2.13).
+    del called
+    gc.collect()
     dist.destroy_process_group()
 
 

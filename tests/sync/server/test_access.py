@@ -172,7 +172,8 @@ MISBEHAVIOUR: dict[str, tuple[Misbehave, str]] = {
 
 async def _misbehave(behaviour: Misbehave) -> None:
     patience_s = 2.0 if behaviour is _silent else 30.0  # the others have it for what they do
-    limits = Limits(patience_s=patience_s, message_burst=1000, messages_per_s=100, byte_burst=1e6, store_keys=20)
+    rates = {"messages_per_s": 10.0, "bytes_per_s": 1e4}  # which it exceeds, however long it takes to send
+    limits = Limits(patience_s=patience_s, message_burst=1000, byte_burst=1e6, store_keys=20, **rates)
     async with (
         coordinator(limits=limits) as url,
         touchstone(url) as stone,

@@ -165,7 +165,7 @@ def test_an_impostor_does_not_end_the_training(
 
 
 def _until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)
