@@ -132,7 +132,9 @@ def starts_with(recipe: Recipe) -> str:
     if wanted == 1:
         return ""
     setting = "replicas" if recipe.sync.start_replicas is None else "sync.start_replicas"
-    return f"a new job waits for {wanted} replicas ({setting}={wanted}), {recipe.sync.start_s:g} s at most (sync.start_s)"
+    return (
+        f"a new job waits for {wanted} replicas ({setting}={wanted}), {recipe.sync.start_s:g} s at most (sync.start_s)"
+    )
 
 
 def screen_off(screen: Screen) -> None:

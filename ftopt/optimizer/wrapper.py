@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ftopt.errors import UserError, check_choice, check_number, names_arguments
+from ftopt.errors import UserError, check_choice, check_number, names_arguments, without_internals
 from ftopt.methods import Method
 from ftopt.optimizer import hooks
 from ftopt.optimizer.arguments import (
@@ -456,6 +456,7 @@ class OuterOptimizer(Optimizer):
         check_number("timeout_s", timeout_s, "[0, inf)", of="seconds", hint="use flush=False to leave at once")
         self._core.close(flush=flush, timeout_s=timeout_s, early=early)
 
+    @without_internals
     @torch.inference_mode(False)
     def __enter__(self) -> OuterOptimizer:
         """Joins the job: afterwards the parameters are the committed ones."""
