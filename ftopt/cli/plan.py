@@ -14,6 +14,7 @@ from ftopt.cli.dry_run import size_of
 from ftopt.cli.output import say
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
+from ftopt.config.words import check_words
 from ftopt.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the forecast of the recipe as it is, and of the recommendation; raises `UserError`."""
+    check_words(arguments.recipe, arguments.overrides)
     if arguments.step_s is None and not arguments.calibrate:
         raise UserError(
             "--step-s is missing; give the seconds of one inner step (`ftopt status` and the report of a run show "

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ftopt.cli.run import add_dry_run, add_quiet
 from ftopt.cli.run import run as run_recipe
+from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 
 
@@ -22,9 +23,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs a new run of the recipe in the folder, with a folder of its own; the old one stays as it is."""
-    from ftopt.checkpoint.reader import find
-    from ftopt.config.loader import load
-
     folder = arguments.run.resolve()
     recipe = folder / "recipe.yaml"
     if not recipe.is_file():
@@ -37,6 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
             f"{arguments.run} still goes on, and its checkpoints come and go; end it first (Ctrl-C, which saves "
             "the last version), or wait for its end"
         )
+    check_overrides(arguments.overrides)
+    from ftopt.checkpoint.reader import find
+    from ftopt.config.loader import load
+
     written = load(str(recipe)).checkpoint.dir
     own = written is None or Path(written).is_relative_to(folder)
     checkpoint = find(folder if own else Path(str(written))).path

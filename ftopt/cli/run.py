@@ -12,6 +12,7 @@ from typing import Any
 from ftopt.cli import report
 from ftopt.cli.output import complain, say
 from ftopt.cli.validate import add as add_recipe
+from ftopt.config.words import check_words
 from ftopt.errors import UserError
 from ftopt.telemetry.sentences import figure
 
@@ -48,6 +49,7 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the job, then prints the result and the folder that holds it."""
+    check_words(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
         from ftopt.cli.dry_run import show
 

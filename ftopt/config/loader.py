@@ -35,6 +35,7 @@ from ftopt.config.choices import (
 from ftopt.config.own import located
 from ftopt.config.schema import Recipe
 from ftopt.config.shipped import locate
+from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
 
@@ -193,9 +194,7 @@ def _count(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 
 def _dotted(overrides: Sequence[str]) -> dict[str, Any]:
-    for item in overrides:
-        if "=" not in item or item.startswith("="):
-            raise UserError(f"{item!r} is not an override; write key=value, e.g. train.inner_steps=200")
+    check_overrides(overrides)
     try:
         raw = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
