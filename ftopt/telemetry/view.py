@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _INTERRUPTED = ("exit status 130", "exit status 143", "SIGINT", "SIGTERM")
 """How replicas end that have not joined yet when a signal ends the run."""
 _GOES_ON = "the job goes on from what its replicas hold"
 """A replica tells it when it hears so, which is after the coordinator's `recover` and `return`."""
+_SECONDS = re.compile(r"\d+ s\b")
 _WINDOW_S = 10.0
 _RATE_S = 60.0
 _WAITS_S = 3.0
@@ -103,7 +105,8 @@ class RunView:
     aborted: int = 0
     members: int = 0
     score: str = ""
-    held: str = ""
+    held: set[str] = field(default_factory=set)
+    """Why the job has not begun, or does not go on, as it was told since the last outer step, without seconds."""
     checkpoints_fail: bool = False
     ending: bool = False
     """Replicas are leaving since the run ends."""
@@ -128,6 +131,8 @@ class RunView:
         """Takes up an event line; returns a sentence when the event is a notable one."""
         name, replica, data = record["event"], record["replica"], data_of(record)
         self.now_s = max(self.now_s, record["t_s"])
+        if name in ("rollback", "decide" if self.whole else "apply"):
+            self.held.clear()
         if name == "decide" and not record.get("fragment"):
             self.version, self.inner_step = record["version"], record["inner_step"]
             self.members = len(data.get("members", ()))
@@ -137,7 +142,7 @@ class RunView:
             self.version, self.inner_step = record["version"], data["start_step"]
         elif name == "recover":
             self.version, self.inner_step = record["version"], record["inner_step"]
-            self.held = _GOES_ON  # which it says better
+            self.held.add(_GOES_ON)  # which it says better
         elif name == "abort":
             self.aborted += 1
         elif name == "evaluate":
@@ -171,8 +176,10 @@ class RunView:
 
     def _is_news(self, record: Line, data: Line) -> bool:
         name = record["event"]
-        if name == "hold":  # each replica is told the same
-            news, self.held = bool(data["text"] != self.held), data["text"]
+        if name == "hold":  # each replica is told the same, and again as time passes
+            text = _SECONDS.sub("", data["text"])
+            news = text not in self.held
+            self.held.add(text)
             return news
         if name in ("checkpoint", "checkpoint_failed"):  # one that fails is told once, until one succeeds again
             told, self.checkpoints_fail = self.checkpoints_fail, name == "checkpoint_failed"

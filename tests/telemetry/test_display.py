@@ -90,6 +90,24 @@ def test_notable_events_are_sentences_and_the_same_word_is_said_once() -> None:
     hold = event("hold", t_s=1, life=0, data={"text": "1 of 4"})
     assert view.event(hold) == Note("1 of 4")
     assert view.event({**hold, "replica": "r2"}) is None
+
+
+def test_what_a_start_waits_for_is_told_once_though_each_replica_hears_it_at_its_own_time() -> None:
+    view = RunView(600)
+    told = []
+    for replica, text in (
+        ("r0", "1 of 3 replicas connected; the job starts in 60 s at most"),
+        ("r1", "2 of 3 replicas connected; the job starts in 59 s at most"),
+        ("r0", "2 of 3 replicas connected; the job starts in 58 s at most"),
+        ("r1", "1 of 3 replicas connected; the job starts in 57 s at most"),
+        ("r0", "1 of 3 replicas connected; the job starts in 56 s at most"),
+    ):
+        if note := view.event(event("hold", replica, t_s=1, life=0, data={"text": text})):
+            told.append(note.text[:6])
+    assert told == ["1 of 3", "2 of 3"]
+    view.event(event("decide", "coordinator", version=1, inner_step=50))
+    again = event("hold", t_s=2, life=0, data={"text": "1 of 3 replicas connected; the job starts in 60 s at most"})
+    assert view.event(again) is not None  # after an outer step it is another start
     assert view.event(event("propose", t_s=1)) is None
     back = event("return", "r1", 2, 2, version=7, inner_step=140)
     assert view.event(back) == Note("r1 (incarnation 2) is back; the job is at version 7, inner step 140", "good")
