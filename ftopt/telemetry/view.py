@@ -39,6 +39,7 @@ class Row:
         unit: what ``tokens_per_s`` counts: ``samples`` where a sample has no tokens, as an image.
         waited_s: how long outer steps have kept it waiting.
         last_s: when its last inner step ended, in seconds since the run's start.
+        farewell: that it has left, which is told once it is known whether it has failed.
         proposed, called: the version that it has last proposed for, and been called in for (of fragment 0).
     """
 
@@ -58,6 +59,8 @@ class Row:
     proposed_s: float = 0.0
     called: int = 0
     called_s: float = 0.0
+    spawned: bool = False
+    farewell: Note | None = None
     _times: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stepped(self, line: Line) -> None:
@@ -149,6 +152,7 @@ class RunView:
             self.score = score(data)
         known = replica in self.rows
         had_left = known and self.rows[replica].state == "left"
+        had_ended = known and self.rows[replica].state in _ENDED
         if replica != "coordinator" and (known or name in _MAKES_A_ROW or not self.whole):
             self._update(self.row(replica), record, data)
         if not self._is_news(record, data):
@@ -157,6 +161,12 @@ class RunView:
             return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
         if name == "death" and had_left:  # an error of the user's own: it has said goodbye
             return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
+        if name == "leave" and known and self.rows[replica].spawned and not had_ended:
+            self.rows[replica].farewell = note_of(record)  # its `end` comes late, or its process has failed
+            return None
+        if name == "end" and known:
+            note, self.rows[replica].farewell = self.rows[replica].farewell, None
+            return note
         return note_of(record)
 
     def waiting_for(self) -> Note | None:
@@ -213,6 +223,8 @@ class RunView:
             row.called, row.called_s = record.get("version", 0), record["t_s"]
         elif name == "stall":
             row.waited_s += data["stall_s"]
+        if name == "spawn":
+            row.spawned, row.farewell = True, None
         if name == "end":
             row.state = data["reason"]
         elif name == "leave":
