@@ -362,7 +362,7 @@ class OuterOptimizer(Optimizer):
         Args:
             tokens: added to those of earlier calls before the same step. A whole number, also of numpy, or a tensor on
                 the CPU without dimensions; one on a device is refused, since reading it waits for the device.
-            samples: likewise.
+            samples: likewise. In an island, events and metrics have the tokens and samples that rank 0 counts.
             loss: the step's, one number; for triggers that go by it (`ftopt.triggers.AdaComm`). A tensor is read at the
                 next outer step, not here. One that is not finite is left out of the mean. Default: what a closure
                 returns.

@@ -71,7 +71,7 @@ class Row:
         self.loss, self.last_s = line["loss"], line["t_s"]
         self.first_s = self.last_s if self.first_s is None else self.first_s
         tokens = line.get("tokens", 0)
-        self.unit = "samples" if tokens <= line.get("samples", 0) else "tokens"  # those of several ranks are counted
+        self.unit = "samples" if tokens <= line.get("samples", 0) else "tokens"
         self._times.append((line["t_s"], tokens))
         while self.last_s - self._times[0][0] > _WINDOW_S:
             self._times.popleft()
