@@ -17,6 +17,7 @@ from ftopt.goodput.model import Model
 from ftopt.goodput.picture import draw
 from ftopt.goodput.published import MODELS, ratios
 from ftopt.goodput.run import Cell, Row, compare, ours, sweep
+from ftopt.plural import count
 
 _SHOWN_S = 0.5
 _PLAIN_SHOWN_S = 10.0
@@ -60,14 +61,14 @@ def add(parser: argparse.ArgumentParser) -> dict[str, object]:
         model.add_argument(
             f"--{option}", metavar="X", type=float, default=default, help=f"{text} (default: %(default)g)"
         )
-    for option, count, text in (
+    for option, usually, text in (
         ("sync-every", usual.sync_every, "inner steps of a round (H)"),
         ("delay", 10, "inner steps of the policies with delay"),
         ("quorum", 8, "sync.min_replicas of the decoupled policy"),
         ("fragments", 4, "of the decoupled policy"),
         ("batch", usual.batch, "samples of an inner step"),
     ):
-        model.add_argument(f"--{option}", metavar="N", type=int, default=count, help=f"{text} (default: %(default)s)")
+        model.add_argument(f"--{option}", metavar="N", type=int, default=usually, help=f"{text} (default: %(default)s)")
     model.add_argument("--codec", metavar="NAME", default="fp32", help="of the payloads (default: %(default)s)")
     what = parser.add_argument_group("goodput: what is shown")
     text = "only the policies of ftopt with these words in their names (`--only delay`), and no models of other systems"
@@ -159,12 +160,13 @@ def _compare(arguments: argparse.Namespace, model: Model) -> int:
             raise UserError(f"--only={arguments.only}: no policy has that in its name; they are {names}")
     stays = trace.stays()
     say(
-        f"{trace.name}: {trace.end_s / 3600:.1f} h, {max(size for _, size in trace.sizes())} machines at most, "
-        f"{trace.machine_seconds() / trace.end_s:.1f} on average, {sum(x.removed for x in stays)} removals at "
-        f"{len(trace.removals())} moments"
+        f"{trace.name}: {trace.end_s / 3600:.1f} h, "
+        f"{count(max(size for _, size in trace.sizes()), 'machine')} at most, "
+        f"{trace.machine_seconds() / trace.end_s:.1f} on average, {count(sum(x.removed for x in stays), 'removal')} at "
+        f"{count(len(trace.removals()), 'moment')}"
     )
     say(
-        f"a step {model.step_s:g} s, a round {model.sync_every} steps, {model.parameters:.3g} parameters, "
+        f"a step {model.step_s:g} s, a round {count(model.sync_every, 'step')}, {model.parameters:.3g} parameters, "
         f"{model.link_bytes_s * 8:.3g} bit/s, a process starts in {model.start_s:g} s"
     )
     progress, began_s = _Progress(), time.monotonic()
@@ -232,7 +234,10 @@ def _sweep(arguments: argparse.Namespace, model: Model) -> int:
     told = sweep(model, make, periods=_PERIODS, mtbfs_s=_MTBFS_S, seed=arguments.seed, progress=progress)
     cells = list(told)
     progress.clear()
-    say(f"{arguments.machines} machines, no notice, delay {model.delay}. Of what each reaches without failures:")
+    say(
+        f"{count(arguments.machines, 'machine')}, no notice, delay {model.delay}. "
+        "Of what each reaches without failures:"
+    )
     say("goodput of ftopt / of torchft's DiLoCo")
     by = {(x.mtbf_s, x.sync_every): x for x in cells}
     head = ["a failure in", *(f"H={period}" for period in _PERIODS)]

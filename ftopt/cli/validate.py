@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.output import say
 from ftopt.config.words import check_words
+from ftopt.plural import count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_words(arguments.recipe, arguments.overrides)
     recipe, _ = checked(arguments.recipe, arguments.overrides)
     of_ranks = f" of {recipe.ranks} ranks" if recipe.ranks > 1 else ""
-    say(f"{arguments.recipe}: valid; {recipe.replicas} replicas{of_ranks}, {recipe.train.inner_steps} inner steps")
+    say(
+        f"{arguments.recipe}: valid; {count(recipe.replicas, 'replica')}{of_ranks}, "
+        f"{count(recipe.train.inner_steps, 'inner step')}"
+    )
     return 0
 
 

@@ -38,6 +38,7 @@ from ftopt.config.shipped import locate
 from ftopt.config.words import check_overrides
 from ftopt.errors import UserError
 from ftopt.faults.spec import Fault
+from ftopt.plural import count
 
 _MAX_BYTES = 1 << 20
 _MAX_NODES = 100_000
@@ -61,8 +62,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def listed(source: str, errors: Sequence[str]) -> UserError:
     """One error of all that is wrong with a recipe."""
-    count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
-    return UserError(f"recipe {source}: {count}\n" + "\n".join(f"  {line}" for line in errors))
+    return UserError(f"recipe {source}: {count(len(errors), 'error')}\n" + "\n".join(f"  {line}" for line in errors))
 
 
 @dataclasses.dataclass(frozen=True)
